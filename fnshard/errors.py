@@ -1,0 +1,56 @@
+"""Every error a user's mistake can raise: one message, all failing leaves, the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class FnshardError(Exception):
+    """Base of all errors fnshard raises on purpose."""
+
+
+class SpecError(FnshardError, ValueError):
+    """A spec, rule or mesh does not fit the leaves it is meant for."""
+
+
+class TraceError(FnshardError, TypeError):
+    """`fn` does something that cannot be captured as one differentiable program."""
+
+
+class StateError(FnshardError, ValueError):
+    """A state, parameter tree or batch is not what the step was made for."""
+
+
+class OptimizerError(FnshardError, TypeError):
+    """An optimizer asks for something the layout cannot give."""
+
+
+class ScheduleError(FnshardError, AssertionError):
+    """`verify` found a schedule that would read, lose or keep the wrong thing: a bug of ours."""
+
+
+class AgreementError(FnshardError, RuntimeError):
+    """Ranks hold different programs, specs or meshes."""
+
+
+class CollectiveError(FnshardError, RuntimeError):
+    """A peer died, left, or did not answer within the timeout."""
+
+
+def report(headline: str, failures: Sequence[str] = (), fix: str = "") -> str:
+    """Join a headline, one line per failing leaf, and the way out.
+
+    >>> print(report("1 leaf is wrong:", ["params['w'] [3]"], "name another axis."))
+    1 leaf is wrong:
+      params['w'] [3]
+    Fix: name another axis.
+    """
+    lines = [headline, *(f"  {line}" for line in failures)]
+    if fix:
+        lines.append(f"Fix: {fix}")
+    return "\n".join(lines)
+
+
+def leaves(count: int) -> str:
+    """`1 leaf`, `2 leaves`."""
+    return "1 leaf" if count == 1 else f"{count} leaves"

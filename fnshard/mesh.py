@@ -1,0 +1,195 @@
+"""A mesh: ranks on named axes. Over torch's `DeviceMesh`, or one rank, or simulated, or abstract."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from fnshard.errors import SpecError, report
+
+Kind = Literal["local", "group", "simulated", "abstract"]
+
+_simulated = threading.local()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes over ranks, row-major: the last axis varies fastest.
+
+    `kind`: "local" (one rank, no process group), "group" (a `torch.distributed` process group),
+    "simulated" (threads of one process, see `fnshard.runtime.collectives.simulate`),
+    "abstract" (no ranks at all: for lowering).
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    data_axes: tuple[str, ...]
+    device_type: str = "cpu"
+    kind: Kind = "local"
+    device_mesh: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the mesh."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different slices of the batch."""
+        return self.axes_size(self.data_axes)
+
+    @property
+    def rank(self) -> int:
+        """This rank; 0 on a local or abstract mesh."""
+        if self.kind == "group":
+            return dist.get_rank()
+        if self.kind == "simulated":
+            return getattr(_simulated, "rank", 0)
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        if self.kind == "abstract":
+            return torch.device(self.device_type)
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    def axis_size(self, name: str) -> int:
+        """Ranks along one axis."""
+        if name not in self.names:
+            raise SpecError(f"the mesh has no axis {name!r} (it has: {', '.join(self.names)}).")
+        return self.sizes[self.names.index(name)]
+
+    def axes_size(self, axes: Sequence[str]) -> int:
+        """Ranks in a group that spans `axes`; 1 for none."""
+        return math.prod(self.axis_size(a) for a in axes)
+
+    def coordinate(self, rank: int | None = None) -> dict[str, int]:
+        """`{axis: index}` of a rank (default: this one)."""
+        rank = self.rank if rank is None else rank
+        out: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            out[name] = rank % size
+            rank //= size
+        return {name: out[name] for name in self.names}
+
+    def rank_of(self, coordinate: Mapping[str, int]) -> int:
+        """The inverse of `coordinate`."""
+        rank = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank = rank * size + coordinate[name]
+        return rank
+
+    def group_ranks(self, axes: Sequence[str], rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, row-major in the order of `axes`."""
+        here = self.coordinate(rank)
+        spans = [range(self.axis_size(a)) for a in axes]
+        return tuple(
+            self.rank_of({**here, **dict(zip(axes, index, strict=True))}) for index in product(*spans)
+        )
+
+    def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """`axes` in the mesh's own order, those of size one left out."""
+        return tuple(n for n in self.names if n in axes and self.axis_size(n) > 1)
+
+    def __str__(self) -> str:
+        return "(" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"
+
+
+def make_mesh(
+    *,
+    data_axes: Sequence[str] | None = None,
+    device: str | None = None,
+    abstract: bool = False,
+    simulated: bool = False,
+    **axes: int,
+) -> Mesh:
+    """Make a mesh with named axes, `make_mesh(replicate=2, shard=4)`.
+
+    Args:
+        data_axes: the axes the batch is split over; default all of them.
+        device: "cpu", "cuda", ...; default the accelerator if there is one, else "cpu".
+        abstract: no process group and no devices, any size: for `lower` alone.
+        simulated: the ranks are threads of this process (tests, debugging).
+        axes: sizes by name; none is `shard=1`. At most one may be -1: what is left of the world.
+
+    Raises:
+        SpecError: the axes' product is not the number of ranks there are.
+
+    >>> make_mesh(replicate=2, shard=4, abstract=True).group_ranks(["shard"], rank=5)
+    (4, 5, 6, 7)
+    """
+    axes = axes or {"shard": 1}
+    names = tuple(axes)
+    device_type = device or _default_device()
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    sizes = _sizes(axes, None if (abstract or simulated) else world)
+    chosen = names if data_axes is None else tuple(data_axes)
+    unknown = [a for a in chosen if a not in names]
+    if unknown:
+        raise SpecError(
+            report(
+                f"data_axes names {', '.join(map(repr, unknown))}, which the mesh does not have.",
+                fix=f"name some of: {', '.join(names)}.",
+            )
+        )
+    if abstract or simulated:
+        return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
+    if not (dist.is_available() and dist.is_initialized()):
+        return Mesh(names, sizes, chosen, device_type, "local")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return Mesh(names, sizes, chosen, device_type, "group", mesh)
+
+
+def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
+    bad = [f"{n}={s}" for n, s in axes.items() if not isinstance(s, int) or (s < 1 and s != -1)]
+    free = [n for n, s in axes.items() if s == -1]
+    if bad or len(free) > 1 or (free and world is None):
+        shown = ", ".join(f"{n}={s}" for n, s in axes.items())
+        raise SpecError(
+            report(
+                f"mesh ({shown}) has a size that is not a positive integer.",
+                fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
+            )
+        )
+    fixed = math.prod(s for s in axes.values() if s != -1)
+    sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
+    if world is not None and math.prod(sizes) != world:
+        shown = ", ".join(f"{n}={s}" for n, s in axes.items())
+        raise SpecError(
+            report(
+                f"mesh ({shown}) needs {math.prod(sizes)} ranks; this world has {world}.",
+                fix="start as many ranks (torchrun --nproc-per-node), change a size, or lower with "
+                "make_mesh(..., abstract=True).",
+            )
+        )
+    return sizes
+
+
+def _default_device() -> str:
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type
+    return "cpu"
+
+
+@contextmanager
+def simulated_rank(rank: int) -> Iterator[None]:
+    """Make this thread that rank of every simulated mesh."""
+    before = getattr(_simulated, "rank", 0)
+    _simulated.rank = rank
+    try:
+        yield
+    finally:
+        _simulated.rank = before

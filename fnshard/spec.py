@@ -1,0 +1,390 @@
+"""`P`, `LayoutSpec` and rules: what one leaf's layout *means*.
+
+Four tensors per leaf
+---------------------
+Every trainable leaf has four tensors in a step; each has a shape, a dtype, a place and a lifetime:
+
+- the *stored shard*: `storage`, `storage_dtype`, `memory`; lives between steps.
+- the *gathered parameter*: `compute` (full), `compute_dtype`, on the device; lives from its unit's
+  Gather to its Free, in forward and again in backward.
+- the *full gradient*: shape of the gathered parameter and its dtype; lives from the backward kernel
+  to the packing of its bucket.
+- the *gradient shard*: `gradient`, `reduce_dtype` on the wire; lives from the reduction to the
+  update (through all micro-batches, where gradients are accumulated).
+
+Optimizer state has the layout `optimizer` and, where it differs from storage, `optimizer_dtype` (a
+master copy). ZeRO 1, 2 and 3 differ in these fields alone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fnshard import tree
+from fnshard.errors import SpecError, leaves, report
+from fnshard.mesh import Mesh
+
+Axes = str | tuple[str, ...] | None
+Memory = Literal["device", "host", "disk"]
+
+
+class P:
+    """Partition spec: for each tensor dim the mesh axis, tuple of axes, or None that splits it.
+
+    A pytree leaf. Trailing Nones may be left out: `P("shard") == P("shard", None)`. After JAX's
+    `PartitionSpec`; torch's placements are per *mesh* dim, see `to_placements`.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: Axes):
+        cleaned: list[Axes] = []
+        for part in parts:
+            axes = (part,) if isinstance(part, str) else tuple(part or ())
+            if not all(isinstance(a, str) and a for a in axes):
+                raise SpecError(f"P{parts!r}: each dim takes an axis name, a tuple of names, or None.")
+            cleaned.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        while cleaned and cleaned[-1] is None:
+            cleaned.pop()
+        self.parts = tuple(cleaned)
+        if len(set(self.axes)) != len(self.axes):
+            raise SpecError(f"{self!r} names an axis twice; an axis splits one dim.")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes named, in order of dims."""
+        return tuple(a for dim in range(len(self.parts)) for a in self.of(dim))
+
+    def of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split `dim`, major first."""
+        part = self.parts[dim] if dim < len(self.parts) else None
+        return () if part is None else (part,) if isinstance(part, str) else part
+
+    def to_placements(self, mesh: Mesh) -> tuple[Any, ...]:
+        """DTensor's view: one placement per mesh dim.
+
+        >>> from fnshard.mesh import make_mesh
+        >>> P(None, "shard").to_placements(make_mesh(replicate=2, shard=4, abstract=True))
+        (Replicate(), Shard(dim=1))
+        """
+        from torch.distributed.tensor import Replicate, Shard
+
+        where = {axis: dim for dim in range(len(self.parts)) for axis in self.of(dim)}
+        return tuple(Shard(where[n]) if n in where else Replicate() for n in mesh.names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(("P", self.parts))
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self.parts))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return P, self.parts
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """One leaf's whole policy: how it is stored, cast, moved and reduced.
+
+    Fields left None take their default from the leaf or from `storage` when `match_specs` (or
+    `resolve`) sees the leaf. dtypes: `storage_dtype` the leaf's own; `compute_dtype` storage's;
+    `reduce_dtype` compute's; `optimizer_dtype` storage's.
+
+    Args:
+        storage: layout between steps.
+        compute: what `fn` sees; only `P()` until the tensor axis is built.
+        gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
+        optimizer: layout of optimizer state and update.
+        memory, optimizer_memory: "device", "host" or "disk".
+        codec: name of a code for a frozen leaf.
+        trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
+        unit: leaves gathered, freed and reduced together; None lets the unit policy say.
+        reshard: free the gathered leaf after forward and gather it again for backward.
+        buffers: (in a rule) the rule takes buffers and non-float leaves too.
+        shape: the full shape, filled in by `resolve`.
+
+    >>> LayoutSpec(P("shard"), compute_dtype=torch.bfloat16).storage
+    P('shard')
+    """
+
+    storage: P = P()
+    compute: P = P()
+    gradient: P | None = None
+    optimizer: P | None = None
+    storage_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    optimizer_dtype: torch.dtype | None = None
+    memory: Memory = "device"
+    optimizer_memory: Memory = "device"
+    codec: str | None = None
+    trainable: bool | None = None
+    unit: str | None = None
+    reshard: bool = True
+    buffers: bool = False
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("storage", "compute", "gradient", "optimizer"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, P):
+                raise SpecError(f"LayoutSpec({name}={value!r}): expected P(...), got {type(value).__name__}.")
+        for name in ("memory", "optimizer_memory"):
+            if getattr(self, name) not in ("device", "host", "disk"):
+                raise SpecError(
+                    f"LayoutSpec({name}={getattr(self, name)!r}): one of 'device', 'host', 'disk'."
+                )
+        for name in ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.dtype):
+                raise SpecError(
+                    f"LayoutSpec({name}={value!r}): expected a torch.dtype such as torch.bfloat16."
+                )
+        if self.compute != P():
+            raise SpecError(
+                report(
+                    f"compute={self.compute!r}: `fn` sees whole leaves until the tensor axis is built.",
+                    fix="leave compute=P() and shard with storage=.",
+                )
+            )
+
+    @property
+    def resolved(self) -> bool:
+        """Whether every default has been filled in from a leaf."""
+        return self.shape is not None and self.unit is not None and self.trainable is not None
+
+    def resolve(self, leaf: Tensor, unit: str) -> LayoutSpec:
+        """All defaults filled in from `leaf` (its full shape and dtype) and the unit policy."""
+        storage_dtype = self.storage_dtype or leaf.dtype
+        compute_dtype = self.compute_dtype or storage_dtype
+        trainable = _trainable(leaf) if self.trainable is None else self.trainable
+        if not storage_dtype.is_floating_point:
+            trainable = bool(self.trainable)
+        return replace(
+            self,
+            gradient=self.storage if self.gradient is None else self.gradient,
+            optimizer=self.storage if self.optimizer is None else self.optimizer,
+            storage_dtype=storage_dtype,
+            compute_dtype=compute_dtype,
+            reduce_dtype=self.reduce_dtype or compute_dtype,
+            optimizer_dtype=self.optimizer_dtype or storage_dtype,
+            trainable=trainable,
+            unit=self.unit or unit,
+            shape=tuple(leaf.shape),
+        )
+
+
+def _trainable(leaf: Tensor) -> bool:
+    if isinstance(leaf, nn.Parameter):
+        return leaf.requires_grad
+    return leaf.dtype.is_floating_point and not is_buffer(leaf)
+
+
+def is_buffer(leaf: Any) -> bool:
+    """Whether `make_functional` marked this leaf as a module's buffer."""
+    return isinstance(leaf, nn.Buffer)
+
+
+def is_spec(value: Any) -> bool:
+    """Leaf test for spec trees."""
+    return isinstance(value, LayoutSpec)
+
+
+# ------------------------------------------------------------------ rules
+
+Rule = tuple[str, LayoutSpec]
+
+
+def match_specs(
+    params: Any,
+    rules: Sequence[Rule],
+    *,
+    units: Callable[[Any], Mapping[str, str]] | None = None,
+) -> Any:
+    """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
+
+    Buffers and non-float leaves are replicated and keep their dtype unless the rule says
+    `buffers=True`. `units`: a policy of `fnshard.units` (default: by numeric path part).
+
+    Args:
+        params: pytree of real, meta or fake tensors, full shapes.
+        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight".
+
+    Raises:
+        SpecError: a rule that matches no leaf, a leaf that no rule covers, or a dtype that a rule
+            casts to a non-float.
+
+    >>> specs = match_specs({"w": torch.zeros(4, 2)}, [("*", LayoutSpec(P("shard")))])
+    >>> specs["w"].storage, specs["w"].shape
+    (P('shard'), (4, 2))
+    """
+    from fnshard.units import numeric
+
+    named, structure = tree.flatten_with_paths(params)
+    _tensors_only(named)
+    unit_of = (units or numeric)(params)
+    used: set[int] = set()
+    uncovered: list[str] = []
+    specs: list[LayoutSpec] = []
+    for path, leaf in named.items():
+        hit = next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+        if hit is None:
+            uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
+            continue
+        used.add(hit)
+        specs.append(_apply_rule(rules[hit][1], leaf).resolve(leaf, unit_of[path]))
+    unused = [f"rule {glob!r}" for i, (glob, _) in enumerate(rules) if i not in used]
+    if uncovered:
+        raise SpecError(
+            report(
+                f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
+                uncovered,
+                'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
+            )
+        )
+    if unused:
+        shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
+        raise SpecError(
+            report(
+                f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
+                unused,
+                f"mend or delete them; the leaves are: {shown}",
+            )
+        )
+    return tree.unflatten(specs, structure)
+
+
+def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
+    if spec.buffers or not (is_buffer(leaf) or not leaf.dtype.is_floating_point):
+        return spec
+    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard)
+
+
+def _tensors_only(named: Mapping[str, Any]) -> None:
+    wrong = [f"params[{p!r}] is {type(v).__name__}" for p, v in named.items() if not isinstance(v, Tensor)]
+    if wrong:
+        raise SpecError(
+            report(
+                f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
+                wrong,
+                "keep tensors alone in the tree (a number: torch.tensor(x)); close over the rest.",
+            )
+        )
+
+
+# ------------------------------------------------------------------ blocks: P on a shape and a mesh
+
+
+def block_shape(shape: Sequence[int], layout: P, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of every rank's block, padded so that all are equal.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> block_shape((50257, 768), P("shard"), make_mesh(shard=8, abstract=True))
+    (6283, 768)
+    """
+    return tuple(-(-size // mesh.axes_size(layout.of(dim))) for dim, size in enumerate(shape))
+
+
+def block_slices(
+    shape: Sequence[int], layout: P, mesh: Mesh, coordinate: Mapping[str, int] | None = None
+) -> tuple[slice, ...]:
+    """Where a rank's block lies in the full tensor, padding left out (slices may be empty)."""
+    here = mesh.coordinate() if coordinate is None else coordinate
+    out = []
+    for dim, (size, block) in enumerate(zip(shape, block_shape(shape, layout, mesh), strict=True)):
+        index = 0
+        for axis in layout.of(dim):
+            index = index * mesh.axis_size(axis) + here[axis]
+        start = min(index * block, size)
+        out.append(slice(start, min(start + block, size)))
+    return tuple(out)
+
+
+def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
+    """Refuse, all at once, the leaves whose spec does not fit the mesh.
+
+    Raises:
+        SpecError: an unknown axis, a `P` longer than the tensor, a tensor axis, layouts of
+            storage, gradient and optimizer that no collective joins, an untrainable dtype.
+    """
+    wrong: list[str] = []
+    fixes: dict[str, None] = {}
+    for path, spec in specs.items():
+        for problem, fix in _problems(spec, mesh):
+            wrong.append(f"params[{path!r}] {list(spec.shape or ())} with {problem}.")
+            fixes[fix] = None
+    if wrong:
+        count = len({line.split("]")[0] for line in wrong})
+        raise SpecError(
+            report(
+                f"{leaves(count)} cannot take {'its' if count == 1 else 'their'} spec on mesh {mesh}:",
+                wrong,
+                " ".join(fixes),
+            )
+        )
+
+
+def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
+    out: list[tuple[str, str]] = []
+    has = ", ".join(mesh.names)
+    for field in ("storage", "gradient", "optimizer"):
+        layout: P = getattr(spec, field)
+        for axis in layout.axes:
+            if axis not in mesh.names:
+                out.append(
+                    (
+                        f"{layout!r}: the mesh has no axis {axis!r} (it has: {has})",
+                        f"name one of the mesh's axes, or make the mesh with an axis {axis!r}.",
+                    )
+                )
+            elif axis not in mesh.data_axes:
+                out.append(
+                    (
+                        f"{layout!r}: {axis!r} is not a data axis",
+                        "shard over data axes; tensor axes are not built yet.",
+                    )
+                )
+        if len(layout.parts) > len(spec.shape):
+            out.append(
+                (
+                    f"{field}={layout!r}: {len(layout.parts)} dims named, the tensor has {len(spec.shape)}",
+                    "name at most as many dims as the tensor has; a scalar takes P().",
+                )
+            )
+        if out:
+            return out
+    if spec.trainable and not spec.compute_dtype.is_floating_point:
+        out.append((f"trainable=True and {spec.compute_dtype}", "only float leaves train: trainable=False."))
+    if spec.codec and spec.trainable:
+        out.append(
+            (
+                f"codec={spec.codec!r} and trainable=True",
+                "a code has no gradient: trainable=False, or train an adapter beside it.",
+            )
+        )
+    if spec.optimizer != spec.gradient and spec.gradient.axes:
+        out.append(
+            (
+                f"gradient={spec.gradient!r}, optimizer={spec.optimizer!r}",
+                "the optimizer takes the gradient as it lies, or slices a whole one: "
+                "optimizer=gradient, or gradient=P().",
+            )
+        )
+    if spec.storage != spec.optimizer and spec.storage.axes:
+        out.append(
+            (
+                f"storage={spec.storage!r}, optimizer={spec.optimizer!r}",
+                "storage takes the updated shard as it lies, or gathers it whole: "
+                "storage=optimizer, or storage=P().",
+            )
+        )
+    return out

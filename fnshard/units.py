@@ -1,0 +1,92 @@
+"""Unit policies: which leaves are gathered, freed and reduced together (FSDP's auto-wrap policies).
+
+A policy is a function `params -> {path: unit}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fnshard import tree
+
+UnitPolicy = Callable[[Any], Mapping[str, str]]
+
+
+def numeric(params: Any) -> dict[str, str]:
+    """By numeric path part: "layers.0.attn.wq" is of unit "layers.0". The default.
+
+    A leaf with no number in its path goes to the shortest module that holds no numbered unit, so
+    "model.embed.weight" beside "model.layers.0..." is of unit "model.embed".
+
+    >>> import torch
+    >>> numeric({"model.embed.w": 0, "model.layers.0.a.w": 0, "model.layers.0.b.w": 0, "head.w": 0})
+    {'model.embed.w': 'model.embed', 'model.layers.0.a.w': 'model.layers.0', \
+'model.layers.0.b.w': 'model.layers.0', 'head.w': 'head'}
+    """
+    paths = list(tree.flatten_with_paths(params)[0])
+    numbered = {path: unit for path in paths if (unit := _through_number(path))}
+    holds = {
+        ".".join(unit.split(".")[:n]) for unit in numbered.values() for n in range(1, unit.count(".") + 1)
+    }
+    return {path: numbered.get(path) or _top(path, holds) for path in paths}
+
+
+def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
+    """By module class: each instance of `classes` is a unit (FSDP's `ModuleWrapPolicy`).
+
+    Of nested instances the innermost holds the leaf; leaves outside all of them go as in `numeric`'s
+    rule for paths without a number.
+    """
+    roots = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
+    if not roots:
+        names = ", ".join(c.__name__ for c in classes)
+        raise ValueError(f"no module of class {names} in {type(model).__name__}; name one that it has.")
+
+    def policy(params: Any) -> dict[str, str]:
+        holds = {".".join(r.split(".")[:n]) for r in roots for n in range(1, r.count(".") + 1)}
+        out = {}
+        for path in tree.flatten_with_paths(params)[0]:
+            inside = [r for r in roots if path.startswith(r + ".")]
+            out[path] = max(inside, key=len) if inside else _top(path, holds)
+        return out
+
+    return policy
+
+
+def by_size(least: int) -> UnitPolicy:
+    """By least size: the smallest modules of at least `least` elements (FSDP's size-based policy).
+
+    What no such module holds goes to the unit of the nearest module above, at last to "root".
+    """
+
+    def policy(params: Any) -> dict[str, str]:
+        named = tree.flatten_with_paths(params)[0]
+        out: dict[str, str] = {}
+        modules = {".".join(p.split(".")[:n]) for p in named for n in range(1, p.count(".") + 1)}
+        for module in sorted(modules, key=lambda m: (-m.count("."), m)):
+            free = [p for p in named if p.startswith(module + ".") and p not in out]
+            if sum(named[p].numel() for p in free) >= least:
+                out.update(dict.fromkeys(free, module))
+        return {path: out.get(path, "root") for path in named}
+
+    return policy
+
+
+def _through_number(path: str) -> str | None:
+    parts = path.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def _top(path: str, holds: set[str]) -> str:
+    parts = path.split(".")
+    for n in range(1, len(parts)):
+        prefix = ".".join(parts[:n])
+        if prefix not in holds:
+            return prefix
+    return path
