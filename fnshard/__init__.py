@@ -1,0 +1,58 @@
+"""fnshard: a small sharding compiler for PyTorch.
+
+nn.Module ─make_functional→ fn, params ─match_specs→ specs
+   fn, specs ─shard_step→  trace → split → differentiate → schedule → passes → compile
+                           Program  Segments   Kernels      Schedule             Step
+state, batch ─Step→ state', metrics
+"""
+
+from fnshard import errors, optim, presets, schedules, units
+from fnshard.errors import (
+    AgreementError,
+    CollectiveError,
+    FnshardError,
+    OptimizerError,
+    ScheduleError,
+    SpecError,
+    StateError,
+    TraceError,
+)
+from fnshard.forward import shard_forward
+from fnshard.functional import make_functional
+from fnshard.losses import Mean, Whole
+from fnshard.mesh import Mesh, make_mesh
+from fnshard.runtime.simulated import simulate
+from fnshard.shards import shard, unshard
+from fnshard.spec import LayoutSpec, P, match_specs
+from fnshard.state import TrainState
+from fnshard.step import shard_step
+
+__all__ = [
+    "AgreementError",
+    "CollectiveError",
+    "FnshardError",
+    "LayoutSpec",
+    "Mean",
+    "Mesh",
+    "OptimizerError",
+    "P",
+    "ScheduleError",
+    "SpecError",
+    "StateError",
+    "TraceError",
+    "TrainState",
+    "Whole",
+    "errors",
+    "make_functional",
+    "make_mesh",
+    "match_specs",
+    "optim",
+    "presets",
+    "schedules",
+    "shard",
+    "shard_forward",
+    "shard_step",
+    "simulate",
+    "units",
+    "unshard",
+]

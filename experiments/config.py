@@ -1,0 +1,381 @@
+"""The main job's configuration: frozen dataclasses, checked whole before any rank starts.
+
+Hydra composes `conf/` against `register`ed schemas; `build` checks what came out once more (keys
+added with `+`, deleted with `~`, numbers that make no sense), all problems in one error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.model import DecoderConfig
+from fnshard.errors import report
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
+CPU_RANKS = 2  # where there is no accelerator and nobody says how many
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message lists every problem."""
+
+
+# ------------------------------------------------------------------ one dataclass per group
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Ranks by axis; `shard: null` means all that are left."""
+
+    replicate: int = 1
+    shard: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "replicate", "shard")
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """A preset of `fnshard.presets`, and how many units are gathered ahead."""
+
+    name: str = "full_shard"
+    prefetch_forward: int = 1
+    prefetch_backward: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of(STRATEGIES, self, "name")
+        _at_least(0, self, "prefetch_forward", "prefetch_backward")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """dtypes of the stored parameters, of compute, of gradients on the wire, of the optimizer."""
+
+    storage: str = "float32"
+    compute: str = "float32"
+    reduce: str = "float32"
+    optimizer: str = "float32"
+
+    def __post_init__(self) -> None:
+        _one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing."""
+
+    name: str = "adamw"
+    lr: float = 4e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of(("adamw",), self, "name")
+        _above(0, self, "lr", "eps", "clip")
+        _at_least(0, self, "weight_decay")
+        _fraction(self, "b1", "b2")
+
+
+@dataclass(frozen=True)
+class SGDConfig:
+    """`fnshard.optim.sgd`; no decay on norms and embeddings. `clip: null` clips nothing."""
+
+    name: str = "sgd"
+    lr: float = 0.3
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of(("sgd",), self, "name")
+        _above(0, self, "lr", "clip")
+        _at_least(0, self, "weight_decay")
+        _fraction(self, "momentum")
+        if self.nesterov and not self.momentum:
+            raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The rate by step: a name of `fnshard.schedules`.
+
+    `warmup` and `decay` (for `wsd` alone) are fractions of the run's steps, `floor` of the peak rate.
+    """
+
+    name: str = "warmup_cosine"
+    warmup: float = 0.0
+    decay: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of(SCHEDULES, self, "name")
+        _fraction(self, "warmup", "decay", "floor")
+        if self.warmup + self.decay > 1:
+            raise ValueError("schedule: warmup + decay is more than the whole run; make it at most 1.")
+        takes = {"constant": (), "wsd": ("warmup", "decay", "floor")}.get(self.name, ("warmup", "floor"))
+        idle = [n for n in ("warmup", "decay", "floor") if getattr(self, n) and n not in takes]
+        if idle:
+            raise ValueError(f"schedule: {self.name} does nothing with {' and '.join(idle)}; leave 0.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files below `root` (null: Python's standard library); `rows` of the global batch."""
+
+    root: str | None = None
+    suffix: str = ".py"
+    held_out_percent: int = 10
+    rows: int = 8
+    held_out_rows: int = 128
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "held_out_percent", "rows", "held_out_rows")
+        if self.held_out_percent > 99:
+            raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, on what, and what is told of it."""
+
+    steps: int = 800
+    accumulate: int = 1
+    accumulate_mode: str = "reduce"
+    seed: int = 0
+    backend: str = "inductor"
+    device: str = "auto"
+    held_out_every: int = 200
+    sample_bytes: int = 256
+    prompt: str = "def "
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "steps", "accumulate", "held_out_every")
+        _at_least(0, self, "seed", "sample_bytes")
+        if self.seed >= 2**63:
+            raise ValueError(f"run.seed={self.seed}: must be below 2**63.")
+        _above(0, self, "timeout_s")
+        _one_of(("inductor", "eager"), self, "backend")
+        _one_of(("reduce", "local"), self, "accumulate_mode")
+        if not self.prompt:
+            raise ValueError("run.prompt='': a sample needs at least one byte to start from.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything the main job is told."""
+
+    model: DecoderConfig
+    mesh: MeshConfig
+    strategy: StrategyConfig
+    precision: PrecisionConfig
+    optimizer: AdamWConfig | SGDConfig
+    schedule: ScheduleConfig
+    data: DataConfig
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        if self.model.vocab < 256:
+            raise ValueError(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
+
+
+def _node(config: object) -> str:
+    return {
+        "AdamWConfig": "optimizer",
+        "SGDConfig": "optimizer",
+    }.get(type(config).__name__, type(config).__name__.removesuffix("Config").lower())
+
+
+def _each(config: object, names: tuple[str, ...], good: Any, wanted: str) -> None:
+    bad = [n for n in names if getattr(config, n) is not None and not good(getattr(config, n))]
+    if bad:
+        shown = " and ".join(f"{_node(config)}.{n}={getattr(config, n)!r}" for n in bad)
+        raise ValueError(f"{shown}: must be {wanted}.")
+
+
+def _at_least(least: int, config: object, *names: str) -> None:
+    _each(config, names, lambda v: v >= least, f"{least} or more")
+
+
+def _above(bound: int, config: object, *names: str) -> None:
+    _each(config, names, lambda v: v > bound, f"above {bound}")
+
+
+def _fraction(config: object, *names: str) -> None:
+    _each(config, names, lambda v: 0 <= v < 1, "0 or more and below 1")
+
+
+def _one_of(choices: tuple[str, ...], config: object, *names: str) -> None:
+    _each(config, names, lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+# ------------------------------------------------------------------ from plain values to dataclasses
+
+
+def build(values: Mapping[str, Any]) -> TrainConfig:
+    """Make the dataclasses from nested dicts.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types, values out of range; all of them at once.
+    """
+    problems: list[str] = []
+    config = _build(TrainConfig, values, "", problems)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(report(f"the configuration has {count}:", problems))
+    return config
+
+
+def _build(kind: type, values: Any, path: str, problems: list[str]) -> Any:
+    """`kind(**values)`, or None with something added to `problems`."""
+    if not isinstance(values, Mapping):
+        problems.append(f"{path or 'the configuration'}={values!r}: expected keys below it.")
+        return None
+    before = len(problems)
+    hints = typing.get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]
+    at = f"{path}." if path else ""
+    for key in values:
+        if key not in known:
+            problems.append(f"{at}{key}: no such key; {path or 'the top'} has {', '.join(known)}.")
+    made = {}
+    for name in known:
+        if name not in values:
+            problems.append(f"{at}{name}: is missing.")
+            continue
+        made[name] = _value(hints[name], values[name], f"{at}{name}", problems)
+    if len(problems) > before:
+        return None
+    try:
+        return kind(**made)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    groups = [option for option in options if dataclasses.is_dataclass(option)]
+    if groups:
+        name = value.get("name") if isinstance(value, Mapping) else None
+        named = [g for g in groups if getattr(g, "name", None) == name]
+        return _build((named or groups)[0], value, path, problems)
+    if value is None and types.NoneType in options:
+        return None
+    wanted = next(option for option in options if option is not types.NoneType)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        problems.append(f"{path}={value!r}: expected {wanted.__name__}, got {type(value).__name__}.")
+    elif wanted is float and not math.isfinite(value):
+        problems.append(f"{path}={value!r}: expected a finite number.")
+    return value
+
+
+def register() -> None:
+    """Tell Hydra's `ConfigStore` the schemas, so that it refuses wrong keys and types by itself."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    hints = typing.get_type_hints(TrainConfig)
+    groups: list[Any] = []
+    for name, hint in hints.items():
+        schema = Any if isinstance(hint, types.UnionType) else _schema(hint)
+        # `mesh` has no files of its own to choose from: it starts from its defaults.
+        groups.append(
+            (name, schema, dataclasses.field(default_factory=schema)) if name == "mesh" else (name, schema)
+        )
+    groups.sort(key=len)
+    store.store(name="schema", node=dataclasses.make_dataclass("TrainConfig", groups))
+    for kind in (AdamWConfig, SGDConfig):
+        store.store(group="optimizer", name=f"schema_{kind.name}", node=_schema(kind))
+
+
+def _schema(kind: type) -> type:
+    """The same fields, not frozen: OmegaConf would make frozen ones read-only, to overrides too."""
+    hints = typing.get_type_hints(kind)
+    fields = [
+        (f.name, hints[f.name], dataclasses.field(default=f.default))
+        if f.default is not dataclasses.MISSING
+        else (f.name, hints[f.name])
+        for f in sorted(dataclasses.fields(kind), key=lambda f: f.default is not dataclasses.MISSING)
+    ]
+    return dataclasses.make_dataclass(kind.__name__, fields)
+
+
+# ------------------------------------------------------------------ what the machine makes of it
+
+
+def place(config: TrainConfig, *, accelerators: Mapping[str, int], world: int | None = None) -> TrainConfig:
+    """`config` with `run.device` and `mesh.shard` filled in from what there is.
+
+    Args:
+        accelerators: devices by type, `{"cuda": 8}`; empty on a machine without.
+        world: ranks that already run (under `torchrun`); None: they are to be started here.
+
+    Raises:
+        ConfigError: more ranks than devices, axes that do not multiply to the ranks there are, a
+            batch that does not divide over ranks and micro-batches.
+    """
+    device = config.run.device
+    if device == "auto":
+        device = next(iter(accelerators), "cpu")
+    if device != "cpu" and device not in accelerators:
+        has = ", ".join(["cpu", *accelerators])
+        raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
+    replicate, shard = config.mesh.replicate, config.mesh.shard
+    there = world or (CPU_RANKS if device == "cpu" else accelerators[device])
+    if shard is None:
+        if there % replicate and (world or replicate < there):
+            raise ConfigError(
+                f"mesh.replicate={replicate} does not divide {there} ranks. "
+                "Fix: another mesh.replicate, or say mesh.shard too."
+            )
+        shard = max(1, there // replicate)
+    ranks = replicate * shard
+    asked = f"mesh.replicate={replicate} times mesh.shard={shard} asks for {_count(ranks, 'rank')}"
+    if world and ranks != world:
+        raise ConfigError(f"{asked}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
+    if device != "cpu" and not world and ranks > accelerators[device]:
+        has = _count(accelerators[device], f"{device} device")
+        raise ConfigError(f"{asked}; this machine has {has}. Fix: a smaller mesh, or run.device=cpu.")
+    _check_rows(config, ranks)
+    return replace(
+        config,
+        mesh=replace(config.mesh, shard=shard),
+        run=replace(config.run, device=device),
+    )
+
+
+def _check_rows(config: TrainConfig, ranks: int) -> None:
+    over = _count(ranks, "rank")
+    micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
+    parts = {"rows": (ranks * config.run.accumulate, over + micro), "held_out_rows": (ranks, over)}
+    wrong, fixes = [], []
+    for name, (divisor, shown) in parts.items():
+        rows = getattr(config.data, name)
+        if rows % divisor:
+            wrong.append(f"data.{name}={rows} does not divide over {shown}.")
+            fixes.append(f"data.{name}={math.ceil(rows / divisor) * divisor}")
+    if wrong:
+        raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
+
+
+def ranks_of(config: TrainConfig) -> int:
+    """Ranks of a `place`d configuration."""
+    return config.mesh.replicate * config.mesh.shard
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")

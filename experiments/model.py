@@ -1,0 +1,241 @@
+"""A byte-level decoder in plain PyTorch: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+Nothing here knows of sharding. Letters in shape comments: B rows, T positions, D width, H query
+heads, G key/value heads, K head size, M hidden size of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a `Decoder`.
+
+    Args:
+        width: D, features per position.
+        layers: number of blocks.
+        heads: H; D / H is the head size and must be even (rotary turns pairs).
+        kv_heads: G; divides H. G = H is multi-head, G = 1 multi-query attention.
+        context: longest T the model is trained for.
+        vocab: V; 256 for bytes.
+        mlp: M; 0 means 8/3 D, rounded up to a multiple of 32.
+        tied: the output projection is the embedding.
+        theta: base of the rotary wavelengths.
+
+    >>> DecoderConfig(width=64, layers=2, heads=4, kv_heads=2, context=128).hidden
+    192
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    context: int
+    vocab: int = 256
+    mlp: int = 0
+    tied: bool = False
+    theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "context", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1.")
+        if self.mlp < 0:
+            raise ValueError(f"model.mlp={self.mlp}: must be 0 (8/3 of the width) or more.")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ValueError(f"model.theta={self.theta}: must be a positive number.")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"model.width={self.width} and model.heads={self.heads}: the head size, width / heads, "
+                "must be a whole even number."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} and model.kv_heads={self.kv_heads}: kv_heads must divide heads."
+            )
+
+    @property
+    def head(self) -> int:
+        """K, features per head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """M, features inside the MLP."""
+        return self.mlp or math.ceil(8 * self.width / 3 / 32) * 32
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, a tied one counted once."""
+        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+        block = attention + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Multiply-adds counted as two, forward and backward: 6 N + 6 L T D (causal attention).
+
+        N leaves the embedding's lookup out; scores and their weighted sum read T / 2 positions on
+        average (PaLM, appendix B, halved for the causal mask).
+        """
+        matmul = self.parameters - (0 if self.tied else self.vocab * self.width)
+        return 6 * matmul + 6 * self.layers * self.context * self.width
+
+
+class Linear(nn.Module):
+    """`x @ weight.T`, no bias. `gain` scales the initial weights, normal with std gain / sqrt(inputs)."""
+
+    def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.gain = gain
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.gain / math.sqrt(self.weight.shape[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Rows of a table, by token."""
+
+    def __init__(self, vocab: int, width: int, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, width))
+        self.std = std
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, eps=1e-5)
+
+
+def rotary(positions: int, head: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, K/2], computed in fp32 (bf16 angles are off by radians), in `like`'s dtype.
+
+    Made where they are used, not kept as buffers: nothing to store, to cast wrongly or to lose on
+    the meta device.
+    """
+    at = torch.arange(positions, device=like.device, dtype=torch.float32)
+    pair = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
+    angles = at[:, None] * torch.exp(pair * (-math.log(theta) / head))  # [T, K/2]
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + K/2]) by its position's angle (RoFormer). x: [B, H, T, K]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; `heads / kv_heads` query heads share one key and value head."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        kv = config.kv_heads * config.head
+        self.wq = Linear(config.width, config.width)
+        self.wk = Linear(config.width, kv)
+        self.wv = Linear(config.width, kv)
+        self.wo = Linear(config.width, config.width, gain=(2 * config.layers) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        q = rearrange(self.wq(x), "b t (h k) -> b h t k", h=c.heads)
+        k = rearrange(self.wk(x), "b t (g k) -> b g t k", g=c.kv_heads)
+        v = rearrange(self.wv(x), "b t (g k) -> b g t k", g=c.kv_heads)
+        cos, sin = rotary(x.shape[1], c.head, c.theta, q)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # Written out rather than enable_gqa=True, with which the CPU leaves flash attention.
+        share = c.heads // c.kv_heads
+        k, v = (repeat(z, "b g t k -> b (g share) t k", share=share) for z in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, K]
+        return self.wo(rearrange(out, "b h t k -> b t (h k)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gate = Linear(config.width, config.hidden)
+        self.up = Linear(config.width, config.hidden)
+        self.down = Linear(config.hidden, config.width, gain=(2 * config.layers) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # [B, T, M] -> [B, T, D]
+
+
+class Block(nn.Module):
+    """x + attention, then + MLP, each behind its norm."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.attn_norm = RMSNorm(config.width)
+        self.attn = Attention(config)
+        self.mlp_norm = RMSNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Tokens [B, T] (integers below V) to next-token logits [B, T, V].
+
+    >>> model = Decoder(DecoderConfig(width=16, layers=1, heads=2, kv_heads=1, context=8))
+    >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
+    torch.Size([2, 8, 256])
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        # A tied table is read as logits too, where unit rows would start them at std sqrt(D).
+        self.embed = Embedding(config.vocab, config.width, std=config.width**-0.5 if config.tied else 1.0)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.width)
+        self.head = Linear(config.width, config.vocab)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)  # [B, T, D]
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats, in fp32 or wider. logits [B, T, V], targets [B, T]."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(rearrange(wide, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))

@@ -1,0 +1,63 @@
+"""Text from the model: a fixed window of bytes, so that one compiled program serves every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Forward = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def last_logits(apply: Callable[[Any, Tensor], Tensor]) -> Forward:
+    """`fn(params, tokens [B, T], last [B]) -> logits [B, V]`: what follows position `last` of each row."""
+
+    def fn(params: Any, tokens: Tensor, last: Tensor) -> Tensor:
+        logits = apply(params, tokens)  # [B, T, V]
+        index = last[:, None, None].expand(-1, 1, logits.shape[-1])
+        return logits.gather(1, index).squeeze(1)
+
+    return fn
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws bytes one by one.
+
+    Args:
+        forward: `last_logits`, sharded. All ranks call it together, each with a row of its own.
+        context: T, bytes in the window. Beyond them the oldest fall out.
+        temperature: logits are divided by it; below 1 keeps closer to the likely bytes.
+    """
+
+    forward: Forward
+    context: int
+    device: torch.device
+    temperature: float = 0.8
+
+    def __call__(self, params: Any, prompt: str, length: int, seed: int) -> str:
+        """`prompt` and `length` bytes after it; what cannot be printed shows as a replacement sign."""
+        random = torch.Generator().manual_seed(seed)
+        written = list(prompt.encode())
+        for _ in range(length):
+            window = written[-self.context :]
+            last = torch.tensor([len(window) - 1], device=self.device)
+            # What stands behind `last` is never looked at: attention is causal.
+            padded = window + [0] * (self.context - len(window))
+            logits = self.forward(params, torch.tensor([padded], device=self.device), last)  # [1, V]
+            weights = torch.softmax(logits[0].float().cpu() / self.temperature, dim=-1)
+            written.append(int(torch.multinomial(weights, 1, generator=random)))
+        return printable(written)
+
+
+def printable(tokens: list[int]) -> str:
+    """Bytes as text that is safe to show on a terminal.
+
+    >>> printable([*b"a = 1", 27, 10, 255, 300])
+    'a = 1�\\n��'
+    """
+    text = bytes(t if t < 256 else 255 for t in tokens).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,228 @@
+"""Differentiate: each distinct segment -> a forward and a backward graph.
+
+The only module that uses AOTAutograd's joint export and its min-cut partitioner (He & Yu, MLSys
+2023). What depends on leaves alone is recomputed, never saved: leaves are gathered again for the
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fnshard.compiler.program import describe
+from fnshard.compiler.source import Argument, Source
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What a backward kernel reads or a forward returns: ("input" | "output" | "saved" | "tangent", index)."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A distinct segment's forward and backward, as graphs of core ATen ops.
+
+    `forward(*inputs) -> (*outputs, *saved)`; `backward(*backward_inputs) -> grads`, one for each
+    entry of `grads` (an index into the source's inputs). `saved` describes what is kept for the
+    backward beside inputs and outputs; `shared` are the gradients (positions in `grads`) that may be
+    one tensor with another one or with an input, so that nobody may write to them.
+    """
+
+    name: str
+    source: Source
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[Argument, ...]
+    backward_inputs: tuple[Ref, ...]
+    grads: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+
+    @property
+    def tangents(self) -> tuple[int, ...]:
+        """Indices of the outputs that take a tangent."""
+        return tuple(i for i, a in enumerate(self.source.outputs) if a.requires_grad)
+
+    def as_text(self) -> str:
+        """Signature, what is saved, and both graphs."""
+        saved = ", ".join(map(str, self.saved))
+        lines = [f"{self.name}: saves [{saved}]", self.forward.code.strip()]
+        if self.backward is not None:
+            lines.append(self.backward.code.strip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def differentiate(source: Source, name: str, *, trainable: bool = True, budget: float = 1.0) -> Kernel:
+    """Forward and backward of one source.
+
+    Args:
+        trainable: False traces the forward alone.
+        budget: fraction of saved activations (1.0 all; never exactly 0: torch is wrong there).
+    """
+    mode = FakeTensorMode()
+    with mode:
+        args = tuple(
+            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device).requires_grad_(
+                a.requires_grad and trainable
+            )
+            for a in source.inputs
+        )
+    differentiable = trainable and any(a.requires_grad for a in source.outputs)
+    with _export_context(mode):
+        joint = aot_export_joint_simple(
+            lambda *values: source(*values),
+            args,
+            trace_joint=differentiable,
+            decompositions=select_decomp_table(),
+        )
+        with mode, V.set_fake_mode(mode):
+            joint_graph_passes(joint)
+        if not differentiable:
+            _flatten_signature(joint)
+            return Kernel(name, source, joint, None, (), (), ())
+        _must_recompute(joint, source)
+        with functorch_config.patch(activation_memory_budget=max(budget, 1e-6)):
+            forward, backward = min_cut_rematerialization_partition(
+                joint,
+                (),
+                num_fwd_outputs=len(source.outputs),
+                static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
+            )
+    return _kernel(name, source, forward, backward)
+
+
+def differentiate_all(
+    sources: Mapping[str, Source], *, trainable: bool = True, budget: float = 1.0
+) -> dict[str, Kernel]:
+    """One kernel per distinct source, named k0, k1, ... in order of first use."""
+    return {
+        key: differentiate(source, f"k{i}", trainable=trainable, budget=budget)
+        for i, (key, source) in enumerate(sources.items())
+    }
+
+
+def _export_context(mode: FakeTensorMode):  # noqa: ANN202
+    return torch._guards.tracing(torch._guards.TracingContext(mode))
+
+
+def _flatten_signature(module: fx.GraphModule) -> None:
+    """An exported module takes and returns pytrees; kernels take and return flat tensors."""
+    module.graph.set_codegen(fx.graph.CodeGen())
+    module.recompile()
+
+
+# ------------------------------------------------------------------ what the partitioner may save
+
+
+def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
+    """Tag what rests on leaves alone, and views of inputs: both are there again in the backward."""
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    from_leaf: set[fx.Node] = set()
+    of_input: set[fx.Node] = set()
+    for node, argument in zip(placeholders, source.inputs, strict=False):
+        of_input.add(node)
+        if argument.kind == "leaf":
+            from_leaf.add(node)
+    tangents = set(placeholders[len(source.inputs) :])
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node in tangents:
+            continue
+        sources = node.all_input_nodes
+        if sources and all(n in from_leaf for n in sources):
+            from_leaf.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        if _views(node) and all(n in of_input for n in sources):
+            of_input.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _views(node: fx.Node) -> bool:
+    target = node.target
+    if target.__class__ is torch._ops.OpOverload:
+        return target.is_view
+    return getattr(target, "__name__", "") == "getitem" and _views(node.args[0])
+
+
+# ------------------------------------------------------------------ reading the partition
+
+
+def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
+    inputs = {n.name: i for i, n in enumerate(_placeholders(forward))}
+    flat = list(forward.graph.output_node().args[0])
+    outputs = {n.name: i for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
+    saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in inputs and n.name not in outputs]
+    saved = {n.name: i for i, n in enumerate(saved_nodes)}
+    _set_outputs(forward, flat[: len(source.outputs)] + saved_nodes)
+    grads = _prune_backward(backward)
+    taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
+    refs = []
+    for node in _placeholders(backward):
+        if node.name.startswith("tangents_"):
+            refs.append(Ref("tangent", taking[int(node.name.removeprefix("tangents_")) - 1]))
+        elif node.name in inputs:
+            refs.append(Ref("input", inputs[node.name]))
+        elif node.name in outputs:
+            refs.append(Ref("output", outputs[node.name]))
+        else:
+            refs.append(Ref("saved", saved[node.name]))
+    descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
+    return Kernel(name, source, forward, backward, descriptions, tuple(refs), grads, _shared(backward))
+
+
+def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Drop missing gradients and unused inputs; returns which input each gradient is of."""
+    flat = list(backward.graph.output_node().args[0])
+    kept = tuple(i for i, n in enumerate(flat) if isinstance(n, fx.Node))
+    _set_outputs(backward, [flat[i] for i in kept])
+    for node in _placeholders(backward):
+        if not node.users:
+            backward.graph.erase_node(node)
+    backward.recompile()
+    return kept
+
+
+def _shared(backward: fx.GraphModule) -> tuple[int, ...]:
+    def base(node: fx.Node) -> fx.Node:
+        while node.op == "call_function" and _views(node):
+            node = node.args[0]
+        return node
+
+    bases = [base(n) for n in backward.graph.output_node().args[0]]
+    return tuple(i for i, n in enumerate(bases) if n.op == "placeholder" or bases.count(n) > 1)
+
+
+def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+    output = module.graph.output_node()
+    output.args = (tuple(nodes),)
+    for key in ("desc", "partitioner_tag"):
+        output.meta.pop(key, None)
+    _flatten_signature(module)
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _value(node: fx.Node) -> Tensor:
+    value: Any = node.meta["val"]
+    if not isinstance(value, Tensor):
+        raise AssertionError(f"{node} saves {describe(value)}")
+    return value

@@ -1,0 +1,448 @@
+"""Execute: a loop over a schedule's instructions, each bound once to what it needs.
+
+Collectives are an argument, so the same loop runs on a process group, on simulated ranks, and in
+the adversarial mode of tests. Buffers are allocated and freed on the compute stream and collectives
+are issued from it; a handle's wait makes that stream wait, not the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.kernels import Boxed
+from fnshard.compiler.scalars import Scalars
+from fnshard.compiler.schedule import (
+    Accumulate,
+    Add,
+    AllReduce,
+    Cast,
+    Free,
+    Gather,
+    Instruction,
+    Local,
+    Norms,
+    Publish,
+    ReduceScalars,
+    ReduceScatter,
+    Run,
+    Schedule,
+    Update,
+    Wait,
+    Zeros,
+)
+from fnshard.compiler.update import Updater
+from fnshard.errors import CollectiveError, report
+from fnshard.mesh import Mesh
+from fnshard.runtime.buckets import Packer
+from fnshard.runtime.collectives import Collectives
+
+Env = dict[str, Any]
+Action = Callable[[Env], None]
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A bucket's reduced gradients: one block per leaf; `flat` is the row they are views of, if any."""
+
+    blocks: Mapping[str, Tensor]
+    flat: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What instructions are bound to. `freed`: called with each value that dies (tests poison it)."""
+
+    schedule: Schedule
+    kernels: Mapping[str, tuple[Boxed, Boxed | None]]
+    comm: Collectives
+    rank: int
+    scalars: Scalars | None = None
+    updater: Updater | None = None
+    freed: Callable[[str, Any], None] | None = None
+    packers: dict[str, Packer] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.schedule.mesh
+
+    def packer(self, bucket: str) -> Packer:
+        if bucket not in self.packers:
+            self.packers[bucket] = Packer(self.schedule.buckets[bucket], self.mesh, self.rank)
+        return self.packers[bucket]
+
+
+def bind(context: Context) -> Callable[[Env], Env]:
+    """A function that runs the whole schedule on an environment and returns it."""
+    actions: list[Action] = [_named(_BIND[type(line)](line, context), line, i)
+                             for i, line in enumerate(context.schedule.instructions)]  # fmt: skip
+
+    def run(env: Env) -> Env:
+        for action in actions:
+            action(env)
+        return env
+
+    return run
+
+
+def _named(action: Action, line: Instruction, number: int) -> Action:
+    """Collectives that fail say at which line of the schedule."""
+    if not isinstance(line, Wait | Gather | ReduceScatter | AllReduce | Publish | ReduceScalars):
+        return action
+
+    def guarded(env: Env) -> None:
+        try:
+            action(env)
+        except CollectiveError as error:
+            raise CollectiveError(
+                report(
+                    f"line {number} of the schedule ({line.phase} {line.unit}: {line.verb} {line.detail}): {error}"
+                )
+            ) from error
+
+    return guarded
+
+
+# ------------------------------------------------------------------ kernels and values
+
+
+def _run(line: Run, context: Context) -> Action:
+    pair = context.kernels[line.kernel]
+    kernel = context.schedule.kernels[line.kernel]
+    fn = pair[1] if line.backward else pair[0]
+    reads, writes, drops, freed = line.reads, line.writes, line.drops, context.freed
+    strides = _tangent_strides(kernel) if line.backward else []
+    shared = [i for i in kernel.shared if writes[i].startswith("g:")] if line.backward else []
+
+    def run(env: Env) -> None:
+        args = [env[n] for n in reads]
+        for index, stride in strides:
+            if args[index].stride() != stride:
+                args[index] = torch.empty_strided(
+                    args[index].shape, stride, dtype=args[index].dtype, device=args[index].device
+                ).copy_(args[index])
+        dead = [env.pop(n) for n in drops] if freed else None
+        if not freed:
+            for n in drops:
+                del env[n]
+        outs = fn(args)
+        for n, value in zip(writes, outs, strict=True):
+            env[n] = value
+        for i in shared:
+            env[writes[i]] = outs[i].clone()
+        if freed:
+            for n, value in zip(drops, dead, strict=True):
+                freed(n, value)
+
+    return run
+
+
+def _tangent_strides(kernel: Any) -> list[tuple[int, tuple[int, ...]]]:
+    nodes = [n for n in kernel.backward.graph.nodes if n.op == "placeholder"]
+    return [
+        (i, tuple(node.meta["val"].stride()))
+        for i, (ref, node) in enumerate(zip(kernel.backward_inputs, nodes, strict=True))
+        if ref.kind == "tangent"
+    ]
+
+
+def _free(line: Free, context: Context) -> Action:
+    drops, freed = line.drops, context.freed
+
+    def run(env: Env) -> None:
+        for n in drops:
+            value = env.pop(n)
+            if freed:
+                freed(n, value)
+
+    return run
+
+
+def _add(line: Add, context: Context) -> Action:
+    (a, b), (out,), owned = line.reads, line.writes, line.owned
+
+    def run(env: Env) -> None:
+        env[out] = env[a].add_(env[b]) if owned else env[a] + env[b]
+
+    return run
+
+
+def _zeros(line: Zeros, context: Context) -> Action:
+    like, (out,) = line.like, line.writes
+
+    def run(env: Env) -> None:
+        env[out] = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
+
+    return run
+
+
+# ------------------------------------------------------------------ leaves
+
+
+def _cast(line: Cast, context: Context) -> Action:
+    paths = context.schedule.buckets[line.bucket].paths
+    dtypes = [context.schedule.specs[p].compute_dtype for p in paths]
+    triples = list(zip(line.reads, line.writes, dtypes, strict=True))
+
+    def run(env: Env) -> None:
+        for stored, out, dtype in triples:
+            env[out] = env[stored].to(dtype)
+
+    return run
+
+
+def _gather(line: Gather, context: Context) -> Action:
+    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
+    pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
+
+    def run(env: Env) -> None:
+        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+        packer.pack_blocks({p: env[n] for p, n in pairs}, flat)
+        env[flight] = comm.all_gather(flat, bucket.axes)
+
+    return run
+
+
+def _publish(line: Publish, context: Context) -> Action:
+    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
+    pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
+
+    def run(env: Env) -> None:
+        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+        packer.pack_blocks(packer.cut({p: env[n] for p, n in pairs}), flat)
+        env[flight] = comm.all_gather(flat, bucket.axes)
+
+    return run
+
+
+def _wait(line: Wait, context: Context) -> Action:
+    return _WAITS[line.of](line, context)
+
+
+def _wait_gather(line: Wait, context: Context) -> Action:
+    (flight,), packer, specs = line.reads, context.packer(line.bucket), context.schedule.specs
+    paths = context.schedule.buckets[line.bucket].paths
+    writes = dict(zip(paths, line.writes, strict=True))
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        leaves = packer.unpack_rows(handle.wait(), lambda p: specs[p].compute_dtype)
+        handle.release()
+        for path, name in writes.items():
+            env[name] = leaves[path]
+
+    return run
+
+
+def _wait_publish(line: Wait, context: Context) -> Action:
+    (flight,), packer = line.reads, context.packer(line.bucket)
+    stored = dict(zip(context.schedule.buckets[line.bucket].paths, line.writes, strict=True))
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
+        handle.release()
+
+    return run
+
+
+# ------------------------------------------------------------------ gradients
+
+_GRADIENT = re.compile(r"g:(.*?)(#\d+)?@\d+\+?$")
+
+
+def _fulls(line: Instruction) -> Callable[[Env], Mapping[str, Tensor]]:
+    """How to read full gradients: one value per leaf, or an accumulator of all."""
+    if len(line.reads) == 1 and line.reads[0].startswith("a:"):
+        (name,) = line.reads
+        return lambda env: env[name]
+    named = {_GRADIENT.match(n).group(1): n for n in line.reads if n.startswith("g:")}
+    return lambda env: {p: env[n] for p, n in named.items()}
+
+
+def _reduce_scatter(line: ReduceScatter, context: Context) -> Action:
+    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
+    fulls, (flight,) = _fulls(line), line.writes
+
+    def run(env: Env) -> None:
+        rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
+        packer.pack_fulls(fulls(env), rows)
+        env[flight] = comm.reduce_scatter(rows, bucket.axes)
+
+    return run
+
+
+def _all_reduce(line: AllReduce, context: Context) -> Action:
+    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
+    (flight,), axes = line.writes, line.axes
+    if line.reads[0].startswith("r:"):
+        (name,) = line.reads
+
+        def run(env: Env) -> None:
+            env[flight] = comm.all_reduce(env[name].flat, axes)
+
+        return run
+    fulls = _fulls(line)
+
+    def run_packed(env: Env) -> None:
+        flat = comm.send_buffer(bucket.numel, bucket.dtype, axes)
+        packer.pack_fulls(fulls(env), flat)
+        env[flight] = comm.all_reduce(flat, axes)
+
+    return run_packed
+
+
+def _wait_reduced(line: Wait, context: Context) -> Action:
+    (flight,), (out,), packer = line.reads, line.writes, context.packer(line.bucket)
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        flat = handle.wait()
+        env[out] = Reduced(packer.blocks(flat), flat)
+        handle.release()
+
+    return run
+
+
+def _local(line: Local, context: Context) -> Action:
+    bucket, packer, device = (
+        context.schedule.buckets[line.bucket],
+        context.packer(line.bucket),
+        context.mesh.device,
+    )
+    fulls, (out,) = _fulls(line), line.writes
+
+    def run(env: Env) -> None:
+        given = fulls(env)
+        missing = {
+            p.path: torch.zeros(p.block, dtype=bucket.dtype, device=device)
+            for p in bucket.pieces
+            if p.path not in given
+        }
+        blocks = packer.cut({**given}) if not missing else {}
+        if missing:
+            blocks = {p.path: given.get(p.path, missing.get(p.path)) for p in bucket.pieces}
+        env[out] = Reduced({p: b.to(bucket.dtype) for p, b in blocks.items()})
+
+    return run
+
+
+def _accumulate(line: Accumulate, context: Context) -> Action:
+    specs, (out,), first = context.schedule.specs, line.writes, line.first
+    if out.startswith("a:"):
+        return _accumulate_local(line, context)
+    new, *before = line.reads
+
+    def run(env: Env) -> None:
+        value: Reduced = env[new]
+        if first:
+            copy = value.flat is None  # a local gradient may be somebody else's tensor too
+            env[out] = Reduced(
+                {p: b.to(specs[p].optimizer_dtype, copy=copy) for p, b in value.blocks.items()}
+            )
+            return
+        total: Reduced = env[before[0]]
+        for path, block in value.blocks.items():
+            total.blocks[path].add_(block)
+        env[out] = total
+
+    return run
+
+
+def _accumulate_local(line: Accumulate, context: Context) -> Action:
+    specs, (out,) = context.schedule.specs, line.writes
+    fulls = _fulls(line)
+    before = next((n for n in line.reads if n.startswith("a:")), None)
+
+    def run(env: Env) -> None:
+        new = fulls(env)
+        if before is None:
+            env[out] = {p: g.to(specs[p].optimizer_dtype, copy=True) for p, g in new.items()}
+            return
+        total = env[before]
+        for path, gradient in new.items():
+            total[path].add_(gradient)
+        env[out] = total
+
+    return run
+
+
+# ------------------------------------------------------------------ scalars and updates
+
+
+def _norms(line: Norms, context: Context) -> Action:
+    (name,), (out,), bucket = line.reads, line.writes, context.schedule.buckets[line.bucket]
+
+    def run(env: Env) -> None:
+        env[out] = context.scalars.norms(bucket, env[name].blocks, env)
+
+    return run
+
+
+def _reduce_scalars(line: ReduceScalars, context: Context) -> Action:
+    axes = context.mesh.ordered(context.mesh.data_axes)
+    (flight,) = line.writes
+    norms = [n for n in line.reads if n.startswith("n:")]
+
+    def run(env: Env) -> None:
+        vector = context.scalars.pack(env, [env[n] for n in norms])
+        env[flight] = context.comm.all_reduce(vector, axes)
+
+    return run
+
+
+def _wait_scalars(line: Wait, context: Context) -> Action:
+    (flight,), (out,) = line.reads, line.writes
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        env[out] = context.scalars.unpack(handle.wait())
+        handle.release()
+        if context.updater is not None:
+            context.updater.scalars_arrived(env, env[out])
+
+    return run
+
+
+def _update(line: Update, context: Context) -> Action:
+    bucket, (name, *_) = context.schedule.buckets[line.bucket], line.reads
+    update = context.updater.bind(bucket)
+
+    def run(env: Env) -> None:
+        update(env[name].blocks, env)
+
+    return run
+
+
+_WAITS: dict[str, Callable[[Wait, Context], Action]] = {
+    "gather": _wait_gather,
+    "publish": _wait_publish,
+    "reduce_scatter": _wait_reduced,
+    "all_reduce": _wait_reduced,
+    "reduce_scalars": _wait_scalars,
+}
+_BIND: dict[type, Callable[[Any, Context], Action]] = {
+    Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: _cast, Gather: _gather, Publish: _publish,
+    Wait: _wait, ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, Local: _local,
+    Accumulate: _accumulate, Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update,
+}  # fmt: skip
+
+
+def cut_batch(names: Sequence[str], values: Mapping[str, Tensor], whole: set[str], parts: int) -> Env:
+    """Micro-batches: `batch:name#m` views of each leaf's m-th part along dim 0; whole ones uncut."""
+    env: Env = {}
+    for name in names:
+        value = values[name]
+        for micro in range(parts):
+            suffix = f"#{micro}" if parts > 1 else ""
+            if name in whole or parts == 1:
+                env[f"batch:{name}{suffix}"] = value
+            else:
+                rows = value.shape[0] // parts
+                env[f"batch:{name}{suffix}"] = value.narrow(0, micro * rows, rows)
+    return env

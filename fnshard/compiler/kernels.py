@@ -1,0 +1,90 @@
+"""Kernels through torch.compile's stack: the only module that calls Inductor.
+
+A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
+call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:
+they take a list and empty it, so that an input dies when its last reader has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.virtualized import V
+
+from fnshard.compiler.differentiate import Kernel
+from fnshard.errors import SpecError, report
+
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def compile_graph(
+    module: fx.GraphModule, *, backend: str, options: Mapping[str, Any], is_backward: bool
+) -> Boxed:
+    """One flat graph module as a boxed callable.
+
+    Args:
+        backend: "inductor" or "eager" (the same graph, uncompiled).
+        options: of `torch.compile(options=)`.
+    """
+    if not any(n.op == "call_function" for n in module.graph.nodes):
+        return _eager(module)  # returns its inputs: nothing to compile
+    if backend == "eager":
+        return _eager(module)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta["val"] for n in placeholders]
+    mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
+    flat = module.graph.output_node().args[0]
+    # Strides of all outputs are kept as traced: the backward was traced with them.
+    module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
+    with (
+        V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
+        inductor_config.patch(dict(options)),
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        torch.no_grad(),
+    ):
+        compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
+    return compiled
+
+
+def _eager(module: fx.GraphModule) -> Boxed:
+    interpreter = fx.Interpreter(module, garbage_collect_values=True)
+
+    def run(args: list[Tensor]) -> Sequence[Tensor]:
+        values = list(args)
+        args.clear()
+        with torch.no_grad():
+            return interpreter.boxed_run(values)
+
+    return run
+
+
+def compile_kernel(kernel: Kernel, *, backend: str, options: Mapping[str, Any]) -> tuple[Boxed, Boxed | None]:
+    """Forward and backward of one kernel."""
+    forward = compile_graph(kernel.forward, backend=backend, options=options, is_backward=False)
+    if kernel.backward is None:
+        return forward, None
+    return forward, compile_graph(kernel.backward, backend=backend, options=options, is_backward=True)
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`mode` and `options` as `torch.compile` takes them, as one dict.
+
+    Raises:
+        SpecError: an unknown mode.
+    """
+    merged: dict[str, Any] = {}
+    if mode not in (None, "default"):
+        known = list_mode_options()
+        if mode not in known:
+            raise SpecError(
+                report(f"mode={mode!r} is not a mode of torch.compile.", fix=f"one of: {', '.join(known)}.")
+            )
+        merged.update(known[mode])
+    merged.update(options or {})
+    return merged

@@ -1,0 +1,182 @@
+"""Normalise a traced graph: modes become data, hidden state becomes inputs.
+
+- Nodes under `no_grad` read `aten.detach` of their inputs, so that no grad mode is left to lose when
+  the program is cut.
+- Nodes under autocast carry the mode in `meta["autocast"]`; whoever rebuilds them re-enters it.
+- Random ops become counter-based ones (`compiler.random`) that read a key input.
+- Constants become inputs; so does a batch leaf's private copy where it is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.random import ops
+from fnshard.errors import TraceError, report
+
+aten = torch.ops.aten
+_MODES = {
+    "_enter_autocast": torch.amp.autocast_mode._enter_autocast,
+    "_exit_autocast": torch.amp.autocast_mode._exit_autocast,
+}
+
+
+def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str], dict[str, Tensor]]:
+    """A new graph, the names of its key inputs, and its constants by name.
+
+    Placeholders of the result: those of `module` (`inputs` of them), constants, keys.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    olds = [n for n in module.graph.nodes if n.op == "placeholder"]
+    if len(olds) != inputs:
+        raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
+    for i, old in enumerate(olds):
+        env[old] = graph.placeholder(f"in{i}")
+    constants: dict[str, Tensor] = {}
+    for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
+        value = getattr(module, old.target)
+        if not isinstance(value, Tensor):
+            raise TraceError(_higher_order(old.target))
+        constants[old.target] = value
+        if old.target not in {n.name for n in graph.nodes}:
+            env[old] = graph.placeholder(old.target)
+    for old in [n for n in module.graph.nodes if n.op == "get_attr" and n not in env]:
+        env[old] = next(n for n in graph.nodes if n.name == old.target)
+    random = [n for n in module.graph.nodes if _is_random(n)]
+    keys = {old: graph.placeholder(f"key{i}") for i, old in enumerate(random)}
+    _copy_body(module, graph, env, keys)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph, [f"key{i}" for i in range(len(random))], constants
+
+
+def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -> None:
+    grad = True
+    autocast: list[tuple[fx.Node, tuple[Any, ...]]] = []
+    detached: dict[fx.Node, fx.Node] = {}
+
+    def detach(node: fx.Node) -> fx.Node:
+        if node not in detached:
+            detached[node] = graph.call_function(aten.detach.default, (node,))
+        return detached[node]
+
+    for old in module.graph.nodes:
+        if old.op == "output":
+            flat = old.args[0] if isinstance(old.args[0], list | tuple) else [old.args[0]]
+            graph.output([env[n] for n in flat])
+        if old.op != "call_function":
+            continue
+        if old.target is torch._C._set_grad_enabled:
+            grad = bool(old.args[0])
+            detached.clear()
+            continue
+        if old.target is _MODES["_enter_autocast"]:
+            device, dtype, enabled = old.args[0], old.args[1], old.args[2]
+            autocast.append((old, (device, dtype, enabled)))
+            continue
+        if old.target is _MODES["_exit_autocast"]:
+            autocast = [pair for pair in autocast if pair[0] is not old.args[0]]
+            continue
+        if (
+            not isinstance(old.target, torch._ops.OpOverload)
+            and getattr(old.target, "__module__", "") != "_operator"
+        ):
+            raise TraceError(_higher_order(str(old.target)))
+        read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
+        args, kwargs = fx.map_arg((old.args, old.kwargs), read)
+        before = set(graph.nodes) if old in keys else set()
+        env[old] = _emit(graph, old, args, kwargs, keys.get(old))
+        fresh = [n for n in graph.nodes if n not in before] if old in keys else [env[old]]
+        for node in fresh:
+            if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
+                node.meta["autocast"] = tuple(state for _, state in autocast)
+
+
+def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    value = old.meta.get("val")
+    return detach(new) if isinstance(value, Tensor) and value.dtype.is_floating_point else new
+
+
+def _higher_order(name: str) -> str:
+    return report(
+        f"`fn` calls {name}, which is not an ATen operator the compiler can cut and differentiate.",
+        fix="write it with plain torch ops, or wrap it as a torch.library.custom_op with register_autograd.",
+    )
+
+
+# ------------------------------------------------------------------ random ops
+
+
+def _is_random(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:
+        return _argument(node, "dropout_p") not in (None, 0, 0.0)
+    if node.target in _INERT and not _argument(node, "train", "training"):
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags or node.target in _RANDOM
+
+
+def _argument(node: fx.Node, *names: str) -> Any:
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name in names:
+            return (
+                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            )
+    return None
+
+
+def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
+    if key is None:
+        if old.target in _INERT and not _argument(old, "train", "training"):
+            return args[0]  # dropout in eval mode
+        node = graph.call_function(old.target, args, kwargs)
+        node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        return node
+    if old.target not in _RANDOM:
+        raise TraceError(
+            report(
+                f"`fn` draws random numbers with {old.target}, which has no counter-based form here.",
+                fix="use dropout, torch.rand, torch.randn, torch.randint or torch.bernoulli (or their *_like), "
+                "or draw the numbers outside and pass them with the batch.",
+            )
+        )
+    bound = dict(zip([a.name for a in old.target._schema.arguments], args, strict=False)) | dict(kwargs)
+    if bound.get("generator") is not None:
+        raise TraceError(
+            "`fn` draws from a torch.Generator; the step's seed replaces it: leave generator= out."
+        )
+    for argument in old.target._schema.arguments:
+        bound.setdefault(argument.name, argument.default_value)
+    target, arguments = _RANDOM[old.target](bound, key, old.meta["val"])
+    return graph.call_function(target, arguments)
+
+
+def _shaped(target: Any) -> Callable[..., Any]:
+    return lambda b, key, val: (target, (key, list(val.shape), val.dtype))
+
+
+_RANDOM: dict[Any, Callable[..., Any]] = {
+    aten.dropout.default: lambda b, key, val: (ops.dropout.default, (b["input"], key, b["p"])),
+    aten.feature_dropout.default: lambda b, key, val: (ops.feature_dropout.default, (b["input"], key, b["p"])),
+    aten.bernoulli.default: lambda b, key, val: (ops.bernoulli.default, (b["self"], key)),
+    aten.rand.default: _shaped(ops.uniform.default),
+    aten.rand_like.default: _shaped(ops.uniform.default),
+    aten.randn.default: _shaped(ops.normal.default),
+    aten.randn_like.default: _shaped(ops.normal.default),
+    aten.randint.default: lambda b, key, val: (
+        ops.integers.default, (key, 0, b["high"], list(val.shape), val.dtype)),
+    aten.randint.low: lambda b, key, val: (
+        ops.integers.default, (key, b["low"], b["high"], list(val.shape), val.dtype)),
+    aten.scaled_dot_product_attention.default: lambda b, key, val: (
+        ops.attention.default,
+        (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],
+         b["enable_gqa"])),
+}  # fmt: skip
+_INERT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
+          aten.feature_alpha_dropout.default}  # fmt: skip

@@ -1,0 +1,63 @@
+"""Overlap: wait for a reduction only after more kernels have run. Keeps numerics."""
+
+from __future__ import annotations
+
+from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
+
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def overlap(schedule: Schedule, depth: int) -> Schedule:
+    """Move each reduction's Wait, and all that rests on it, below `depth` more kernels.
+
+    So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
+    buckets of full gradients are in flight.
+    """
+    queue = _Queue(depth)
+    for line in schedule.instructions:
+        queue.feed(line)
+    queue.flush()
+    return schedule.with_instructions(queue.out)
+
+
+class _Queue:
+    def __init__(self, depth: int):
+        self.depth = depth
+        self.out: list[Instruction] = []
+        self.waiting: list[tuple[int, list[Instruction]]] = []
+
+    def feed(self, line: Instruction) -> None:
+        for _, held in self.waiting:
+            if any(_depends(line, other) for other in held):
+                held.append(line)
+                return
+        if isinstance(line, Wait) and line.of in _REDUCTIONS and self.depth:
+            self.waiting.append((self.depth, [line]))
+            return
+        self.out.append(line)
+        if isinstance(line, Run):
+            self.tick()
+
+    def tick(self) -> None:
+        self.waiting = [(left - 1, held) for left, held in self.waiting]
+        while self.waiting and self.waiting[0][0] <= 0:
+            self.release()
+
+    def release(self) -> None:
+        _, (first, *rest) = self.waiting.pop(0)
+        self.out.append(first)
+        for line in rest:
+            self.feed(line)
+
+    def flush(self) -> None:
+        while self.waiting:
+            self.release()
+
+
+def _depends(line: Instruction, other: Instruction) -> bool:
+    """Whether `line` must stay behind `other`."""
+    return bool(
+        set(line.reads) & set(other.writes)
+        or set(line.writes) & set(other.reads)
+        or set(line.writes) & set(other.writes)
+    )

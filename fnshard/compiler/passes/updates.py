@@ -1,0 +1,31 @@
+"""Updates: update a unit as soon as its gradient has arrived. Keeps numerics."""
+
+from __future__ import annotations
+
+from fnshard.compiler.schedule import Instruction, Publish, Schedule, Update, Wait
+
+
+def update_in_backward(schedule: Schedule) -> Schedule:
+    """Move each Update up, to where its gradient is there and its leaves are read no more.
+
+    So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Where
+    something global stands between, the Update reads it and stays where it is.
+    """
+    lines = [i for i in schedule.instructions if not _moves(i)]
+    for line in [i for i in schedule.instructions if _moves(i)]:
+        lines.insert(_earliest(lines, line), line)
+    return schedule.with_instructions(lines)
+
+
+def _moves(line: Instruction) -> bool:
+    return isinstance(line, Update | Publish) or (isinstance(line, Wait) and line.of == "publish")
+
+
+def _earliest(lines: list[Instruction], line: Instruction) -> int:
+    """Right behind the last line that makes what it reads, or touches what it writes."""
+    reads, writes = set(line.reads), set(line.writes)
+    for index in range(len(lines) - 1, -1, -1):
+        other = lines[index]
+        if reads.intersection(other.writes) or writes.intersection(other.reads, other.writes):
+            return index + 1
+    return 0

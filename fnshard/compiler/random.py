@@ -1,0 +1,123 @@
+"""Counter-based random ops: a value is a hash of (key, element index), never of hidden state.
+
+So a mask drawn again under recompute is the same mask, on any backend, and equal blocks stay equal
+code: the key is an input. The hash is splitmix64's finaliser (Steele, Lea & Flood 2014). The ops
+are composite: autograd and Inductor see plain integer arithmetic, which fuses into its consumer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LIB = torch.library.Library("fnshard", "DEF")
+_LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype) -> Tensor")
+_LIB.define("normal(Tensor key, int[] shape, ScalarType dtype) -> Tensor")
+_LIB.define("integers(Tensor key, int low, int high, int[] shape, ScalarType dtype) -> Tensor")
+_LIB.define("dropout(Tensor x, Tensor key, float p) -> Tensor")
+_LIB.define("feature_dropout(Tensor x, Tensor key, float p) -> Tensor")
+_LIB.define("bernoulli(Tensor p, Tensor key) -> Tensor")
+_LIB.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
+    "float? scale, bool enable_gqa) -> Tensor"
+)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX1 = _signed(0xBF58476D1CE4E5B9)
+_MIX2 = _signed(0x94D049BB133111EB)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser, elementwise on int64."""
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
+    return x ^ _shift(x, 31)
+
+
+def _bits(key: Tensor, shape: list[int], stream: int) -> Tensor:
+    count = math.prod(shape)
+    index = torch.arange(count, dtype=torch.int64, device=key.device).reshape(shape)
+    # Consecutive counters from a well-mixed key: the finaliser alone decorrelates them. (No constant
+    # factor on the index: Inductor would fold it into an index expression that overflows.)
+    return mix(key + (index * 2 + stream))
+
+
+def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, stream: int = 0) -> Tensor:
+    # 24 bits: every value is exact in fp32 and below one in every dtype of at least that precision.
+    value = _shift(_bits(key, shape, stream), 40).to(torch.float32) * 2.0**-24
+    return value.to(dtype)
+
+
+def _normal(key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    u1 = 1.0 - _uniform(key, shape, torch.float32, 0)  # in (0, 1]: its log is finite
+    u2 = _uniform(key, shape, torch.float32, 1)
+    return (torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)).to(dtype)
+
+
+def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return (_shift(_bits(key, shape, 0), 33) % (high - low) + low).to(dtype)
+
+
+def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int]) -> Tensor:
+    if p >= 1.0:
+        return x * 0
+    keep = _uniform(key, shape, torch.float32) >= p
+    return x * (keep.to(x.dtype) * (1.0 / (1.0 - p)))
+
+
+def _dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
+    return _scaled_mask(x, key, p, list(x.shape))
+
+
+def _feature_dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
+    return _scaled_mask(x, key, p, list(x.shape[:2]) + [1] * (x.dim() - 2))
+
+
+def _bernoulli(p: Tensor, key: Tensor) -> Tensor:
+    return (_uniform(key, list(p.shape), torch.float32) < p).to(p.dtype)
+
+
+def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):  # noqa: ANN001
+    """SDPA with dropout, spelled out: flash kernels draw their mask from hidden state."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = (q * scale) @ k.transpose(-2, -1)  # [..., T, S]
+    if is_causal:
+        t, s = scores.shape[-2:]
+        ok = torch.ones(t, s, dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~ok, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return _dropout(torch.softmax(scores, -1), key, p) @ v
+
+
+for _name, _impl in {
+    "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
+    "feature_dropout": _feature_dropout, "bernoulli": _bernoulli, "attention": _attention,
+}.items():  # fmt: skip
+    _LIB.impl(_name, _impl, "CompositeImplicitAutograd")
+
+ops = torch.ops.fnshard
+
+
+def derive_keys(seed: int, step: int, rank: int, micro: int, count: int, device: torch.device) -> Tensor:
+    """int64[count]: one key per random op of a program, a function of the arguments alone."""
+    state = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
+    key = torch.tensor(0, dtype=torch.int64)
+    for part in state:
+        key = mix(key * _GOLDEN + part + 1)
+    return mix(torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + key).to(device)

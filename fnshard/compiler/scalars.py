@@ -1,0 +1,142 @@
+"""Scalars: what all ranks must know at the end of a step, in one small sum.
+
+Losses, counts, aux scalars, squared norms and flags ride on one all-reduce, so that what is agreed
+(an overflow, the end of the data) costs no collective of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.compiler.program import Outputs
+from fnshard.mesh import Mesh
+from fnshard.optim import LeafNorms
+from fnshard.runtime.buckets import Bucket
+from fnshard.spec import LayoutSpec
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The sums over all ranks, read.
+
+    `loss`, `aux`: means over ranks and micro-batches. `count`: of the Mean, or None. `norm`: of the
+    summed gradients as they lie (not yet unscaled), or None. `leaf_norms`: by path. `flags`: sums.
+    """
+
+    loss: Tensor
+    count: Tensor | None
+    aux: tuple[Tensor, ...]
+    norm: Tensor | None
+    leaf_norms: Mapping[str, LeafNorms]
+    flags: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """How the vector is laid out: fixed at lowering, equal on all ranks.
+
+    `results`: the program's flat result names; `flags`: names of the caller's 0/1 numbers.
+    """
+
+    outputs: Outputs
+    results: Sequence[str]
+    mesh: Mesh
+    specs: Mapping[str, LayoutSpec]
+    accumulate: int
+    norms: bool
+    leaf_norms: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    # -------------------------------------------------------------- this rank's part
+
+    def norms_of(self, bucket: Bucket, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`{path: squared norm / replicas}` of reduced gradients; summed over ranks it is exact."""
+        out = {}
+        for path in bucket.paths:
+            replicas = self._replicas(self.specs[path].gradient.axes)
+            out[path] = _square(blocks[path]) / replicas
+        return out
+
+    def norms(
+        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """What a `Norms` instruction makes: squared gradient norms and, where asked, parameter norms."""
+        grads = self.norms_of(bucket, blocks)
+        out = {"total": torch.stack(list(grads.values())).sum()}
+        for path in bucket.paths:
+            if path in self.leaf_norms:
+                replicas = self._replicas(self.specs[path].storage.axes)
+                out[path] = torch.stack([_square(env[f"s:{path}"]) / replicas, grads[path]])
+        return out
+
+    def _replicas(self, axes: Sequence[str]) -> int:
+        return self.mesh.data_size // self.mesh.axes_size(axes)
+
+    def pack(self, env: Mapping[str, Any], norms: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """fp64 vector of this rank's summands."""
+        parts = [self._over_micros(env, i) for i in self._wanted()]
+        if self.norms:
+            parts.append(torch.stack([n["total"].double() for n in norms]).sum())
+            found = {p: v for n in norms for p, v in n.items() if p != "total"}
+            parts += [found[p][i].double() for p in self.leaf_norms for i in (0, 1)]
+        device = parts[0].device
+        parts += [torch.tensor(float(env["flags"].get(f, 0.0)), dtype=torch.float64, device=device)
+                  for f in self.flags]  # fmt: skip
+        return torch.stack(parts)
+
+    def _wanted(self) -> list[int]:
+        count = [] if self.outputs.count is None else [self.outputs.count]
+        aux = [i for kind, *rest in self.outputs.aux if kind in ("scalar", "mean") for i in rest]
+        return [self.outputs.loss, *count, *aux]
+
+    def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
+        name = self.results[index]
+        if self.accumulate == 1:
+            return env[name].double()
+        return torch.stack([env[f"{name}#{m}"].double() for m in range(self.accumulate)]).sum()
+
+    # -------------------------------------------------------------- all ranks' sum
+
+    def unpack(self, vector: Tensor) -> Summary:
+        """Read the summed vector."""
+        feed = iter(vector.unbind(0))
+        parts = self.mesh.data_size * self.accumulate
+        loss = next(feed)
+        count = next(feed) if self.outputs.count is not None else None
+        loss = loss / parts if count is None else loss / count.clamp(min=torch.finfo(torch.float64).tiny)
+        aux = []
+        for kind, *_ in self.outputs.aux:
+            if kind == "scalar":
+                aux.append(next(feed) / parts)
+            elif kind == "mean":
+                total = next(feed)
+                aux.append(total / next(feed))
+        norm = next(feed).sqrt() if self.norms else None
+        leaf_norms = {p: LeafNorms(next(feed).sqrt(), next(feed).sqrt()) for p in self.leaf_norms}
+        flags = {f: next(feed) for f in self.flags}
+        return Summary(loss, count, tuple(aux), norm, leaf_norms, flags)
+
+    def aux_tree(self, summary: Summary, env: Mapping[str, Any]) -> Any:
+        """`fn`'s aux with scalars averaged, Means exact, and tensors of the last micro-batch."""
+        if self.outputs.aux_structure is None:
+            return None
+        means = iter(summary.aux)
+        last = f"#{self.accumulate - 1}" if self.accumulate > 1 else ""
+        leaves = []
+        for kind, *rest in self.outputs.aux:
+            if kind in ("scalar", "mean"):
+                leaves.append(next(means))
+            else:
+                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]] + last])
+        return tree.unflatten(leaves, self.outputs.aux_structure)
+
+
+def _square(block: Tensor) -> Tensor:
+    dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(block, dtype=dtype).square()

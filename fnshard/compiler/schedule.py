@@ -1,0 +1,249 @@
+"""Schedule: the ordered instructions of one step, as data a person can read, check, price and change.
+
+Values are named: `s:path` a stored shard (state), `p:path` a gathered leaf, `g:path` a full gradient,
+`r:bucket` reduced gradients, `d:value` a tangent, `~bucket` a collective in flight; anything else is a
+value of the program. A `#` tells versions of one name apart (micro-batch, forward or backward).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fnshard.compiler.differentiate import Kernel
+from fnshard.compiler.program import short_dtype
+from fnshard.compiler.source import Argument
+from fnshard.mesh import Mesh
+from fnshard.runtime.buckets import Bucket
+from fnshard.spec import LayoutSpec
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line. `reads` and `writes` are value names; `drops` are read for the last time here."""
+
+    unit: str
+    phase: str  # "forward", "backward" or "update", with the micro-batch where there are several
+    reads: Names = ()
+    writes: Names = ()
+    drops: Names = ()
+
+    @property
+    def verb(self) -> str:
+        """`gather`, `run`, ...: the class in lower case."""
+        name = type(self).__name__
+        return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+    @property
+    def detail(self) -> str:
+        """What the line says beyond its verb."""
+        return f"{', '.join(self.reads)} -> {', '.join(self.writes)}"
+
+
+@dataclass(frozen=True)
+class _OfBucket(Instruction):
+    bucket: str = ""
+
+    @property
+    def detail(self) -> str:
+        return self.bucket
+
+
+@dataclass(frozen=True)
+class Cast(_OfBucket):
+    """Stored leaves -> leaves in compute dtype, on this rank alone."""
+
+
+@dataclass(frozen=True)
+class Gather(_OfBucket):
+    """Issue: this rank's stored blocks -> every rank's, over the bucket's axes."""
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_OfBucket):
+    """Issue: full gradients -> this rank's blocks of their sum."""
+
+
+@dataclass(frozen=True)
+class AllReduce(_OfBucket):
+    """Issue: gradients (full, or blocks that a ReduceScatter left) -> their sum over `axes`."""
+
+    axes: tuple[str, ...] = ()
+
+    @property
+    def detail(self) -> str:
+        return f"{self.bucket} over {', '.join(self.axes)}"
+
+
+@dataclass(frozen=True)
+class Publish(_OfBucket):
+    """Issue: updated blocks -> the whole stored leaf on every rank (ZeRO 1 and 2)."""
+
+
+@dataclass(frozen=True)
+class Wait(_OfBucket):
+    """Until the collective is done; `of` is its verb."""
+
+    of: str = ""
+
+    @property
+    def detail(self) -> str:
+        return f"{self.of} {self.bucket}"
+
+
+@dataclass(frozen=True)
+class Local(_OfBucket):
+    """Full gradients become the reduced ones: nobody to sum with."""
+
+
+@dataclass(frozen=True)
+class Run(Instruction):
+    """A kernel. `segment`: its place in the program."""
+
+    kernel: str = ""
+    backward: bool = False
+    segment: int = 0
+
+    @property
+    def detail(self) -> str:
+        def shown(names: Names) -> str:
+            leaves = [n for n in names if n.startswith(("p:", "s:", "g:"))]
+            rest = [n for n in names if n not in leaves]
+            kinds = sorted({n[0] for n in leaves})
+            return ", ".join(rest + [f"{sum(n[0] == k for n in leaves)} {k}:" for k in kinds])
+
+        way = "bwd" if self.backward else "fwd"
+        return f"{self.kernel}.{way}({shown(self.reads)}) -> {shown(self.writes)}"
+
+
+@dataclass(frozen=True)
+class Free(Instruction):
+    """Drop values; nothing reads them any more."""
+
+    @property
+    def detail(self) -> str:
+        leaves = sum(n.startswith("p:") for n in self.drops)
+        rest = [n for n in self.drops if not n.startswith("p:")]
+        return ", ".join(rest + ([f"{leaves} gathered leaves"] if leaves else []))
+
+
+@dataclass(frozen=True)
+class Add(Instruction):
+    """Sum of two values; into the first where `owned` says that nobody else holds it."""
+
+    owned: bool = False
+
+
+@dataclass(frozen=True)
+class Zeros(Instruction):
+    """A tangent that nobody contributed to."""
+
+    like: Argument | None = None
+
+
+@dataclass(frozen=True)
+class Accumulate(_OfBucket):
+    """Add a micro-batch's gradients to the accumulator (in the optimizer's dtype); the first makes it."""
+
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Norms(_OfBucket):
+    """Squared norms of a bucket's reduced gradients, padding and replicas counted out."""
+
+
+@dataclass(frozen=True)
+class ReduceScalars(Instruction):
+    """Issue: losses, counts, aux scalars, squared norms and flags of all ranks, in one small sum."""
+
+
+@dataclass(frozen=True)
+class Update(_OfBucket):
+    """The optimizer on one bucket's leaves, in place."""
+
+
+COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, ReduceScalars)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The instructions of one step and what they name.
+
+    `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
+    names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
+    gathered leaves may be alive at once, beside those that are kept on purpose.
+    """
+
+    instructions: tuple[Instruction, ...]
+    kernels: Mapping[str, Kernel] = field(repr=False)
+    buckets: Mapping[str, Bucket] = field(repr=False)
+    specs: Mapping[str, LayoutSpec] = field(repr=False)
+    mesh: Mesh
+    inputs: Names = ()
+    outputs: Names = ()
+    accumulate: int = 1
+    planned: int = 1
+    results: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def with_instructions(self, instructions: list[Instruction]) -> Schedule:
+        """The same schedule with other lines."""
+        return replace(self, instructions=tuple(instructions))
+
+    def counts(self) -> dict[str, int]:
+        """How many of each verb: `{"gather": 9, "run": 12, ...}`."""
+        out: dict[str, int] = {}
+        for i in self.instructions:
+            out[i.verb] = out.get(i.verb, 0) + 1
+        return out
+
+    def as_text(self) -> str:
+        """One line per instruction: number, phase, unit, verb, what, bytes on the wire."""
+        head = f"# schedule on mesh {self.mesh}: {len(self.instructions)} instructions, {len(self.kernels)} kernels"
+        widths = [
+            max((len(getattr(i, a)) for i in self.instructions), default=0) for a in ("phase", "unit", "verb")
+        ]
+        lines = [head]
+        for number, i in enumerate(self.instructions):
+            fields = (i.phase, i.unit, i.verb)
+            row = "  ".join(f.ljust(w) for f, w in zip(fields, widths, strict=True))
+            lines.append(f"{number:4d}  {row}  {i.detail}{self._wire(i)}".rstrip())
+        return "\n".join(lines)
+
+    def _wire(self, instruction: Instruction) -> str:
+        size = wire_bytes(self, instruction)
+        if not size or isinstance(instruction, Wait):
+            return ""
+        bucket = self.buckets[instruction.bucket]
+        return f"  {short_dtype(bucket.dtype)} {size / 1e6:.3f} MB"
+
+    def communication(self) -> tuple[str, ...]:
+        """The sequence of collectives, as every rank must hold it; the batch's shape is not in it."""
+        out = []
+        for i in self.instructions:
+            if isinstance(i, COLLECTIVES):
+                bucket = self.buckets.get(getattr(i, "bucket", ""))
+                what = f"{bucket.axes} {bucket.dtype} {bucket.numel} {bucket.paths}" if bucket else ""
+                out.append(f"{i.verb} {getattr(i, 'axes', '')} {what}")
+        return tuple(out)
+
+    def fingerprint(self) -> str:
+        """Hash of `communication`."""
+        return hashlib.sha256("\n".join((str(self.mesh), *self.communication())).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def wire_bytes(schedule: Schedule, instruction: Instruction) -> int:
+    """Size of what a collective moves as a whole: all rows of a gather or scatter, the flat of a sum."""
+    if isinstance(instruction, Gather | ReduceScatter | Publish):
+        bucket = schedule.buckets[instruction.bucket]
+        return bucket.row_bytes * schedule.mesh.axes_size(bucket.axes)
+    if isinstance(instruction, AllReduce):
+        return schedule.buckets[instruction.bucket].row_bytes
+    return 0

@@ -1,0 +1,351 @@
+"""Split: Program -> Segments, one for each run of the program between the first uses of two units.
+
+What is lazy (views of a value, and whatever depends on the leaves of one unit alone) is made again
+in each segment that reads it, so that neither ever crosses a cut. What is left, the *main* nodes,
+is cut where a node first reads a leaf of another unit; between the last read of one unit and the
+first of the next, where the fewest bytes cross.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.program import Input, Program, describe, mutated_args, storage_id
+from fnshard.compiler.source import Source, extract
+from fnshard.errors import TraceError, report
+from fnshard.spec import LayoutSpec
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One run of the program.
+
+    `inputs`, `outputs`: value names ("leaf:layers.0.w", "batch:0", "key:key0", "mul_3"); `source`:
+    key of the distinct code; `units`: whose leaves it reads (those that are gathered or reduced).
+    """
+
+    index: int
+    units: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Paths of the leaves it reads."""
+        return tuple(n.removeprefix("leaf:") for n in self.inputs if n.startswith("leaf:"))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The cut program. `sources`: the distinct codes, each shared by all segments equal to it."""
+
+    segments: tuple[Segment, ...]
+    sources: Mapping[str, Source]
+    results: tuple[str, ...]
+    values: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+
+    def as_text(self) -> str:
+        """One line per segment: what it reads, what crosses out of it."""
+        names = {key: f"k{i}" for i, key in enumerate(self.sources)}
+        lines = []
+        for s in self.segments:
+            out = ", ".join(f"{o} {describe(self.values[o])}" for o in s.outputs)
+            reads = ", ".join(i for i in s.inputs if not i.startswith("leaf:"))
+            lines.append(f"{s.index}: {names[s.source]}[{'+'.join(s.units)}]({reads}) -> {out}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def split(program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str]) -> Segments:
+    """Cut `program`; `cuts` are the paths whose reading matters (gathered or reduced leaves).
+
+    Raises:
+        TraceError: a value is written to in a region that would have to be cut.
+    """
+    facts = _classify(program, {p: specs[p].unit for p in cuts})
+    order = _order(program, facts)
+    bounds = _bounds(order, facts, program)
+    return _segments(program, facts, order, bounds)
+
+
+# ------------------------------------------------------------------ which nodes are lazy
+
+
+@dataclass
+class _Facts:
+    """What cutting needs to know of each node."""
+
+    units: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # read through lazy inputs
+    within: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # of a pure node: all it rests on
+    lazy: set[fx.Node] = field(default_factory=set)
+    pure: set[fx.Node] = field(default_factory=set)  # depends on leaves and constants alone
+    terms: dict[str, list[fx.Node]] = field(default_factory=dict)  # small pure nodes by home unit
+    deferred: set[fx.Node] = field(default_factory=set)  # terms and their combinations: on demand
+    weight: dict[fx.Node, int] = field(default_factory=dict)  # elements of the leaves a pure node reads
+    inputs: dict[fx.Node, Input] = field(default_factory=dict)
+
+
+_TERM_RATIO = 16  # a pure value this much smaller than its leaves may cross: a norm, a penalty
+
+
+def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
+    facts = _Facts(inputs=dict(zip(program.placeholders, program.inputs, strict=True)))
+    written = {storage_id(a.meta["val"]) for n in program.graph.nodes for a in mutated_args(n)}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            source = facts.inputs[node]
+            unit = unit_of.get(source.name) if source.kind == "leaf" else None
+            facts.units[node] = facts.within[node] = frozenset([unit] if unit else [])
+            if source.kind in ("leaf", "constant"):
+                facts.pure.add(node)
+                facts.weight[node] = node.meta["val"].numel() if source.kind == "leaf" else 0
+        elif node.op == "call_function":
+            _classify_node(node, facts, written)
+    _find_terms(program, facts)
+    return facts
+
+
+def _classify_node(node: fx.Node, facts: _Facts, written: set[int]) -> None:
+    sources = node.all_input_nodes
+    is_written = any(storage_id(t) in written for t in _tensors(node))
+    pure = all(n in facts.pure for n in sources) and not is_written
+    reads = frozenset().union(*(facts.units[n] for n in sources if n in facts.lazy or n.op == "placeholder"))
+    if pure:
+        facts.pure.add(node)
+        facts.weight[node] = sum(facts.weight[n] for n in sources)
+        facts.within[node] = frozenset().union(*(facts.within[n] for n in sources))
+    if (
+        (pure and len(facts.within[node]) <= 1)
+        or (_is_view(node) and not is_written)
+        or node.target is operator.getitem
+    ):
+        # A getitem stays with its producer: a view's is lazy, an op's own is main.
+        producer_main = node.target is operator.getitem and sources[0] not in facts.lazy
+        if not producer_main:
+            facts.lazy.add(node)
+    facts.units[node] = reads
+
+
+def _find_terms(program: Program, facts: _Facts) -> None:
+    """Small pure nodes read by main ones are computed in their unit; their sums wherever wanted."""
+
+    def small(node: fx.Node) -> bool:
+        size = sum(t.numel() for t in _tensors(node))
+        return node.op == "call_function" and size * _TERM_RATIO <= facts.weight.get(node, 0)
+
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node in facts.lazy:
+            continue
+        carriers = [n for n in node.all_input_nodes if n in facts.pure and facts.within[n]]
+        if node in facts.pure and carriers and all(small(n) or n in facts.deferred for n in carriers):
+            facts.deferred.add(node)  # a combination of terms of several units
+        for term in [n for n in carriers if n in facts.lazy and small(n)]:
+            facts.lazy.discard(term)
+            facts.deferred.add(term)
+            facts.terms.setdefault(next(iter(facts.within[term])), []).append(term)
+        facts.units[node] = frozenset().union(
+            *(facts.units[n] for n in node.all_input_nodes if n in facts.lazy or n.op == "placeholder")
+        )
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    outs = {storage_id(t) for t in _tensors(node)}
+    ins = {storage_id(t) for n in node.all_input_nodes for t in _tensors(n)}
+    return bool(outs) and outs <= ins and not mutated_args(node)
+
+
+# ------------------------------------------------------------------ order and cuts
+
+
+def _order(program: Program, facts: _Facts) -> list[fx.Node]:
+    """Main nodes in program order; terms right after their unit is first read, sums on demand."""
+    order: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+    home: set[str] = set()
+
+    def place(node: fx.Node) -> None:
+        for source in _closure(node, facts):
+            if source in facts.deferred and source not in placed:
+                place(source)
+        if node not in placed:
+            placed.add(node)
+            order.append(node)
+
+    wanted = {n for r in program.results for n in [r, *_closure(r, facts)]}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node in facts.lazy:
+            continue
+        if node in facts.deferred:
+            continue
+        place(node)
+        for unit in facts.units[node] - home:
+            home.add(unit)
+            for term in facts.terms.get(unit, []):
+                place(term)
+    for node in program.graph.nodes:
+        if node in facts.deferred and node in wanted:
+            place(node)
+    return order
+
+
+def _closure(node: fx.Node, facts: _Facts) -> list[fx.Node]:
+    """The main and deferred nodes and placeholders that `node` reads, through lazy ones."""
+    found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if source in facts.lazy:
+            stack.extend(source.all_input_nodes)
+        else:
+            found[source] = None
+    return list(found)
+
+
+def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple[int, tuple[str, ...]]]:
+    """(first position, units) of each segment."""
+    cost, forbidden = _crossing(order, facts, program)
+    bounds: list[tuple[int, tuple[str, ...]]] = []
+    last_read = -1
+    current: frozenset[str] = frozenset()
+    for position, node in enumerate(order):
+        reads = facts.units[node]
+        if not reads:
+            continue
+        if not bounds:
+            bounds.append((0, tuple(sorted(reads))))
+            current = reads
+        elif not reads <= current:
+            options = [c for c in range(last_read + 1, position + 1) if c not in forbidden]
+            if not options:
+                _refuse_mutation(order, last_read + 1, position, forbidden)
+            best = min(options, key=lambda c: (cost[c], -c))
+            bounds.append((best, tuple(sorted(reads))))
+            current = reads
+        last_read = position
+    return bounds or [(0, ())]
+
+
+def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[list[int], dict[int, fx.Node]]:
+    """Bytes alive across a cut before each position, and the positions where a cut is forbidden."""
+    position = {n: i for i, n in enumerate(order)}
+    end = len(order)
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(order):
+        for source in _closure(node, facts):
+            last[source] = i
+    for result in program.results:
+        for source in [result, *_closure(result, facts)]:
+            last[source] = end
+    delta = [0] * (end + 2)
+    for node, i in position.items():
+        until = last.get(node, i)
+        if until > i and node.target is not operator.getitem:
+            delta[i + 1] += sum(t.numel() * t.element_size() for t in _tensors(node))
+            delta[until + 1] -= sum(t.numel() * t.element_size() for t in _tensors(node))
+    cost, total = [], 0
+    for d in delta[: end + 1]:
+        total += d
+        cost.append(total)
+    return cost, _forbidden(order, position)
+
+
+def _forbidden(order: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[int, fx.Node]:
+    first: dict[int, int] = {}
+    out: dict[int, fx.Node] = {}
+    for i, node in enumerate(order):
+        for tensor in _tensors(node):
+            first.setdefault(storage_id(tensor), i)
+        for arg in mutated_args(node):
+            begin = first.get(storage_id(arg.meta["val"]), i)
+            out.update({c: node for c in range(begin + 1, i + 1)})
+        if node.target is operator.getitem:
+            producer = position[node.args[0]]
+            out.update({c: node for c in range(producer + 1, i + 1)})
+    return out
+
+
+def _refuse_mutation(order: list[fx.Node], start: int, stop: int, forbidden: Mapping[int, fx.Node]) -> None:
+    ops = sorted({str(forbidden[c].target).removesuffix(".default") for c in range(start, stop + 1)})
+    raise TraceError(
+        report(
+            f"`fn` writes in place ({', '.join(ops)}) to a value while it reads the leaves of several units, "
+            f"so the program cannot be cut between them (near {order[stop].name}).",
+            fix="collect the parts in a list and torch.stack or torch.cat them, or put the leaves into one unit.",
+        )
+    )
+
+
+# ------------------------------------------------------------------ building
+
+
+def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:
+    starts = [b[0] for b in bounds] + [len(order)]
+    home = {n: i for i in range(len(bounds)) for n in order[starts[i] : starts[i + 1]]}
+    last = len(bounds) - 1
+    extra = _materialise_results(program, facts, home, last)
+    crossing: dict[fx.Node, None] = {}
+    for node in order:
+        for source in _closure(node, facts):
+            if source in home and home[source] != home[node]:
+                crossing[source] = None
+    for result in program.results:
+        if result in home:
+            crossing[result] = None
+    for node in extra:
+        for source in _closure(node, facts):
+            if source in home and home[source] != last:
+                crossing[source] = None
+    segments, sources = [], {}
+    for i, (start, units) in enumerate(bounds):
+        nodes = order[start : starts[i + 1]] + (extra if i == last else [])
+        outs = [n for n in nodes if n in crossing] + (extra if i == last else [])
+        source, inputs = extract(nodes, outs, facts.lazy, facts.inputs)
+        sources.setdefault(source.key, source)
+        names = tuple(n.name for n in outs)
+        segments.append(Segment(i, units, inputs, names, source.key))
+    values = {n.name: n.meta["val"] for n in [*crossing, *extra]}
+    results = tuple(n.name for n in program.results)
+    return Segments(tuple(segments), sources, results, values)
+
+
+def _materialise_results(program: Program, facts: _Facts, home: dict, last: int) -> list[fx.Node]:
+    """A result that is a view, a leaf or an input gets a copy: no segment returns an alias."""
+    output = program.graph.output_node()
+    results, extra = [], []
+    for result in program.results:
+        if result in home and not _aliases_another(result, results):
+            results.append(result)
+            continue
+        with program.graph.inserting_before(output):
+            copy = program.graph.call_function(torch.ops.aten.clone.default, (result,))
+        value = result.meta["val"]
+        copy.meta["val"] = torch.empty_like(
+            value, requires_grad=value.requires_grad and value.is_floating_point()
+        )
+        home[copy] = last
+        extra.append(copy)
+        results.append(copy)
+    output.args = (results,)
+    return extra
+
+
+def _aliases_another(node: fx.Node, others: list[fx.Node]) -> bool:
+    mine = {storage_id(t) for t in _tensors(node)}
+    return any(mine & {storage_id(t) for t in _tensors(o)} for o in others)

@@ -1,0 +1,321 @@
+"""Trace: `fn` on fake leaves -> Program. What a tracer would lose in silence is refused here.
+
+The only module that uses torch's proxy tracer (`make_fx` before autograd dispatch) and fake tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fnshard import tree
+from fnshard.compiler.normalize import normalize
+from fnshard.compiler.program import Input, Outputs, Program, describe, mutated_args, storage_id
+from fnshard.errors import TraceError, leaves, report
+from fnshard.losses import Mean, Whole
+from fnshard.spec import LayoutSpec
+
+CLOSURE_LIMIT_bytes = 1 << 20
+_lock = threading.RLock()  # the tracer patches torch's globals: one trace at a time
+
+
+def trace(
+    fn: Callable[..., Any],
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    structure: tree.TreeDef,
+    specs: Mapping[str, LayoutSpec],
+    batch: Sequence[Any],
+    *,
+    device: torch.device,
+    differentiate: bool = True,
+) -> Program:
+    """Capture `fn(params, *batch)`.
+
+    Args:
+        shapes: `{path: (full shape, compute dtype)}`.
+        structure: the parameter tree's, in the order of `shapes`.
+        specs: resolved; trainable leaves require grad while tracing.
+        batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
+        differentiate: `fn` is a loss; else any outputs, traced under no_grad.
+
+    Raises:
+        TraceError: `fn` does what cannot be captured; the message shows the way out.
+    """
+    with _lock:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = {
+            path: _fake(mode, shape, dtype, device, differentiate and bool(specs[path].trainable))
+            for path, (shape, dtype) in shapes.items()
+        }
+        named, batch_structure = flatten_batch(batch)
+        tensors = {n: _fake_batch(mode, v, device) for n, v in named.items() if isinstance(v, Tensor)}
+        collected: dict[str, Any] = {}
+
+        def flat(leaf_values: list[Tensor], batch_values: list[Tensor]) -> list[Tensor]:
+            params = tree.unflatten(leaf_values, structure)
+            given = dict(zip(tensors, batch_values, strict=True))
+            args = tree.unflatten([given.get(n, v) for n, v in named.items()], batch_structure)
+            result = fn(params, *args)
+            outputs, values = _outputs(result, loss=differentiate)
+            collected["outputs"] = outputs
+            return values
+
+        graph_module = _capture(flat, list(fakes.values()), list(tensors.values()), differentiate)
+        inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
+        values = {Input("leaf", p): v for p, v in fakes.items()}
+        values |= {Input("batch", n): v for n, v in tensors.items()}
+        graph, keys, constants = normalize(graph_module, len(inputs))
+        _check_constants(constants)
+        inputs += [Input("constant", n) for n in constants] + [Input("key", n) for n in keys]
+        with mode:
+            values |= {Input("constant", n): mode.from_tensor(v.detach()) for n, v in constants.items()}
+            key = torch.empty((), dtype=torch.int64, device=device)
+        values |= {Input("key", n): key for n in keys}
+        with mode, torch.set_grad_enabled(differentiate):
+            propagate(graph, [values[i] for i in inputs])
+            if _copy_written_inputs(graph, inputs):
+                propagate(graph, [values[i] for i in inputs])
+        constants = {n: v.detach().to(device) for n, v in constants.items()}
+        program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
+        _check_program(program, differentiate)
+        return program
+
+
+def flatten_batch(batch: Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
+    """`{path: leaf}` of a batch, `Whole` taken off, and its structure."""
+    named, structure = tree.flatten_with_paths(tuple(batch))
+    return {n: v.value if isinstance(v, Whole) else v for n, v in named.items()}, structure
+
+
+# ------------------------------------------------------------------ fakes
+
+
+def _fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, device: torch.device, grad: bool):
+    with mode:
+        value = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return value.requires_grad_(grad and dtype.is_floating_point)
+
+
+def _fake_batch(mode: FakeTensorMode, value: Tensor, device: torch.device) -> Tensor:
+    with mode:
+        return torch.empty_strided(value.shape, _dense(value), dtype=value.dtype, device=device)
+
+
+def _dense(value: Tensor) -> tuple[int, ...]:
+    # Micro-batching and collation may hand over any strides; the step copies those that are odd.
+    return torch.empty(value.shape, device="meta").stride()
+
+
+def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
+    """Run the graph on fakes, and keep each node's value (with its `requires_grad`) in `meta`."""
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    with ExitStack() as stack:
+        current = None
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            elif node.op == "call_function":
+                if node.meta.get("autocast") != current:
+                    stack.close()
+                    current = node.meta.get("autocast")
+                    for state in current or ():
+                        stack.enter_context(torch.autocast(*state[:1], dtype=state[1], enabled=state[2]))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+            else:
+                continue
+            node.meta["val"] = env[node]
+
+
+def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
+    """Give `fn` a private copy of each batch leaf or constant that it writes to."""
+    written = {storage_id(arg.meta["val"]) for node in graph.nodes for arg in mutated_args(node)}
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    found = [
+        n
+        for n, i in zip(nodes, inputs, strict=True)
+        if i.kind in ("batch", "constant") and storage_id(n.meta["val"]) in written
+    ]
+    for node in found:
+        with graph.inserting_after(nodes[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+    return bool(found)
+
+
+# ------------------------------------------------------------------ capture
+
+
+def _capture(flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool) -> fx.GraphModule:
+    try:
+        with _refusals(), torch.set_grad_enabled(differentiate):
+            return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
+    except TraceError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(_data_dependent(str(error))) from error
+    except RuntimeError as error:
+        if "data-dependent" in str(error) or "GuardOnDataDependent" in type(error).__name__:
+            raise TraceError(_data_dependent(str(error).splitlines()[0])) from error
+        raise
+
+
+def _data_dependent(what: str) -> str:
+    return report(
+        f"control flow or a shape in `fn` depends on a tensor's value ({what}).",
+        fix="choose with torch.where, mask instead of indexing by a condition, and pass numbers that "
+        "are known before the step as plain Python arguments.",
+    )
+
+
+_AUTOGRAD_FUNCTION = report(
+    "`fn` calls the torch.autograd.Function {name}, whose backward a trace loses.",
+    fix="define it with torch.library.custom_op and register_autograd, or write plain ops.",
+)
+_REENTRANT = report(
+    "`fn` calls reentrant activation checkpointing, whose backward a trace loses.",
+    fix="use_reentrant=False, or none at all: recomputation is the compiler's.",
+)
+_HOOK = report(
+    "`fn` registers a gradient hook ({name}), which a trace loses.",
+    fix="write what the hook does into the loss, or into the optimizer as a transform.",
+)
+_NESTED = report(
+    "`fn` differentiates inside itself ({name}), which a trace would record as constants.",
+    fix="return the loss alone; shard_step differentiates it. For second-order terms write them out.",
+)
+
+
+def _refuse(message: str, name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise TraceError(message.format(name=name))
+
+    return refuse
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """While tracing, calls that would be lost in silence raise instead."""
+
+    def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__ == "CheckpointFunction":
+            raise TraceError(_REENTRANT)
+        raise TraceError(_AUTOGRAD_FUNCTION.format(name=cls.__name__))
+
+    nested = {torch.func: ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"),
+              torch.autograd: ("grad", "backward")}  # fmt: skip
+    hooks = ("register_hook", "register_post_accumulate_grad_hook")
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch.object(torch.autograd.Function, "apply", classmethod(function_apply)))
+        enter(mock.patch.object(torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")))
+        for name in hooks:
+            enter(mock.patch.object(torch.Tensor, name, _refuse(_HOOK, name)))
+        for module, names in nested.items():
+            for name in names:
+                enter(mock.patch.object(module, name, _refuse(_NESTED, f"{module.__name__}.{name}")))
+        yield
+
+
+# ------------------------------------------------------------------ outputs
+
+
+def _outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
+    values: list[Tensor] = []
+
+    def add(value: Tensor) -> int:
+        values.append(value)
+        return len(values) - 1
+
+    def aux_entry(leaf: Any) -> tuple[Any, ...]:
+        if isinstance(leaf, Mean):
+            return ("mean", add(leaf.total), add(_count(leaf)))
+        if isinstance(leaf, Tensor):
+            kind = "scalar" if loss and leaf.dim() == 0 else "tensor"
+            return (kind, add(leaf))
+        return ("python", leaf)
+
+    if not loss:
+        flat, structure = tree.flatten(result)
+        return Outputs(None, None, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+    head, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    total = head.total if isinstance(head, Mean) else head
+    if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
+        what = describe(total) if isinstance(total, Tensor) else type(total).__name__
+        raise TraceError(
+            report(
+                f"`fn` must return a loss that is a 0-d float tensor, or (loss, aux); it returned {what}.",
+                fix="reduce it: loss.mean(), or fs.Mean(total, count) for an exact mean over all ranks.",
+            )
+        )
+    index = add(total)
+    count = add(_count(head)) if isinstance(head, Mean) else None
+    flat, structure = tree.flatten(aux) if aux is not None else ([], None)
+    return Outputs(index, count, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+
+
+def _count(mean: Mean) -> Tensor:
+    count = mean.count
+    if isinstance(count, Tensor):
+        return count.detach().to(torch.float32) if not count.dtype.is_floating_point else count.detach()
+    return torch.full((), float(count), device=mean.total.device)
+
+
+# ------------------------------------------------------------------ checks after the capture
+
+
+def _check_constants(constants: Mapping[str, Tensor]) -> None:
+    wrong = [
+        f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
+        for v in constants.values()
+        if v.requires_grad or v.numel() * v.element_size() > CLOSURE_LIMIT_bytes
+    ]
+    if wrong:
+        raise TraceError(
+            report(
+                f"`fn` closes over {len(wrong)} tensor(s) that must be arguments (they require grad, "
+                "or are larger than 1 MB):",
+                wrong,
+                "put them into the parameter tree (trainable=False if frozen), or pass them with the batch.",
+            )
+        )
+
+
+def _check_program(program: Program, differentiate: bool) -> None:
+    names = dict(zip(program.placeholders, program.inputs, strict=True))
+    leaf_storage = {storage_id(n.meta["val"]): i.name for n, i in names.items() if i.kind == "leaf"}
+    written: dict[str, str] = {}
+    for node in program.graph.nodes:
+        for arg in mutated_args(node):
+            path = leaf_storage.get(storage_id(arg.meta["val"]))
+            if path is not None:
+                written.setdefault(path, str(node.target).removesuffix(".default"))
+    if written:
+        raise TraceError(
+            report(
+                f"`fn` changes {leaves(len(written))} in place:",
+                [f"params[{p!r}] by {op}" for p, op in written.items()],
+                "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model), "
+                "or GroupNorm; else return the new value in aux.",
+            )
+        )
+    if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
+        raise TraceError(
+            report(
+                "the loss depends on no trainable leaf.",
+                fix="set trainable=True in the spec of a leaf it reads, and look for detach or no_grad.",
+            )
+        )

@@ -1,0 +1,101 @@
+"""Verify: what no numeric test can see, checked on every schedule that is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fnshard.compiler.schedule import COLLECTIVES, Free, Gather, Instruction, Run, Schedule, Wait
+from fnshard.errors import ScheduleError, report
+
+
+@dataclass
+class _Walk:
+    live: set[str]
+    flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
+    gathered: dict[str, int] = field(default_factory=dict)  # live versions by bucket
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(schedule: Schedule) -> Schedule:
+    """Return the schedule, or raise with every line that breaks a rule.
+
+    - every read is of a live value, every value is written once before it is read;
+    - a bucket has one live gathered version at a time, and it is read; no more units than planned
+      are alive at once;
+    - nothing that rests on leaves alone is saved or crosses a cut (checked on the kernels);
+    - every collective is waited for, exactly once;
+    - nothing writes or frees what a collective in flight reads;
+    - whatever is alive at the end is an output.
+
+    Raises:
+        ScheduleError: a bug in a pass.
+    """
+    walk = _Walk(set(schedule.inputs))
+    for number, line in enumerate(schedule.instructions):
+        _check_line(walk, number, line, schedule)
+    for name, (number, _) in walk.flying.items():
+        walk.problems.append(f"{number}: {name} is never waited for")
+    left = walk.live - set(schedule.inputs) - set(schedule.outputs)
+    if left:
+        walk.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
+    walk.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in walk.live]
+    walk.problems += _too_many_units(schedule)
+    if walk.problems:
+        raise ScheduleError(report(f"{len(walk.problems)} faults in the schedule:", walk.problems[:20]))
+    return schedule
+
+
+def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule) -> None:
+    here = f"{number}: {line.verb} {line.detail}"
+    for name in line.reads:
+        if name not in walk.live:
+            walk.problems.append(f"{here}: reads {name}, which is not alive")
+    changed = set(line.drops) | (set(line.writes) & walk.live)
+    for flight, (issued, issue) in walk.flying.items():
+        touched = changed & set(issue.reads) - {flight}
+        held = {n for n in touched if not _copied(issue, n)}
+        if held and not (isinstance(line, Wait) and flight in line.reads):
+            walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
+    if isinstance(line, COLLECTIVES):
+        if line.writes[0] in walk.flying:
+            walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
+        walk.flying[line.writes[0]] = (number, line)
+    if isinstance(line, Wait):
+        walk.flying.pop(line.reads[0], None)
+    if isinstance(line, Free) and not line.drops:
+        walk.problems.append(f"{here}: frees nothing")
+    for name in line.writes:
+        if name in walk.live and not name.startswith("s:"):
+            walk.problems.append(f"{here}: writes {name} again")
+    walk.live |= set(line.writes)
+    walk.live -= set(line.drops)
+
+
+def _copied(issue: Instruction, name: str) -> bool:
+    """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
+    return name.startswith(("g:", "a:", "n:", "r:")) or issue.verb == "reduce_scalars"
+
+
+def _too_many_units(schedule: Schedule) -> list[str]:
+    """More gathers alive than planned, counting resharded units, from issue to free."""
+    kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
+    alive: dict[str, str] = {}  # value or flight -> unit
+    problems = []
+    for number, line in enumerate(schedule.instructions):
+        if isinstance(line, Gather) and line.bucket not in kept:
+            alive[line.writes[0]] = line.unit
+        if isinstance(line, Wait) and line.reads[0] in alive:
+            alive.pop(line.reads[0])
+            alive |= dict.fromkeys(line.writes, line.unit)
+        if isinstance(line, Run):
+            units = set(alive.values())
+            own = set(line.unit.split("+"))
+            if len(units - own) + 1 > schedule.planned:
+                problems.append(
+                    f"{number}: {len(units)} units are gathered ({', '.join(sorted(units))}), "
+                    f"planned are {schedule.planned}"
+                )
+        for name in line.drops:
+            alive.pop(name, None)
+    return problems

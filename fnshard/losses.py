@@ -1,0 +1,33 @@
+"""What `fn` may return beside a plain scalar, and what a batch may hold beside plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """`total / count` over *all* counted items of all ranks and micro-batches, exactly.
+
+    Args:
+        total: 0-d, the sum of the items' losses on this rank.
+        count: 0-d, how many items that were (a padding mask's sum). A global count of zero gives
+            zero gradients.
+
+    >>> import torch
+    >>> Mean(torch.tensor(6.0), torch.tensor(3)).total
+    tensor(6.)
+    """
+
+    total: Tensor
+    count: Tensor | int | float
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A batch leaf that micro-batching does not cut along dim 0."""
+
+    value: Any

@@ -1,0 +1,252 @@
+"""`Lowered`: a step on paper, every stage printable; and the cache of those that a step has compiled."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.compiler.build import AccumulateMode
+from fnshard.compiler.kernels import Boxed, compile_kernel
+from fnshard.compiler.lower import Passes, PlanOf, Stages, lower
+from fnshard.compiler.program import Program
+from fnshard.compiler.schedule import Schedule, wire_bytes
+from fnshard.compiler.split import Segments
+from fnshard.errors import SpecError, StateError, report
+from fnshard.losses import Whole
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives import DEFAULT_TIMEOUT
+from fnshard.shards import resolve_specs, spec_paths
+from fnshard.spec import LayoutSpec, check_specs
+
+Backend = Literal["inductor", "eager"]
+Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a step that is not its function, specs, mesh or optimizer; see `shard_step`."""
+
+    accumulate: int = 1
+    accumulate_mode: AccumulateMode = "reduce"
+    passes: Passes = Passes()
+    backend: Backend = "inductor"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: float | Literal["dynamic"] | None = None
+    grad_norm: bool = False
+    cache: int = 8
+    timeout: float = DEFAULT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            wrong.append(f"accumulate={self.accumulate!r}: a whole number of micro-batches, at least 1")
+        if self.accumulate_mode not in ("reduce", "local"):
+            wrong.append(f"accumulate_mode={self.accumulate_mode!r}: 'reduce' or 'local'")
+        if self.backend not in ("inductor", "eager"):
+            wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
+        if min(*self.passes.prefetch, self.passes.overlap) < 0:
+            wrong.append(f"prefetch={self.passes.prefetch}, overlap={self.passes.overlap}: 0 (none) or more")
+        if self.cache < 1:
+            wrong.append(f"cache={self.cache!r}: at least 1")
+        if wrong:
+            raise SpecError(report("these options of a step are not to be had:", wrong))
+
+
+@dataclass
+class Lowered:
+    """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
+
+    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule.
+    """
+
+    stages: Stages
+    options: Options
+    compiled: Kernels | None = None
+
+    @property
+    def program(self) -> Program:
+        """The forward of `fn` as composite ATen ops."""
+        return self.stages.program
+
+    @property
+    def segments(self) -> Segments:
+        """The program, cut."""
+        return self.stages.segments
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """The distinct segments, differentiated."""
+        return self.stages.kernels
+
+    @property
+    def schedule(self) -> Schedule:
+        """The ordered instructions."""
+        return self.stages.schedule
+
+    def as_text(self) -> str:
+        """The schedule, a line per instruction."""
+        return self.schedule.as_text()
+
+    def comm_analysis(self) -> dict[str, dict[str, int]]:
+        """`{verb: {"count": n, "bytes": b}}` of one step's collectives; bytes of the whole buffers."""
+        out: dict[str, dict[str, int]] = {}
+        for line in self.schedule.instructions:
+            size = wire_bytes(self.schedule, line)
+            if size:
+                entry = out.setdefault(line.verb, {"count": 0, "bytes": 0})
+                entry["count"] += 1
+                entry["bytes"] += size
+        return out
+
+    def compile(self) -> Lowered:
+        """Compile the kernels on the options' backend, once; returns itself."""
+        if self.compiled is None:
+            self.compiled = {
+                k.name: compile_kernel(k, backend=self.options.backend, options=self.options.inductor)
+                for k in self.stages.kernels.values()
+            }
+        return self
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+class Lowering:
+    """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache)."""
+
+    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options, plan: PlanOf | None):
+        self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
+        self.tree = specs
+        self.specs: Mapping[str, LayoutSpec]
+        self.specs, self.structure = spec_paths(specs)
+        self.cache: OrderedDict[Any, Lowered] = OrderedDict()
+        self.lock = threading.RLock()
+        if self.resolved:
+            check_specs(self.specs, mesh)
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the specs know shape, unit and trainability of their leaves."""
+        return all(s.resolved for s in self.specs.values())
+
+    def resolve(self, params: Any) -> None:
+        """Complete handwritten specs from a tree of full leaves."""
+        if not self.resolved:
+            self.tree = resolve_specs(self.tree, params)
+            self.specs, self.structure = spec_paths(self.tree)
+            check_specs(self.specs, self.mesh)
+
+    def lower(self, batch: Sequence[Any]) -> Lowered:
+        """All stages for this rank's batch.
+
+        Raises:
+            StateError: the batch does not fit `fn`, or cannot be cut into micro-batches.
+        """
+        check_arguments(self.fn, batch)
+        micro = micro_batch(batch, self.options.accumulate)
+        with self.lock:
+            stages = lower(
+                self.fn, self.specs, self.structure, micro, self.mesh, self.plan, self.options.passes
+            )
+        return Lowered(stages, self.options)
+
+    def of(self, batch: Sequence[Any]) -> Lowered:
+        """From the cache, or lowered now; a second shape comes with a warning that says what changed."""
+        key = batch_key(batch)
+        with self.lock:
+            if key in self.cache:
+                self.cache.move_to_end(key)
+                return self.cache[key]
+            lowered = self.lower(batch)
+            if self.cache:
+                self._compare(key, lowered)
+            self.cache[key] = lowered
+            while len(self.cache) > self.options.cache:
+                self.cache.popitem(last=False)
+            return lowered
+
+    def _compare(self, key: Any, lowered: Lowered) -> None:
+        """A later shape must keep the agreed collectives: it is compared here, not over the wire."""
+        before, known = next(reversed(self.cache.items()))
+        old = dict(before)
+        changed = [f"batch[{n!r}] from {old.get(n)} to {d}" for n, d in key if old.get(n) != d]
+        if lowered.schedule.fingerprint() != known.schedule.fingerprint():
+            raise StateError(
+                report(
+                    "this batch makes `fn` a program with other collectives than the batches before:",
+                    changed,
+                    "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
+                )
+            )
+        warnings.warn(
+            f"compiling again for a new batch ({len(self.cache) + 1}, of which {self.options.cache} are kept): "
+            f"{'; '.join(changed)}. Pad batches to few shapes to avoid this.",
+            stacklevel=5,
+        )
+
+
+# ------------------------------------------------------------------ batches
+
+
+def micro_batch(batch: Sequence[Any], parts: int) -> tuple[Any, ...]:
+    """The first of `parts` micro-batches; `Whole` leaves stay as they are.
+
+    Raises:
+        StateError: names every leaf that cannot be cut.
+    """
+    if parts == 1:
+        return tuple(batch)
+    named, structure = tree.flatten_with_paths(tuple(batch))
+    tensors = {n: v for n, v in named.items() if isinstance(v, Tensor)}
+    wrong = [
+        f"batch[{n!r}] {list(v.shape)}" for n, v in tensors.items() if v.dim() == 0 or v.shape[0] % parts
+    ]
+    if wrong:
+        raise StateError(
+            report(
+                f"{len(wrong)} batch leaves cannot be cut into {parts} equal micro-batches along dim 0:",
+                wrong,
+                f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
+            )
+        )
+    cut = [v.narrow(0, 0, v.shape[0] // parts) if n in tensors else v for n, v in named.items()]
+    return tree.unflatten(cut, structure)
+
+
+def batch_key(batch: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
+    """What a lowering depends on: shapes, dtypes, and the values of all that is no tensor."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, Whole):
+            return ("whole", describe(value.value))
+        if isinstance(value, Tensor):
+            return (tuple(value.shape), value.dtype)
+        return (type(value).__name__, repr(value))
+
+    return tuple((n, describe(v)) for n, v in tree.flatten_with_paths(tuple(batch))[0].items())
+
+
+def check_arguments(fn: Callable[..., Any], batch: Sequence[Any]) -> None:
+    """Refuse a batch that lacks an argument of `fn`, or has one too many."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, *batch)
+    except TypeError as error:
+        raise StateError(
+            report(
+                f"the batch does not fit `fn`: {error}.",
+                [f"fn{signature}, called with the parameters and {len(batch)} batch arguments"],
+                "pass the arguments of `fn` behind the parameters, in order: step(state, *batch).",
+            )
+        ) from error

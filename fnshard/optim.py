@@ -1,0 +1,630 @@
+"""Optimizers: pure `(init, update)` in Optax's signs, and `apply`, the same thing in place.
+
+All trees are flat, `{path: tensor}`, and the tensors are whatever piece of the leaf this rank holds.
+An optimizer is a function of *one leaf*, so it may be called for any subset of the leaves, in any
+order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
+step, norms over all ranks, the whole of a sharded leaf) comes in a `StepInfo`. An optimizer that is
+not elementwise must declare that it needs the latter; `check` refuses any other on a sharded leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import OptimizerError, leaves, report
+from fnshard.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text
+
+Tensors = Mapping[str, Tensor]
+Slots = Mapping[str, Mapping[str, Tensor]]
+NEEDS = frozenset({"global_norm", "leaf_norms", "gather"})
+
+
+# ------------------------------------------------------------------ the contract
+
+
+@dataclass(frozen=True)
+class LeafNorms:
+    """Exact L2 norms of one whole leaf, over all its shards: 0-d, fp32 or fp64."""
+
+    param: Tensor
+    grad: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StepInfo:
+    """What one update knows beyond its leaves; make a new one for every step.
+
+    All tensors are 0-d and on the device of the leaves (`to` moves them).
+
+    Args:
+        step: int64, the number of updates made before this one.
+        global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
+        leaf_norms: by path; where the optimizer needs it.
+        grad_scale: all gradients are multiplied by it first. The norms are those of the product.
+        gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. A collective:
+            every rank must call it for the same leaves in the same order.
+        cut: `(path, whole) -> shard`, the inverse; comes with `gather`.
+    """
+
+    step: Tensor
+    global_norm: Tensor | None = None
+    leaf_norms: Mapping[str, LeafNorms] | None = None
+    grad_scale: Tensor | None = None
+    gather: Callable[[str, Tensor], Tensor] | None = None
+    cut: Callable[[str, Tensor], Tensor] | None = None
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """`compute()`, made once per step however many units ask (the rate, the clip factor)."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
+
+    def require(self, name: str) -> Any:
+        """The field `name`, or an error that says who should have filled it."""
+        value = getattr(self, name)
+        if value is None:
+            raise OptimizerError(
+                report(
+                    f"the optimizer asks for StepInfo.{name}, which this step does not carry.",
+                    fix=f"declare needs=frozenset({{{name!r}}}), and fill the field where that is declared.",
+                )
+            )
+        return value
+
+    def scaled(self, factor: Tensor) -> StepInfo:
+        """The same step with all gradients multiplied by `factor` (not negative) beforehand."""
+        norms = self.leaf_norms and {
+            path: LeafNorms(norm.param, norm.grad * factor) for path, norm in self.leaf_norms.items()
+        }
+        return replace(
+            self,
+            global_norm=None if self.global_norm is None else self.global_norm * factor,
+            leaf_norms=norms,
+            grad_scale=factor if self.grad_scale is None else self.grad_scale * factor,
+        )
+
+    def to(self, device: torch.device) -> StepInfo:
+        """The same step for leaves on another device (host optimizer state)."""
+        if self.step.device == device:
+            return self
+
+        def move(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device)
+
+        norms = self.leaf_norms and {
+            path: LeafNorms(norm.param.to(device), norm.grad.to(device))
+            for path, norm in self.leaf_norms.items()
+        }
+        return replace(
+            self,
+            step=self.step.to(device),
+            global_norm=move(self.global_norm),
+            leaf_norms=norms,
+            grad_scale=move(self.grad_scale),
+        )
+
+
+LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], tuple[Tensor, dict[str, Tensor]]]
+Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Optimizer:
+    """One gradient transform; `name` is the call that makes it.
+
+    Args:
+        leaf: the whole of the mathematics, pure: `(path, grad, slots, param, info) -> (update, slots)`
+            of one leaf. `param + update` is the new parameter. It sees fp32 where the leaf is of a
+            shorter dtype, and gradients that `info.grad_scale` has been multiplied into.
+        slots: state by name, each made from the parameter and of its shape, dtype and device.
+        needs: which of "global_norm", "leaf_norms", "gather" the `StepInfo` must carry.
+        elementwise: an element's update depends on nothing of the leaf but that element.
+        rules: numbers by path, checked against all leaves by `init`.
+        values: `info -> {name: 0-d tensor}` for the step's metrics.
+        kernel: `leaf` in place on many leaves of one dtype and device whose `settings(path)` are
+            equal, `(params, grads, slots by name, settings, info)`; it may spoil the gradients.
+        takes: whether the kernel is right for such a parameter; others go through `leaf`.
+        factor: set if `leaf` does nothing but multiply by `factor(info)`.
+        follow: set if `leaf` hands the update on as it came and keeps something of the new
+            parameters: `(slots, params) -> None`, in place.
+        in_place: takes the place of the whole `apply`.
+        members: what `chain` was made of.
+
+    >>> half = Optimizer("half()", leaf=lambda path, grad, slots, param, info: (-0.5 * grad, {}))
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    >>> half.apply(grads, half.init(params), params, StepInfo(step=torch.tensor(0)))
+    >>> params["w"]
+    tensor([0.5000, 0.5000])
+    """
+
+    name: str
+    leaf: LeafRule
+    slots: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    elementwise: bool = True
+    rules: tuple[PathRules, ...] = ()
+    values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
+    kernel: Kernel | None = None
+    settings: Callable[[str], Hashable] = lambda path: None
+    takes: Callable[[Tensor], bool] = lambda param: True
+    factor: Callable[[StepInfo], Tensor] | None = None
+    follow: Callable[[Slots, Tensors], None] | None = None
+    in_place: Callable[[Tensors, Slots, Tensors, StepInfo], None] | None = None
+    members: tuple[Optimizer, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.needs - NEEDS)
+        if unknown:
+            raise OptimizerError(
+                f"{self.name} needs {', '.join(map(repr, unknown))}; known are {', '.join(sorted(NEEDS))}."
+            )
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @torch.no_grad()
+    def init(self, params: Tensors) -> dict[str, dict[str, Tensor]]:
+        """State for `params`, which must be *all* leaves that this optimizer will see.
+
+        Raises:
+            OptimizerError: a rule by path that decides for no leaf, or a leaf without one.
+        """
+        for rules in self.rules:
+            rules.check(params)
+        return {path: {n: make(param) for n, make in self.slots.items()} for path, param in params.items()}
+
+    @torch.no_grad()
+    def update(
+        self, grads: Tensors, slots: Slots, params: Tensors, info: StepInfo
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """`updates, slots` of the leaves in `grads`, in their dtypes; nothing given is changed."""
+        updates, new = {}, {}
+        for path, grad in grads.items():
+            updates[path], new[path] = self._leaf(path, grad, slots[path], params[path], info)
+        return updates, new
+
+    @torch.no_grad()
+    def apply(self, grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
+        """`update` in place, on `slots` and `params` of the leaves in `grads`, which may be spoiled.
+
+        Equal to `params + updates` up to rounding. Allocates nothing where gradients come in the
+        parameters' dtype and layout and there is a kernel; else one leaf's or one unit's worth.
+        """
+        if self.in_place is not None:
+            self.in_place(grads, slots, params, info)
+            return
+        groups: dict[Hashable, list[str]] = {}
+        for path, grad in grads.items():
+            param, state = params[path], slots[path]
+            if self.kernel is not None and _fusable(param, state) and self.takes(param):
+                if param.numel():
+                    groups.setdefault((param.dtype, param.device, self.settings(path)), []).append(path)
+                continue
+            update, new = self._leaf(path, grad, state, param, info)
+            param.add_(update)
+            for name, value in new.items():
+                state[name].copy_(value)
+        for (_, _, settings), paths in groups.items():
+            some = [params[p] for p in paths]
+            state_lists = {name: [slots[p][name] for p in paths] for name in self.slots}
+            ready = _ready([grads[p] for p in paths], some, info.grad_scale)
+            self.kernel(some, ready, state_lists, settings, info)
+
+    def metrics(self, info: StepInfo) -> dict[str, Tensor]:
+        """0-d tensors worth a place in the step's metrics: `lr`, `grad_norm`."""
+        return self.values(info)
+
+    def _leaf(
+        self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, info: StepInfo
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        wide = torch.promote_types(param.dtype, torch.float32)
+        grad = grad.to(wide)
+        if info.grad_scale is not None:
+            grad = (grad * info.grad_scale).to(wide)  # a 0-d leaf takes on the factor's dtype
+        held = {name: slots[name].to(wide) for name in self.slots}
+        update, new = self.leaf(path, grad, held, param.to(wide), info)
+        return update.to(param.dtype), {name: value.to(slots[name].dtype) for name, value in new.items()}
+
+
+def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:
+    """Refuse an optimizer that would treat a shard as if it were the leaf.
+
+    Raises:
+        OptimizerError: it is not elementwise, does not need norms or a gather, and leaves are sharded.
+    """
+    blind = not optimizer.elementwise and not optimizer.needs & {"leaf_norms", "gather"}
+    if blind and sharded_paths:
+        raise OptimizerError(
+            report(
+                f"{optimizer} is not elementwise, and {leaves(len(sharded_paths))} it would see are sharded:",
+                [f"params[{path!r}]" for path in sharded_paths],
+                'declare needs={"leaf_norms"} or {"gather"} and use what StepInfo then carries, or keep '
+                "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
+            )
+        )
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def sgd(
+    lr: Rate,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: ByPath = 0.0,
+    lr_scale: ByPath = 1.0,
+) -> Optimizer:
+    """`torch.optim.SGD`, dampening 0: weight decay is added to the gradient (L2).
+
+    `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
+
+    >>> sgd(0.1, weight_decay=[("*norm*", 0.0), ("*", 0.01)])
+    sgd(lr=0.1, momentum=0.0, nesterov=False, weight_decay=[('*norm*', 0.0), ('*', 0.01)], lr_scale=1.0)
+    """
+    name = call_text(
+        "sgd", lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale
+    )
+    _within(name, momentum=momentum)
+    if nesterov and momentum == 0:
+        raise OptimizerError(f"{name}: nesterov needs a momentum above 0.")
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+
+    def leaf(path, grad, slots, param, info):
+        decay, scale = settings(path)
+        step = grad + decay * param if decay else grad
+        if momentum == 0:
+            return -_rate(rate, scale, info) * step, {}
+        trace = momentum * slots["momentum"] + step
+        step = step + momentum * trace if nesterov else trace
+        return -_rate(rate, scale, info) * step, {"momentum": trace}
+
+    def kernel(params, grads, slots, settings, info):
+        decay, scale = settings
+        torch._fused_sgd_(
+            params,
+            grads,
+            slots.get("momentum", []),
+            weight_decay=decay,
+            momentum=momentum,
+            lr=_kernel_rate(rate, scale, info),
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def takes(param: Tensor) -> bool:
+        # On CPU, up to torch 2.13 at least, the fused sgd kernel skips whole vectors of fp16 and bf16
+        # parameters and spoils their momentum, in silence (pytorch issue 191763).
+        return not param.is_cpu or param.dtype in (torch.float32, torch.float64)
+
+    return Optimizer(
+        name,
+        leaf,
+        {"momentum": torch.zeros_like} if momentum else {},
+        rules=rules,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        kernel=kernel,
+        settings=settings,
+        takes=takes,
+    )
+
+
+def adamw(
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: ByPath = 1e-2,
+    lr_scale: ByPath = 1.0,
+) -> Optimizer:
+    """`torch.optim.AdamW`, its numerics and its defaults: the decay is `lr * weight_decay * param`.
+
+    `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
+
+    >>> adamw(3e-4, weight_decay=0.1)
+    adamw(lr=0.0003, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.1, lr_scale=1.0)
+    """
+    name = call_text("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)
+    _within(name, b1=b1, b2=b2)
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+
+    def biases(info: StepInfo) -> tuple[Tensor, Tensor]:
+        count = (info.step + 1).to(torch.float64)
+        return 1 - torch.pow(b1, count), (1 - torch.pow(b2, count)).sqrt()
+
+    def leaf(path, grad, slots, param, info):
+        decay, scale = settings(path)
+        lr = _rate(rate, scale, info)
+        bias1, bias2 = info.once((leaf, "biases"), lambda: biases(info))
+        mu = slots["mu"].lerp(grad, 1 - b1)
+        nu = (slots["nu"] * b2).addcmul_(grad, grad, value=1 - b2)
+        update = mu / (nu.sqrt() / bias2).add_(eps) * -(lr / bias1)
+        return (update - lr * decay * param if decay else update), {"mu": mu, "nu": nu}
+
+    def kernel(params, grads, slots, settings, info):
+        decay, scale = settings
+        # The kernel wants one fp32 count per leaf and only reads it: all leaves share one.
+        count = info.once((leaf, "count"), lambda: (info.step + 1).to(torch.float32))
+        torch._fused_adamw_(
+            params,
+            grads,
+            slots["mu"],
+            slots["nu"],
+            [],
+            [count] * len(params),
+            lr=_kernel_rate(rate, scale, info),
+            beta1=b1,
+            beta2=b2,
+            weight_decay=decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return Optimizer(
+        name,
+        leaf,
+        {"mu": torch.zeros_like, "nu": torch.zeros_like},
+        rules=rules,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        kernel=kernel,
+        settings=settings,
+    )
+
+
+def lars(
+    lr: Rate,
+    momentum: float = 0.9,
+    weight_decay: ByPath = 0.0,
+    trust: float = 1e-3,
+    eps: float = 1e-8,
+    lr_scale: ByPath = 1.0,
+) -> Optimizer:
+    """LARS (You, Gitman, Ginsburg 2017): sgd whose rate is scaled per leaf by `|param| / |gradient|`.
+
+    Needs "leaf_norms". A leaf whose parameters or gradients are all zero takes the rate as it is.
+    """
+    name = call_text(
+        "lars", lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust, eps=eps, lr_scale=lr_scale
+    )
+    _within(name, momentum=momentum)
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+
+    def leaf(path, grad, slots, param, info):
+        decay, scale = settings(path)
+        norm = info.require("leaf_norms")[path]
+        ratio = trust * norm.param / (norm.grad + decay * norm.param + eps)
+        ratio = torch.where((norm.param > 0) & (norm.grad > 0), ratio, torch.ones_like(ratio))
+        trace = momentum * slots["momentum"] + _rate(rate, scale, info) * ratio * (grad + decay * param)
+        return -trace, {"momentum": trace}
+
+    return Optimizer(
+        name,
+        leaf,
+        {"momentum": torch.zeros_like},
+        needs=frozenset({"leaf_norms"}),
+        elementwise=False,
+        rules=rules,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+    )
+
+
+# ------------------------------------------------------------------ members of a chain
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """`torch.nn.utils.clip_grad_norm_`: all gradients times `min(1, max_norm / (norm + 1e-6))`.
+
+    Needs "global_norm"; goes before the optimizer in a `chain`. Metric `grad_norm`: before clipping.
+    """
+    name = call_text("clip_by_global_norm", max_norm=max_norm)
+    if not max_norm > 0:
+        raise OptimizerError(f"{name}: the norm must be above 0.")
+
+    def factor(info: StepInfo) -> Tensor:
+        norm = info.require("global_norm")
+        return info.once(factor, lambda: torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    return Optimizer(
+        name,
+        leaf=lambda path, grad, slots, param, info: (grad * factor(info), {}),
+        needs=frozenset({"global_norm"}),
+        values=lambda info: {"grad_norm": info.require("global_norm")},
+        factor=factor,
+    )
+
+
+def ema(decay: float) -> Optimizer:
+    """Keeps `decay * average + (1 - decay) * new parameters`, from the initial ones on.
+
+    Goes last in a `chain`; read with `ema_params`. The average has the optimizer's dtype: in bf16 it
+    would stand still at a decay of 0.999.
+    """
+    name = call_text("ema", decay=decay)
+    _within(name, decay=decay)
+
+    def leaf(path, update, slots, param, info):
+        return update, {"ema": slots["ema"].lerp(param + update, 1 - decay)}
+
+    def follow(slots: Slots, params: Tensors) -> None:
+        averages = [slots[path]["ema"] for path in params]
+        if averages:
+            torch._foreach_lerp_(averages, list(params.values()), 1 - decay)
+
+    return Optimizer(name, leaf, {"ema": torch.clone}, follow=follow)
+
+
+def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
+    """The averaged parameters out of an optimizer's state, in the layout of that state."""
+    bare = [
+        f"params[{path!r}] has {', '.join(held) or 'none'}"
+        for path, held in slots.items()
+        if name not in held
+    ]
+    if bare:
+        raise OptimizerError(
+            report(f"{leaves(len(bare))} without a slot {name!r}:", bare, "end the chain with ema(decay).")
+        )
+    return {path: held[name] for path, held in slots.items()}
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """One after another, as Optax's: each takes the update of the one before as its gradient.
+
+    A slot name that is taken gets a number: the second `ema` keeps "ema_2".
+
+    Raises:
+        OptimizerError: a member needs gradient norms after something else than clipping has changed
+            the gradients, or one that keeps new parameters (`ema`) is not at the end.
+
+    >>> chain(clip_by_global_norm(1.0), adamw(3e-4), ema(0.999)).init({"w": torch.zeros(2)})["w"].keys()
+    dict_keys(['mu', 'nu', 'ema'])
+    """
+    members = tuple(m for t in transforms for m in (t.members or (t,)))
+    heads = next((i for i, m in enumerate(members) if m.factor is None), len(members))
+    tails = next((i for i, m in reversed(list(enumerate(members))) if m.follow is None), -1) + 1
+    _check_order(members, heads, tails)
+    names = _slot_names(members)
+
+    def views(info: StepInfo) -> list[StepInfo]:
+        """What each member may know: norms are those of its own input, or absent."""
+        out = []
+        for member in members:
+            out.append(info)
+            if member.factor is not None:
+                info = info.scaled(member.factor(info))
+            elif member.follow is None:
+                info = replace(info, global_norm=None, leaf_norms=None)
+        return out
+
+    def leaf(path, grad, slots, param, info):
+        new: dict[str, Tensor] = {}
+        seen = info.once((leaf, "views"), lambda: views(info))
+        for member, own, view in zip(members, names, seen, strict=True):
+            grad, part = member.leaf(path, grad.to(param.dtype), {n: slots[own[n]] for n in own}, param, view)
+            new.update({own[n]: value for n, value in part.items()})
+        return grad, new
+
+    def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
+        """Factors ride on the gradients' scale, one member updates, the rest follow."""
+        view = info.once((leaf, "views"), lambda: views(info))[heads]
+        members[heads].apply(grads, _own(slots, names[heads], grads), params, view)
+        for member, own in zip(members[tails:], names[tails:], strict=True):
+            member.follow(_own(slots, own, grads), {path: params[path] for path in grads})
+
+    return Optimizer(
+        f"chain({', '.join(m.name for m in members)})",
+        leaf,
+        {own[n]: make for m, own in zip(members, names, strict=True) for n, make in m.slots.items()},
+        needs=frozenset().union(*(m.needs for m in members)),
+        elementwise=all(m.elementwise for m in members),
+        rules=tuple(r for m in members for r in m.rules),
+        values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
+        in_place=in_place if tails - heads == 1 else None,
+        members=members,
+    )
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "lars": lars}
+
+
+def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
+    if not members:
+        raise OptimizerError("chain() has no members.")
+    norms = {"global_norm", "leaf_norms"}
+    late = [
+        f"{m} at {i}, needs {', '.join(sorted(m.needs & norms))}"
+        for i, m in enumerate(members)
+        if i > heads and m.needs & norms
+    ]
+    early = [f"{m} at {i}" for i, m in enumerate(members[:tails]) if m.follow is not None]
+    if late or early:
+        raise OptimizerError(
+            report(
+                f"{len(late) + len(early)} member(s) of the chain stand in the wrong place:",
+                late + early,
+                "clip_by_global_norm(...) first, then one optimizer, ema(...) last.",
+            )
+        )
+
+
+def _slot_names(members: Sequence[Optimizer]) -> list[dict[str, str]]:
+    """For each member, its own slot names to the chain's."""
+    count: dict[str, int] = {}
+    out = []
+    for member in members:
+        own = {}
+        for name in member.slots:
+            count[name] = count.get(name, 0) + 1
+            own[name] = name if count[name] == 1 else f"{name}_{count[name]}"
+        out.append(own)
+    return out
+
+
+def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
+    if all(name == outer for name, outer in own.items()):
+        return slots
+    return {path: {name: slots[path][outer] for name, outer in own.items()} for path in paths}
+
+
+# ------------------------------------------------------------------ rates and kernels
+
+
+def _hyper(
+    lr: Rate, weight_decay: ByPath, lr_scale: ByPath
+) -> tuple[Schedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
+    decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
+    return as_schedule(lr), (decays, scales), cache(lambda path: (decays(path), scales(path)))
+
+
+def _rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
+    base = info.once(rate, lambda: rate(info.step))
+    return base if scale == 1 else info.once((rate, scale), lambda: base * scale)
+
+
+def _kernel_rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
+    """torch's CUDA kernels read the rate through an fp32 pointer; the CPU ones take any dtype."""
+    value = _rate(rate, scale, info)
+    if value.is_cpu or value.dtype == torch.float32:
+        return value
+    return info.once((rate, scale, "fp32"), lambda: value.to(torch.float32))
+
+
+def _within(name: str, **values: float) -> None:
+    wrong = [f"{key}={value}" for key, value in values.items() if not 0 <= value < 1]
+    if wrong:
+        raise OptimizerError(f"{name}: {', '.join(wrong)} must be at least 0 and below 1.")
+
+
+def _fusable(param: Tensor, slots: Mapping[str, Tensor]) -> bool:
+    """torch's fused kernels walk memory and never look at strides. Runs per leaf and step: plain loop."""
+    if not ((param.is_cpu or param.is_cuda) and param.is_contiguous()):
+        return False
+    dtype = param.dtype
+    for slot in slots.values():  # noqa: SIM110
+        if slot.dtype != dtype or not slot.is_contiguous():
+            return False
+    return True
+
+
+def _ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    """Gradients in the parameters' dtype, contiguous and scaled; in place where that is possible.
+
+    The kernels' own `grad_scale` is not used: it divides, is read as fp32, and writes the quotient
+    back, so it costs the same traffic as one foreach multiplication and loses digits in fp64.
+    """
+    out = [
+        g if g.dtype == p.dtype and g.is_contiguous() else g.to(p.dtype).contiguous()
+        for g, p in zip(grads, params, strict=True)
+    ]
+    if scale is not None:
+        torch._foreach_mul_(out, scale)
+    return out

@@ -1,0 +1,194 @@
+"""Hyperparameters that vary: with the step (`Schedule`) and with the path (`PathRules`)."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import OptimizerError, leaves, report
+
+Rate = float | Callable[[Tensor], Tensor]
+ByPath = float | Sequence[tuple[str, float]]
+
+
+def call_text(name: str, **arguments: object) -> str:
+    """The call that reads back.
+
+    >>> call_text("constant", value=0.1)
+    'constant(value=0.1)'
+    """
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+# ------------------------------------------------------------------ by step
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
+
+    The value is made on the step's device by tensor operations alone: nothing is read back to the
+    host and nothing is compiled again as it changes.
+
+    >>> warmup_cosine(peak=1.0, warmup=10, total=100)(torch.tensor(5)).item()
+    0.5
+    """
+
+    text: str
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, step: Tensor) -> Tensor:
+        return self.function(step)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def constant(value: float) -> Schedule:
+    """The same value at every step."""
+    text = call_text("constant", value=value)
+    return Schedule(text, lambda step: torch.full((), value, dtype=torch.float64, device=step.device))
+
+
+def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> Schedule:
+    """From 0 to `peak` in `warmup` updates, then half a cosine to `floor` at update `total`.
+
+    As in Optax and Hugging Face the first update has rate 0 (where `warmup` > 0) and update number
+    `warmup` is the first at `peak`. `floor` is a rate, not a fraction; it holds after `total`.
+    """
+    text = call_text("warmup_cosine", peak=peak, warmup=warmup, total=total, floor=floor)
+    _check_phases(text, warmup, total)
+    return Schedule(text, _warmed(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x))))
+
+
+def linear(peak: float, warmup: int, total: int, floor: float = 0.0) -> Schedule:
+    """From 0 to `peak` in `warmup` updates, then straight to `floor` at update `total`."""
+    text = call_text("linear", peak=peak, warmup=warmup, total=total, floor=floor)
+    _check_phases(text, warmup, total)
+    return Schedule(text, _warmed(peak, warmup, total, floor, lambda x: 1 - x))
+
+
+def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> Schedule:
+    """Warmup, stable, decay: 0 to `peak`, held, and straight to `floor` in the last `decay` updates."""
+    text = call_text("wsd", peak=peak, warmup=warmup, total=total, decay=decay, floor=floor)
+    _check_phases(text, warmup, total, decay)
+    fall = _warmed(peak, total - decay, total, floor, lambda x: 1 - x)
+    rise = _warmed(peak, warmup, total, peak, lambda x: 1 - x)
+    return Schedule(text, lambda step: torch.where(step < total - decay, rise(step), fall(step)))
+
+
+SCHEDULES = {"constant": constant, "warmup_cosine": warmup_cosine, "linear": linear, "wsd": wsd}
+
+
+def as_schedule(rate: Rate) -> Schedule:
+    """A float or any `step -> 0-d tensor` as a `Schedule` whose text is the argument's own."""
+    if isinstance(rate, Schedule):
+        return rate
+    if callable(rate):
+        return Schedule(repr(rate), rate)
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise OptimizerError(
+            report(
+                f"lr={rate!r} is no rate.", fix="give a float of at least 0, or a schedule: step -> tensor."
+            )
+        )
+    return Schedule(repr(rate), constant(float(rate)).function)
+
+
+def _warmed(
+    peak: float, warmup: int, total: int, floor: float, shape: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Rise to `peak`, then `shape` (1 to 0 as its argument goes 0 to 1) between `peak` and `floor`."""
+
+    def function(step: Tensor) -> Tensor:
+        at = step.to(torch.float64)
+        fallen = ((at - warmup) / max(1, total - warmup)).clamp(0, 1)
+        falling = floor + (peak - floor) * shape(fallen)
+        return torch.where(at < warmup, peak / max(1, warmup) * at, falling)
+
+    return function
+
+
+def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
+    if min(warmup, decay) < 0 or total < 1 or warmup + decay > total:
+        raise OptimizerError(
+            report(
+                f"{text}: the phases do not fit in {total} updates.", fix="0 <= warmup (+ decay) <= total."
+            )
+        )
+
+
+# ------------------------------------------------------------------ by path
+
+
+@dataclass(frozen=True)
+class PathRules:
+    """One number per leaf: of `(glob, value)` rules the first whose glob matches the path.
+
+    >>> PathRules.of("weight_decay", [("*norm*", 0.0), ("*", 0.1)])("layers.0.norm.weight")
+    0.0
+    """
+
+    name: str
+    rules: tuple[tuple[str, float], ...]
+    rest: float | None = None
+
+    @staticmethod
+    def of(name: str, value: ByPath) -> PathRules:
+        """Rules from a number (for all leaves) or from pairs.
+
+        Raises:
+            OptimizerError: a value that is negative or no number.
+        """
+        number = isinstance(value, int | float)
+        rules = () if number else tuple((glob, float(x)) for glob, x in value)
+        rest = float(value) if number else None
+        wrong = [f"{x}" for x in (*(x for _, x in rules), rest or 0.0) if not 0 <= x < math.inf]
+        if wrong:
+            raise OptimizerError(f"{name}={value!r}: {', '.join(wrong)} is negative or not finite.")
+        return PathRules(name, rules, rest)
+
+    def __call__(self, path: str) -> float:
+        """The leaf's number; `check` says beforehand where there is none."""
+        value = self._find(path)[1]
+        if value is None:
+            self.check([path])
+        return value
+
+    def check(self, paths: Iterable[str]) -> None:
+        """Refuse rules and leaves that do not meet. `paths`: *all* leaves that are trained.
+
+        Raises:
+            OptimizerError: a rule that decides for no leaf, or a leaf without a rule.
+        """
+        paths = list(paths)
+        found = {path: self._find(path) for path in paths}
+        bare = [f"params[{path!r}]" for path, (_, value) in found.items() if value is None]
+        if bare:
+            raise OptimizerError(
+                report(
+                    f"{leaves(len(bare))} of {len(paths)} matched by no rule of {self.name}:",
+                    bare,
+                    'add a last rule ("*", value) for the rest.',
+                )
+            )
+        used = {index for index, _ in found.values()}
+        idle = [f"{rule!r}" for index, rule in enumerate(self.rules) if index not in used]
+        if idle:
+            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise OptimizerError(
+                report(
+                    f"rules of {self.name} that match no leaf, or only leaves an earlier rule took:",
+                    idle,
+                    f"mend or delete them, narrow globs first; the leaves are: {shown}",
+                )
+            )
+
+    def _find(self, path: str) -> tuple[int, float | None]:
+        hits = ((i, x) for i, (glob, x) in enumerate(self.rules) if fnmatch.fnmatchcase(path, glob))
+        return next(hits, (-1, self.rest))

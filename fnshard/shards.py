@@ -1,0 +1,134 @@
+"""`shard` and `unshard`: move a parameter tree in and out of its layout by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.errors import SpecError, StateError, leaves, report
+from fnshard.mesh import Mesh
+from fnshard.runtime.buckets import Packer, local_block, make_buckets
+from fnshard.runtime.collectives import Collectives, connect
+from fnshard.spec import LayoutSpec, block_shape, check_specs, is_spec
+
+
+def spec_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
+    """`{path: spec}` of a spec tree, all resolved.
+
+    Raises:
+        SpecError: not a tree of LayoutSpecs, or one that `match_specs` or `resolve` never saw.
+    """
+    named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
+    wrong = [f"specs[{p!r}] is {type(s).__name__}" for p, s in named.items() if not is_spec(s)]
+    if wrong:
+        raise SpecError(report("a spec tree holds LayoutSpecs alone:", wrong, "make it with match_specs."))
+    return named, structure
+
+
+def resolve_specs(specs: Any, params: Any) -> Any:
+    """Fill in what handwritten specs leave open from `params` (full shapes; real, meta or fake)."""
+    from fnshard.units import numeric
+
+    named, structure = spec_paths(specs)
+    if all(s.resolved for s in named.values()):
+        return specs
+    given = tree.flatten_with_paths(params)[0]
+    compare_paths(named, given)
+    unit_of = numeric(params)
+    return tree.unflatten(
+        [s if s.resolved else s.resolve(given[p], unit_of[p]) for p, s in named.items()], structure
+    )
+
+
+def compare_paths(specs: dict[str, Any], params: dict[str, Any]) -> None:
+    """Refuse trees whose leaves differ, naming all that do."""
+    missing = [f"params[{p!r}] has no spec" for p in params if p not in specs]
+    surplus = [f"specs[{p!r}] has no leaf" for p in specs if p not in params]
+    if missing or surplus:
+        raise SpecError(
+            report(
+                f"the spec tree and the parameter tree differ in {leaves(len(missing) + len(surplus))}:",
+                missing + surplus,
+                "make the specs from this tree with match_specs(params, rules).",
+            )
+        )
+
+
+def shard(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """Full tree -> this rank's stored blocks, padded, in storage dtype, on the mesh's device.
+
+    Moves nothing between ranks: every rank must hold the same full tree.
+
+    >>> import torch
+    >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
+    >>> params = {"w": torch.arange(5.0)}
+    >>> specs = match_specs(params, [("*", LayoutSpec(P("shard")))])
+    >>> shard(params, specs, make_mesh(shard=2, abstract=True))["w"]
+    tensor([0., 1., 2.])
+    """
+    named, structure = spec_paths(resolve_specs(specs, params))
+    check_specs(named, mesh)
+    given = tree.flatten_with_paths(params)[0]
+    compare_paths(named, given)
+    rank = mesh.rank
+    blocks = []
+    for path, spec in named.items():
+        leaf = given[path].detach()
+        if tuple(leaf.shape) != tuple(spec.shape):
+            raise StateError(
+                f"params[{path!r}] is {list(leaf.shape)}, its spec was made for {list(spec.shape)}."
+            )
+        blocks.append(local_block(leaf, spec.storage, mesh, rank).to(mesh.device, spec.storage_dtype))
+    return tree.unflatten(blocks, structure)
+
+
+def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = None) -> Any:
+    """This rank's stored blocks -> the full tree, on every rank, in storage dtype. A collective.
+
+    Args:
+        comm: the collectives to use; default those of `connect(mesh)`.
+    """
+    named, structure = spec_paths(specs)
+    given = tree.flatten_with_paths(shards)[0]
+    compare_paths(named, given)
+    check_blocks(named, given, mesh)
+    comm = comm or connect(mesh)
+    out: dict[str, Tensor] = {}
+    moved = {p: s for p, s in named.items() if mesh.ordered(s.storage.axes)}
+    with torch.no_grad():
+        for bucket in make_buckets(moved, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "unshard"):
+            packer = Packer(bucket, mesh, mesh.rank)
+            flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+            packer.pack_blocks({p: given[p] for p in bucket.paths}, flat)
+            handle = comm.all_gather(flat, bucket.axes)
+            out |= packer.unpack_rows(handle.wait(), lambda p: named[p].storage_dtype)
+            handle.release()
+    return tree.unflatten([out[p] if p in out else given[p].clone() for p in named], structure)
+
+
+def check_blocks(specs: dict[str, LayoutSpec], blocks: dict[str, Any], mesh: Mesh) -> None:
+    """Refuse stored blocks of a wrong shape or dtype, all at once.
+
+    Raises:
+        StateError: names every leaf, what it is and what was expected.
+    """
+    wrong = []
+    for path, spec in specs.items():
+        expected = block_shape(spec.shape, spec.storage, mesh)
+        block = blocks[path]
+        if tuple(block.shape) != expected or block.dtype != spec.storage_dtype:
+            wrong.append(
+                f"params[{path!r}] is {list(block.shape)} {block.dtype}, expected a block "
+                f"{list(expected)} {spec.storage_dtype} of {list(spec.shape)} with {spec.storage!r}"
+            )
+    if wrong:
+        raise StateError(
+            report(
+                f"{leaves(len(wrong))} {'is' if len(wrong) == 1 else 'are'} not this rank's stored block on mesh {mesh}:",
+                wrong,
+                "pass fs.shard(full_params, specs, mesh), or a state that step.init made on this mesh.",
+            )
+        )

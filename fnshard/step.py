@@ -1,0 +1,401 @@
+"""`shard_step`: a pure function and its specs -> a compiled, sharded training step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fnshard import agree, tree
+from fnshard.compiler.build import AccumulateMode, Plan
+from fnshard.compiler.execute import Context, bind, cut_batch
+from fnshard.compiler.kernels import inductor_options
+from fnshard.compiler.lower import Passes
+from fnshard.compiler.program import Program
+from fnshard.compiler.random import derive_keys
+from fnshard.compiler.scalars import Scalars, Summary
+from fnshard.compiler.trace import flatten_batch
+from fnshard.compiler.update import Updater, init_slots
+from fnshard.errors import StateError, report
+from fnshard.functional import make_functional
+from fnshard.init import InitFn, init_params
+from fnshard.losses import Whole
+from fnshard.lowered import Backend, Lowered, Lowering, Options
+from fnshard.mesh import Mesh, make_mesh
+from fnshard.optim import Optimizer
+from fnshard.optim import check as check_optimizer
+from fnshard.runtime.collectives import DEFAULT_TIMEOUT, Collectives, connect
+from fnshard.scaling import LossScale
+from fnshard.shards import check_blocks, compare_paths
+from fnshard.state import TrainState
+
+
+def shard_step(
+    fn: Callable[..., Any],
+    specs: Any,
+    *,
+    mesh: Mesh | None = None,
+    optimizer: Optimizer | None = None,
+    accumulate: int = 1,
+    accumulate_mode: AccumulateMode = "reduce",
+    prefetch: int | tuple[int, int] = (1, 1),
+    overlap: int = 1,
+    backend: Backend = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    loss_scale: float | Literal["dynamic"] | None = None,
+    grad_norm: bool = False,
+    cache: int = 8,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Step:
+    """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
+
+    Without an optimizer `step(params, *batch) -> (loss, grads)`, `grads` laid out as
+    `LayoutSpec.gradient` says: the sharded `torch.func.grad_and_value` (with aux:
+    `((loss, aux), grads)`). With one, `step(state, *batch) -> (state, metrics)`; see `Step.init`.
+
+    Args:
+        fn: written for one device and full shapes; returns a 0-d loss or `Mean`, or `(loss, aux)`.
+        specs: a tree of `LayoutSpec`, from `match_specs` or a preset.
+        mesh: default one axis "shard" over all ranks there are.
+        optimizer: see `fnshard.optim`.
+        accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
+        accumulate_mode: "reduce" every micro-batch into the sharded accumulator, or accumulate
+            "local" full gradients and reduce once.
+        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none.
+        overlap: how many kernels later reductions are waited for.
+        backend: "inductor", or "eager": the same graphs uncompiled.
+        mode, options: as `torch.compile` takes them.
+        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16.
+        grad_norm: put the global gradient norm into the metrics (clipping does anyway).
+        cache: how many batch shapes are kept compiled.
+        timeout: seconds after which a silent peer is an error.
+
+    >>> from fnshard import LayoutSpec, match_specs
+    >>> params = {"w": torch.ones(3)}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> step = shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
+    >>> step(params, torch.arange(3.0))
+    (tensor(3.), {'w': tensor([0., 1., 2.])})
+    """
+    depth = (prefetch, prefetch) if isinstance(prefetch, int) else tuple(prefetch)
+    chosen = Options(
+        accumulate, accumulate_mode, Passes(depth, overlap), backend, inductor_options(mode, options),
+        loss_scale, grad_norm, cache, timeout,
+    )  # fmt: skip
+    return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
+
+
+def default_mesh() -> Mesh:
+    """One axis "shard" over the process group's ranks, or a mesh of one."""
+    started = dist.is_available() and dist.is_initialized()
+    return make_mesh(shard=dist.get_world_size() if started else 1)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lowered step, compiled and bound to one rank."""
+
+    lowered: Lowered
+    run: Callable[[dict[str, Any]], dict[str, Any]]
+    scalars: Scalars | None
+    updater: Updater | None
+
+
+@dataclass
+class Rank:
+    """What one rank holds beside the state: its collectives and its bound steps."""
+
+    comm: Collectives
+    agreement: agree.Agreement | None = None
+    bound: dict[int, Bound] = field(default_factory=dict)
+
+
+class Runner:
+    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it."""
+
+    def __init__(self, lowering: Lowering, optimizer: Optimizer | None = None):
+        self.lowering, self.optimizer = lowering, optimizer
+        self._ranks: dict[int, Rank] = {}
+
+    @property
+    def rank(self) -> Rank:
+        """This rank's; connecting is a collective."""
+        mesh = self.lowering.mesh
+        key = threading.get_ident() if mesh.kind == "simulated" else 0
+        if key not in self._ranks:
+            self._ranks[key] = Rank(connect(mesh, timeout=self.lowering.options.timeout))
+        return self._ranks[key]
+
+    def bind(self, batch: Sequence[Any], scalars: Callable[[Lowered], Scalars | None]) -> Bound:
+        """The step for this batch, lowered, agreed on, compiled and bound.
+
+        Raises:
+            AgreementError: at the first step, where ranks hold different programs.
+        """
+        lowered = self.lowering.of(batch)
+        rank = self.rank
+        if id(lowered) in rank.bound:
+            return rank.bound[id(lowered)]
+        first = rank.agreement is None
+        if first:
+            optimizer = repr(self.optimizer)
+            rank.agreement = agree.reach(rank.comm, lowered.schedule, optimizer, _items(lowered.program))
+        if first and lowered.options.backend != "eager":
+            agree.compile_in_turn(rank.comm, lowered.compile)
+        lowered.compile()
+        bound = self._bind(lowered, rank, scalars(lowered))
+        kept = {id(v) for v in self.lowering.cache.values()}
+        rank.bound = {k: v for k, v in rank.bound.items() if k in kept} | {id(lowered): bound}
+        return bound
+
+    def _bind(self, lowered: Lowered, rank: Rank, scalars: Scalars | None) -> Bound:
+        mesh = self.lowering.mesh
+        updater = None
+        if self.optimizer is not None:
+            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm)
+        context = Context(lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater)
+        return Bound(lowered, bind(context), scalars, updater)
+
+    def inputs(
+        self, lowered: Lowered, params: Any, batch: Sequence[Any], seed: int, step: int
+    ) -> dict[str, Any]:
+        """The environment a schedule starts from: stored blocks, batch, constants and random keys.
+
+        Raises:
+            StateError: blocks of another mesh or spec.
+        """
+        mesh, parts, program = self.lowering.mesh, lowered.options.accumulate, lowered.program
+        blocks = tree.flatten_with_paths(params)[0]
+        compare_paths(self.lowering.specs, blocks)
+        check_blocks(self.lowering.specs, blocks, mesh)
+        raw = tree.flatten_with_paths(tuple(batch))[0]
+        named = flatten_batch(batch)[0]
+        names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}
+        values = {
+            n: named[n].detach().to(mesh.device, non_blocking=True).contiguous() for n in names["batch"]
+        }
+        whole = {n for n, v in raw.items() if isinstance(v, Whole)}
+        env: dict[str, Any] = cut_batch(names["batch"], values, whole, parts)
+        env |= {f"s:{p}": blocks[p].detach() for p in self.lowering.specs}
+        env |= {f"constant:{n}": v for n, v in program.constants.items()}
+        for micro in range(parts if names["key"] else 0):
+            suffix = f"#{micro}" if parts > 1 else ""
+            keys = derive_keys(seed, step, mesh.rank, micro, len(names["key"]), mesh.device).unbind(0)
+            env |= {f"key:{n}{suffix}": k for n, k in zip(names["key"], keys, strict=True)}
+        return env
+
+
+class Step:
+    """A compiled training step; made by `shard_step`."""
+
+    def __init__(
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options
+    ):
+        self.mesh, self.optimizer, self.options = mesh, optimizer, options
+        self._lowering = Lowering(fn, specs, mesh, options, self._plan)
+        self._runner = Runner(self._lowering, optimizer)
+        self._check_optimizer()
+
+    @property
+    def specs(self) -> Any:
+        """The spec tree, resolved as soon as a tree of full leaves was seen."""
+        return self._lowering.tree
+
+    def init(self, source: Any, *, init: InitFn | None = None, seed: int = 0) -> Any:
+        """The state before the first step; each rank makes only its own shards.
+
+        The values do not depend on the mesh. Without an optimizer: the parameter shards alone.
+
+        Args:
+            source: a full tree of values; or a meta tree with `init(path, leaf)` that fills a full
+                leaf in place; or an `nn.Module`, whose modules reset themselves if it is on meta.
+            seed: of this initialisation, and of the random ops of all steps to come.
+
+        Raises:
+            StateError: meta leaves and no way to fill them.
+        """
+        self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
+        specs = self._lowering.specs
+        shards = init_params(source, specs, self._lowering.structure, self.mesh, init=init, seed=seed)
+        if self.optimizer is None:
+            return shards
+        self._check_optimizer()
+        blocks = tree.flatten_with_paths(shards)[0]
+        slots = init_slots(self.optimizer, blocks, specs, self.mesh, self.mesh.rank)
+        step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
+        return TrainState(step, shards, slots, self._scale.init(), number)
+
+    def lower(self, params: Any, *batch: Any) -> Lowered:
+        """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
+
+        Needs neither devices nor a process group.
+
+        Args:
+            params: a tree of full leaves, or a state.
+            batch: this rank's slice.
+        """
+        if not isinstance(params, TrainState):
+            compare_paths(self._lowering.specs, tree.flatten_with_paths(params)[0])
+            self._lowering.resolve(params)
+        return self._lowering.lower(batch)
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        """One step; see `shard_step` for what comes in and goes out.
+
+        Raises:
+            StateError: a consumed state, blocks of another mesh or spec, a batch that `fn` does not
+                take or that micro-batching cannot cut.
+            AgreementError: at the first step, where ranks hold different programs.
+            CollectiveError: a peer died or stayed silent.
+        """
+        training = self._check_state(state)
+        params = state.params if training else state
+        self._resolve_from_blocks(params)
+        bound = self._runner.bind(batch, self._scalars)
+        seed, number = (int(state.seed), int(state.step)) if training else (0, 0)
+        env = self._runner.inputs(bound.lowered, params, batch, seed, number)
+        scale = self._scale.scale(state.loss_scale if training else {})
+        program = bound.lowered.program
+        loss = program.results[program.outputs.loss].meta["val"]
+        env["seed"] = (scale / self._bound_of(program)).to(self.mesh.device, loss.dtype)
+        env["rescale"] = lambda summary: self._rescale(program, summary, scale)
+        if not training:
+            return self._gradients(bound, bound.run(env))
+        env["opt_state"] = state.opt_state
+        env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
+        bound.updater.start(env, state.step.to(self.mesh.device))
+        bound.run(env)
+        return self._advance(state, bound, env)
+
+    # -------------------------------------------------------------- the plan
+
+    @property
+    def _scale(self) -> LossScale:
+        specs = self._lowering.specs.values()
+        fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs)
+        return LossScale.choose(self.options.loss_scale, fp16)
+
+    def _plan(self, program: Program) -> Plan:
+        needs = self.optimizer.needs if self.optimizer is not None else frozenset()
+        stands_between = bool(needs & {"global_norm", "leaf_norms"}) or self._scale.dynamic
+        return Plan(
+            accumulate=self.options.accumulate,
+            accumulate_mode=self.options.accumulate_mode,
+            update=self.optimizer is not None,
+            norms=stands_between or self.options.grad_norm,
+            barrier=stands_between or program.outputs.count is not None,
+        )
+
+    def _scalars(self, lowered: Lowered) -> Scalars:
+        specs = self._lowering.specs
+        asked = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
+        return Scalars(
+            outputs=lowered.program.outputs,
+            results=lowered.segments.results,
+            mesh=self.mesh,
+            specs=specs,
+            accumulate=self.options.accumulate,
+            norms=self._plan(lowered.program).norms,
+            leaf_norms=tuple(p for p, s in specs.items() if s.trainable) if asked else (),
+        )
+
+    def _bound_of(self, program: Program) -> float:
+        """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
+        if program.outputs.count is None:
+            return float(self.mesh.data_size * self.options.accumulate)
+        return float(self._runner.rank.agreement.items)
+
+    def _rescale(self, program: Program, summary: Summary, scale: Tensor) -> Tensor | None:
+        """What reduced gradients must be multiplied by before they are used, if anything."""
+        factor = None
+        if program.outputs.count is not None:
+            safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
+            factor = torch.where(summary.count > 0, self._bound_of(program) / safe, 0.0)
+        if self._scale.active:
+            unscale = 1.0 / scale.to(summary.loss.device, torch.float64)
+            factor = unscale if factor is None else factor * unscale
+        return factor
+
+    # -------------------------------------------------------------- checks
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is None or not self._lowering.resolved:
+            return
+        specs = self._lowering.specs.items()
+        check_optimizer(
+            self.optimizer, [p for p, s in specs if s.trainable and self.mesh.ordered(s.optimizer.axes)]
+        )
+
+    def _check_state(self, state: Any) -> bool:
+        training = isinstance(state, TrainState)
+        if self.optimizer is not None and not training:
+            raise StateError(
+                report(
+                    f"the first argument of this step is a TrainState, not {type(state).__name__}.",
+                    fix="state = step.init(params); state, metrics = step(state, *batch).",
+                )
+            )
+        if self.optimizer is None and training:
+            raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
+        return training
+
+    def _resolve_from_blocks(self, params: Any) -> None:
+        if self._lowering.resolved:
+            return
+        if self.mesh.size > 1:
+            raise StateError(
+                report(
+                    "the specs do not know the leaves' full shapes.",
+                    fix="make them with match_specs or a preset, or call step.init first.",
+                )
+            )
+        self._lowering.resolve(params)
+
+    # -------------------------------------------------------------- results
+
+    def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
+        summary: Summary = env["scalars"]
+        factor = env["rescale"](summary)
+        blocks: dict[str, Tensor] = {}
+        for name in bound.lowered.schedule.results["reduced"].values():
+            blocks |= env[name].blocks
+        grads = []
+        for path, spec in self._lowering.specs.items():
+            block = blocks.get(path)
+            if block is not None and factor is not None:
+                block = block * factor.to(block.device)
+            grads.append(None if block is None else block.to(spec.storage_dtype))
+        program = bound.lowered.program
+        loss = summary.loss.to(program.results[program.outputs.loss].meta["val"].dtype)
+        aux = bound.scalars.aux_tree(summary, env)
+        return (loss if aux is None else (loss, aux)), tree.unflatten(grads, self._lowering.structure)
+
+    def _advance(
+        self, state: TrainState, bound: Bound, env: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        summary: Summary = env["scalars"]
+        fields = state.consume().as_dict()
+        fields["loss_scale"] = self._scale.after(fields["loss_scale"], env["skip"])
+        # A skipped step counts: the data has moved on, and the schedule of the rate goes with it.
+        fields["step"] = fields["step"] + 1
+        metrics: dict[str, Any] = {"loss": summary.loss}
+        if summary.norm is not None:
+            factor = env["rescale"](summary)
+            metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
+        metrics |= self.optimizer.metrics(env["info"]) | self._scale.metrics(fields["loss_scale"])
+        aux = bound.scalars.aux_tree(summary, env)
+        if aux is not None:
+            metrics["aux"] = aux
+        return TrainState(**fields), metrics
+
+
+def _items(program: Program) -> int:
+    """How many items a Mean of this rank may count: elements of the largest batch leaf, as a guess."""
+    nodes = zip(program.placeholders, program.inputs, strict=True)
+    return max([1, *(n.meta["val"].numel() for n, i in nodes if i.kind == "batch")])

@@ -1,0 +1,189 @@
+"""A warm pool of real gloo ranks: processes that start once and run many functions.
+
+    with pool(2) as p:
+        results = p.run(fn, x)          # fn(rank, x) on every rank, results by rank
+
+`fn` is a module-level function; arguments and results are pickled by value. The fixture `ranks`
+keeps one pool per world size for the whole session: `ranks(4).run(fn)`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT_S = 60.0
+GRACE_S = 5.0  # what the other ranks get to answer once one has failed
+
+
+class RankError(AssertionError):
+    """Some rank raised, died or did not answer; the text holds the remote tracebacks."""
+
+
+class Pool:
+    """`world` gloo ranks, one thread each. A pool that lost a rank starts afresh at its next run."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder = ""
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, lost: Sequence[int] = ()
+    ) -> list[Any]:
+        """`fn(rank, *args)` on every rank; results by rank.
+
+        Args:
+            timeout: seconds for all of it; then the pool is killed and the test fails.
+            lost: ranks that are meant to die in it; their result is None.
+
+        Raises:
+            RankError: with the traceback of every rank that raised, named by rank.
+        """
+        if not self._processes:
+            self._start()
+        request = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(request)
+        replies = self._replies(timeout, set(lost))
+        failures = {r: text for r, (kind, text) in replies.items() if kind != "ok" and r not in lost}
+        if lost or len(replies) < self.world or (failures and not self._agreed(replies)):
+            self.kill()
+        if failures:
+            names = ", ".join(map(str, sorted(failures)))
+            raise RankError("\n".join([f"rank {names} of {self.world} failed:", *failures.values()]))
+        return [replies[r][1] if replies[r][0] == "ok" else None for r in range(self.world)]
+
+    def close(self) -> None:
+        """Let all ranks end by themselves (barrier, destroy, exit), then make sure of it."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        for rank in range(self.world):
+            here, there = spawn.Pipe()
+            process = spawn.Process(
+                target=_worker, args=(there, rank, self.world, self._folder), name=f"rank-{rank}", daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def _replies(self, timeout: float, lost: set[int]) -> dict[int, tuple[str, Any]]:
+        deadline, replies = time.monotonic() + timeout, {}
+        while len(replies) < self.world:
+            open_pipes = [p for r, p in enumerate(self._pipes) if r not in replies]
+            ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in set(range(self.world)) - set(replies):
+                    replies[rank] = "silent", f"rank {rank}: no answer in time"
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                replies[rank] = self._reply(rank, pipe)
+                if replies[rank][0] != "ok" and rank not in lost:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+    def _reply(self, rank: int, pipe: Connection) -> tuple[str, Any]:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(GRACE_S)
+            return "died", f"rank {rank}: died with exit code {self._processes[rank].exitcode}"
+
+    def _agreed(self, replies: dict[int, tuple[str, Any]]) -> bool:
+        """Whether all ranks raised the same type: then no collective was left half done."""
+        last = {
+            text.strip().splitlines()[-1].split(":")[0] for kind, text in replies.values() if kind == "raised"
+        }
+        return all(kind == "raised" for kind, _ in replies.values()) and len(last) == 1
+
+
+def _worker(pipe: Connection, rank: int, world: int, folder: str) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.path.join(folder, "store"), world),
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    code = 1
+    try:
+        while (request := pickle.loads(pipe.recv_bytes())) is not None:
+            pipe.send_bytes(_answer(request, rank))
+        dist.barrier()
+        dist.destroy_process_group()
+        code = 0
+    except EOFError:  # the parent is gone
+        pass
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # gloo's threads may abort a process that exits the ordinary way
+
+
+def _answer(request: tuple[Callable[..., Any], tuple[Any, ...]], rank: int) -> bytes:
+    fn, args = request
+    try:
+        return pickle.dumps(("ok", fn(rank, *args)))
+    except Exception:
+        return pickle.dumps(("raised", f"rank {rank}: {traceback.format_exc()}"))
+
+
+@contextmanager
+def pool(world: int) -> Iterator[Pool]:
+    """A pool for one block of code; its processes start at the first run."""
+    ranks = Pool(world)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """`ranks(world)`: the session's warm pool of that size."""
+    pools: dict[int, Pool] = {}
+
+    def of(world: int) -> Pool:
+        return pools.setdefault(world, Pool(world))
+
+    yield of
+    for each in pools.values():
+        each.close()

@@ -1,0 +1,405 @@
+"""The main job: its configuration, bad input, and short runs from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from experiments import config as configs
+from experiments import train
+from experiments.config import ConfigError
+from experiments.model import Decoder, DecoderConfig, next_token_loss
+from experiments.sample import Sampler, last_logits, printable
+from experiments.sweep import sweep_table, write_result
+from fnshard.functional import make_functional
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = (
+    "model.width=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.context=32",
+    "data.held_out_rows=8",
+    "run.backend=eager",
+    "run.device=cpu",
+    "run.sample_bytes=5",
+)
+
+
+def compose(*overrides: str) -> configs.TrainConfig:
+    configs.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
+        composed = hydra.compose("train", overrides=list(overrides))
+    return configs.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+
+
+# ------------------------------------------------------------------ configuration
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "run")
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
+def test_every_file_of_conf_composes(choice):
+    placed = configs.place(compose(choice), accelerators={})
+    assert configs.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
+    group, name = choice.split("=")
+    if group in ("strategy", "optimizer", "schedule"):
+        assert getattr(placed, group).name == name
+
+
+def test_every_strategy_has_a_file():
+    assert options("strategy") == sorted(configs.STRATEGIES)
+
+
+def test_sizes_are_what_the_names_say():
+    sizes = {name: compose(f"model={name}").model.parameters / 1e6 for name in options("model")}
+    assert 0.5 < sizes["tiny"] < 5
+    for name, wanted in (("5m", 5), ("25m", 25), ("85m", 85), ("1b", 1000)):
+        assert 0.8 < sizes[name] / wanted < 1.25, sizes
+
+
+REFUSED_BY_HYDRA = [
+    ("run.stepz=1", "run.stepz"),
+    ("mesh.z=1", "mesh.z"),
+    ("run.steps=many", "run.steps"),
+    ("run.steps=1.5", "run.steps"),
+    ("optimizer.b3=0.1", "optimizer.b3"),
+    ("optimizer=lion", "optimizer/lion"),
+    ("strategy=ddp", "strategy/ddp"),
+    ("mesh=3", "mesh"),
+]
+
+
+@pytest.mark.parametrize(("override", "named"), REFUSED_BY_HYDRA)
+def test_hydra_refuses(override, named):
+    with pytest.raises(hydra.errors.HydraException, match=re.escape(named)):
+        compose(override)
+
+
+REFUSED_BY_US = [
+    (["+mesh.z=1"], r"mesh\.z: no such key; mesh has replicate, shard"),
+    (["+extra=1"], r"extra: no such key; the top has model, mesh"),
+    (["+model.layers_too=1"], r"model\.layers_too: no such key"),
+    (["optimizer=sgd", "+optimizer.b1=0.1"], r"optimizer\.b1: no such key; optimizer has name, lr, momentum"),
+    (["run.steps=0"], r"run\.steps=0: must be 1 or more"),
+    (["optimizer.lr=nan"], r"optimizer\.lr=nan: expected a finite number"),
+    (["optimizer.lr=0"], r"optimizer\.lr=0\.0: must be above 0"),
+    (["optimizer.b1=1"], r"optimizer\.b1=1\.0: must be 0 or more and below 1"),
+    (["mesh.shard=0"], r"mesh\.shard=0: must be 1 or more"),
+    (["strategy.name=ddp"], r"strategy\.name='ddp': must be one of full_shard, "),
+    (["precision.compute=int8"], r"precision\.compute='int8': must be one of float64, float32"),
+    (["schedule.decay=0.1"], r"schedule: warmup_cosine does nothing with decay"),
+    (["schedule=wsd", "schedule.warmup=0.9"], r"warmup \+ decay is more than the whole run"),
+    (
+        ["model.heads=3"],
+        r"model\.width=128 and model\.heads=3: the head size, width / heads, must be a whole",
+    ),
+    (["model.kv_heads=3"], r"kv_heads must divide heads"),
+    (["model.vocab=100"], r"model\.vocab=100: must be 256 or more"),
+    (
+        ["optimizer=sgd", "optimizer.momentum=0"],
+        r"optimizer\.nesterov=true: needs optimizer\.momentum above 0",
+    ),
+    (["run.prompt=''"], r"run\.prompt='': a sample needs at least one byte"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED_BY_US)
+def test_we_refuse(overrides, message):
+    with pytest.raises(ConfigError, match=r"(?s)the configuration has 1 problem:.*" + message):
+        compose(*overrides)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)3 problems.*model\.heads=5.*mesh\.z.*run\.steps=-1"):
+        compose("+mesh.z=1", "run.steps=-1", "model.heads=5")
+
+
+def test_a_wrong_type_that_reaches_us_is_refused():
+    values = dataclasses.asdict(compose())
+    values["run"]["steps"] = True
+    values["mesh"]["shard"] = "2"
+    del values["data"]["rows"]
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)mesh\.shard='2': expected int, got str.*data\.rows: is missing.*run\.steps=True: exp",
+    ):
+        configs.build(values)
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def placed(*overrides: str, gpus: int = 0, world: int | None = None) -> configs.TrainConfig:
+    return configs.place(compose(*overrides), accelerators={"cuda": gpus} if gpus else {}, world=world)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "world", "wanted"),
+    [
+        ([], 0, None, ("cpu", 1, 2)),
+        (["mesh.shard=1"], 0, None, ("cpu", 1, 1)),
+        (["mesh.shard=4"], 0, None, ("cpu", 1, 4)),
+        (["strategy=hybrid_shard", "mesh.shard=2"], 0, None, ("cpu", 2, 2)),
+        ([], 8, None, ("cuda", 1, 8)),
+        (["mesh.replicate=2"], 8, None, ("cuda", 2, 4)),
+        (["mesh.shard=2"], 8, None, ("cuda", 1, 2)),
+        (["run.device=cpu"], 8, None, ("cpu", 1, 2)),
+        ([], 0, 4, ("cpu", 1, 4)),
+        (["strategy=hybrid_shard"], 0, 4, ("cpu", 2, 2)),
+    ],
+)
+def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, wanted):
+    config = placed(*overrides, gpus=gpus, world=world)
+    assert (config.run.device, config.mesh.replicate, config.mesh.shard) == wanted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "world", "message"),
+    [
+        (
+            ["mesh.shard=4"],
+            2,
+            None,
+            r"asks for 4 ranks; this machine has 2 cuda devices\. Fix: a smaller mesh",
+        ),
+        (
+            ["mesh.replicate=2", "mesh.shard=1"],
+            1,
+            None,
+            r"asks for 2 ranks; this machine has 1 cuda device\.",
+        ),
+        (["mesh.replicate=3"], 8, None, r"mesh\.replicate=3 does not divide 8 ranks"),
+        (["mesh.replicate=3"], 0, 4, r"mesh\.replicate=3 does not divide 4 ranks"),
+        (["mesh.shard=3", "data.rows=9"], 0, 2, r"asks for 3 ranks; 2 were started\. Fix: torchrun --nproc"),
+        (["run.device=cuda"], 0, None, r"run\.device=cuda: this machine has cpu\. Fix: run\.device=auto"),
+        (
+            ["mesh.shard=3"],
+            0,
+            None,
+            r"(?s)data\.rows=8 does.*data\.held_out_rows=128 does.*Fix: data\.rows=9 data\.held_out_rows=129",
+        ),
+        (["run.accumulate=3"], 0, None, r"(?s)2 ranks times run\.accumulate=3.*Fix: data\.rows=12"),
+    ],
+)
+def test_ranks_that_cannot_be(overrides, gpus, world, message):
+    with pytest.raises(ConfigError, match=message):
+        placed(*overrides, gpus=gpus, world=world)
+
+
+# ------------------------------------------------------------------ the model
+
+TINY = DecoderConfig(width=16, layers=2, heads=4, kv_heads=2, context=12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_is_what_its_config_says(tied):
+    torch.manual_seed(0)
+    config = dataclasses.replace(TINY, tied=tied)
+    model = Decoder(config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    owners = [m for m in model.modules() if [*m.parameters(recurse=False), *m.buffers(recurse=False)]]
+    assert all(hasattr(m, "reset_parameters") for m in owners)
+    logits = model(torch.randint(256, (3, 12)))
+    assert logits.shape == (3, 12, 256) and 0.3 < logits.std() < 3
+
+
+def test_model_is_causal_and_knows_positions():
+    torch.manual_seed(0)
+    model = Decoder(TINY)
+    tokens = torch.randint(256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] += 1
+    before, after = model(tokens % 256), model(changed % 256)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+    swapped = tokens[:, [1, 0, *range(2, 12)]]
+    assert not torch.allclose(model(swapped)[:, -1], before[:, -1])
+
+
+def test_model_traces_to_its_own_gradients():
+    torch.manual_seed(0)
+    model = Decoder(TINY).double()
+    apply, params = make_functional(model)
+    tokens, targets = torch.randint(256, (2, 2, 12)).unbind()
+
+    def loss_fn(params, tokens, targets):
+        return next_token_loss(apply(params, tokens), targets)
+
+    traced = make_fx(loss_fn, tracing_mode="fake", pre_dispatch=True)(params, tokens, targets)
+    leaves = list(params.values())
+    wanted = torch.autograd.grad(loss_fn(params, tokens, targets), leaves)
+    got = torch.autograd.grad(traced(params, tokens, targets), leaves)
+    for path, a, b in zip(params, wanted, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=path)
+
+
+def test_a_sample_is_that_of_plain_decoding():
+    """The padded fixed window gives what an unpadded one does, also when text outgrows it."""
+    torch.manual_seed(0)
+    apply, params = make_functional(Decoder(TINY))
+    sampler = Sampler(last_logits(apply), TINY.context, torch.device("cpu"))
+    with torch.no_grad():
+        sampled = sampler(params, "ab", 20, seed=4)
+        random, written = torch.Generator().manual_seed(4), list(b"ab")
+        for _ in range(20):
+            logits = apply(params, torch.tensor([written[-12:]]))[0, -1]
+            written.append(int(torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=random)))
+    assert sampled == sampler(params, "ab", 20, seed=4)
+    assert sampled == printable(written) and sampled.startswith("ab")
+
+
+# ------------------------------------------------------------------ after a sweep
+
+
+def test_sweep_table_tells_failures(tmp_path):
+    write_result(tmp_path / "0", status="ok", overrides=["a=1", "run.steps=3"], loss=1.25, seconds=9.6)
+    write_result(tmp_path / "1", status="failed", overrides=["a=2", "run.steps=3"], error="no")
+    (tmp_path / "2").mkdir()
+    text, failed = sweep_table([tmp_path / "0", tmp_path / "1"])
+    head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    assert head[:5] == ["run", "overrides", "status", "loss", "held_out_loss"] and failed == 1
+    assert rows == [
+        ["0", "a=1", "ok", "1.250", "-", "-", "-", "-", "10"],
+        ["1", "a=2", "failed", *"------"],
+    ]
+    assert sweep_table([tmp_path / "2"])[1] == 1
+
+
+# ------------------------------------------------------------------ from the command line
+
+
+def command(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "experiments.train", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+BAD_INPUT = {
+    "+mesh.z=1": "mesh.z: no such key; mesh has replicate, shard.",
+    "mesh.shard=3": "data.rows=8 does not divide over 3 ranks.",
+    "run=null": "Config group override must be a string",
+    "model.width=${nope}": "Interpolation key 'nope' not found",
+    "data.root=nowhere": "the files that end in '.py' hold 0 bytes to train on",
+    "run.steps=many": "Value 'many' of type 'str' could not be converted to Integer",
+}
+
+
+@pytest.mark.parametrize("argument", BAD_INPUT)
+def test_bad_input_is_one_error_before_any_rank_starts(argument, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["train", argument])
+    monkeypatch.setattr(train, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(SystemExit, match="1"):
+        train.main()
+    shown = capfd.readouterr().err
+    assert BAD_INPUT[argument] in shown and "Traceback" not in shown
+
+
+def test_a_surplus_key_on_the_command_line(tmp_path):
+    done = command(tmp_path, "+mesh.z=1")
+    assert done.returncode == 1 and BAD_INPUT["+mesh.z=1"] in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_short_run_leaves_everything(tmp_path):
+    done = command(tmp_path, *SMALL, "run.steps=4", "run.held_out_every=2", "strategy=zero2")
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert f"results: {folder}" in done.stdout
+    assert re.search(r"model \d\.\d+ .*bigram \d\.\d+, trigram \d\.\d+", done.stdout)
+    assert re.search(
+        r"step 4/4, loss .*, held-out .*, lr .*, grad norm .*, .* tokens/s, left 0:00", done.stderr
+    )
+
+    rows = rows_of(folder)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all({"loss", "lr", "grad_norm", "tokens_per_s"} <= set(row) for row in steps)
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["mesh"] == {"replicate": 1, "shard": 2} and config["strategy"]["name"] == "zero2"
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "schedule.txt").read_text().strip()
+    assert (folder / "sample.txt").read_text().startswith("def ")
+    assert {p.name for p in (folder / "ranks").iterdir()} == {"rank0.log", "rank1.log"}
+    assert "step 4/4" in (folder / "ranks" / "rank0.log").read_text()
+
+
+def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path):
+    losses = []
+    for number, more in enumerate((["mesh.shard=1"], ["mesh.shard=2"], ["mesh.shard=1", "run.accumulate=4"])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = command(folder, *SMALL, "run.steps=3", "precision.storage=float64", *more, *FLOAT64)
+        assert done.returncode == 0, done.stderr
+        (run,) = folder.glob("outputs/*/*")
+        losses.append([row.get("loss", row.get("held_out_loss")) for row in rows_of(run)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
+FLOAT64 = ("precision.compute=float64", "precision.reduce=float64", "precision.optimizer=float64")
+
+
+def test_under_torchrun_it_starts_nothing_itself(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = command(tmp_path, *SMALL, "run.steps=2", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert [row["step"] for row in rows_of(folder) if "loss" in row] == [1, 2]
+    assert not (folder / "ranks").exists()
+    refused = command(tmp_path, "mesh.shard=3", launcher=launcher)
+    assert refused.returncode == 1 and "asks for 3 ranks; 2 were started" in refused.stderr
+
+
+def test_a_sweep_ends_with_one_table_and_tells_of_failures(tmp_path):
+    done = command(
+        tmp_path, "--multirun", *SMALL, "run.steps=2", "strategy=full_shard,no_shard", "data.rows=8,7"
+    )
+    assert done.returncode == 1  # seven rows cannot be cut for two ranks
+    (sweep,) = tmp_path.glob("multirun/*/*")
+    table = (sweep / "table.txt").read_text()
+    assert table in done.stdout
+    rows = [re.split(r"\s{2,}", line) for line in table.splitlines()][1:]
+    assert {row[1]: row[2] for row in rows} == {
+        f"strategy={strategy} data.rows={rows}": status
+        for strategy in ("full_shard", "no_shard")
+        for rows, status in ((8, "ok"), (7, "failed"))
+    }
+    assert {folder.parent.name for folder in sweep.glob("*/metrics.jsonl")} == {"0", "2"}
+
+
+def test_a_mistake_is_told_from_a_bug():
+    for error in (ConfigError("x"), hydra.errors.HydraException("x")):
+        assert train._is_mistake(error)
+    try:
+        raise KeyError("ours")
+    except KeyError as error:
+        assert not train._is_mistake(error)
