@@ -19,6 +19,7 @@ from fnshard.errors import (
 )
 from fnshard.forward import shard_forward
 from fnshard.functional import make_functional
+from fnshard.lockstep import lockstep
 from fnshard.losses import Mean, Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.simulated import simulate
@@ -43,6 +44,7 @@ __all__ = [
     "TrainState",
     "Whole",
     "errors",
+    "lockstep",
     "make_functional",
     "make_mesh",
     "match_specs",

@@ -70,7 +70,7 @@ def init_params(
     return tree.unflatten(blocks, structure)
 
 
-def _seeded(seed: int, path: str, mesh: Mesh):  # noqa: ANN202
+def _seeded(seed: int, path: str, mesh: Mesh):
     """A context in which torch's generators are seeded by (seed, path), and restored behind it."""
     devices = [mesh.device] if mesh.device_type != "cpu" else []
     context = torch.random.fork_rng(devices=devices, device_type=mesh.device_type if devices else "cuda")

@@ -187,7 +187,7 @@ class Lowering:
                 )
             )
         warnings.warn(
-            f"compiling again for a new batch ({len(self.cache) + 1}, of which {self.options.cache} are kept): "
+            f"compiling again for a new batch ({len(self.cache) + 1}, {self.options.cache} are kept): "
             f"{'; '.join(changed)}. Pad batches to few shapes to avoid this.",
             stacklevel=5,
         )

@@ -32,7 +32,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         return _first_match(params, own, len(rules), units)
 
     preset.__doc__ = doc + (
-        "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: gives axes and sizes.\n"
+        "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
         "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
         "        units: unit policy, see `fnshard.units`.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"

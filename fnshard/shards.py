@@ -127,7 +127,7 @@ def check_blocks(specs: dict[str, LayoutSpec], blocks: dict[str, Any], mesh: Mes
     if wrong:
         raise StateError(
             report(
-                f"{leaves(len(wrong))} {'is' if len(wrong) == 1 else 'are'} not this rank's stored block on mesh {mesh}:",
+                f"not this rank's stored blocks on mesh {mesh}, {leaves(len(wrong))}:",
                 wrong,
                 "pass fs.shard(full_params, specs, mesh), or a state that step.init made on this mesh.",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,6 +90,9 @@ def shard_step(
     return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
 
 
+FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
+
+
 def default_mesh() -> Mesh:
     """One axis "shard" over the process group's ranks, or a mesh of one."""
     started = dist.is_available() and dist.is_initialized()
@@ -109,11 +111,16 @@ class Bound:
 
 @dataclass
 class Rank:
-    """What one rank holds beside the state: its collectives and its bound steps."""
+    """What one rank holds beside the state: its collectives, its bound steps, its flags.
+
+    `raised`: what this rank says with its next step; `flags`: what all ranks said with the last one.
+    """
 
     comm: Collectives
     agreement: agree.Agreement | None = None
     bound: dict[int, Bound] = field(default_factory=dict)
+    raised: set[str] = field(default_factory=set)
+    flags: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Runner:
@@ -127,10 +134,9 @@ class Runner:
     def rank(self) -> Rank:
         """This rank's; connecting is a collective."""
         mesh = self.lowering.mesh
-        key = threading.get_ident() if mesh.kind == "simulated" else 0
-        if key not in self._ranks:
-            self._ranks[key] = Rank(connect(mesh, timeout=self.lowering.options.timeout))
-        return self._ranks[key]
+        if mesh.rank not in self._ranks:
+            self._ranks[mesh.rank] = Rank(connect(mesh, timeout=self.lowering.options.timeout))
+        return self._ranks[mesh.rank]
 
     def bind(self, batch: Sequence[Any], scalars: Callable[[Lowered], Scalars | None]) -> Bound:
         """The step for this batch, lowered, agreed on, compiled and bound.
@@ -264,6 +270,7 @@ class Step:
         program = bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
         env["seed"] = (scale / self._bound_of(program)).to(self.mesh.device, loss.dtype)
+        env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
         env["rescale"] = lambda summary: self._rescale(program, summary, scale)
         if not training:
             return self._gradients(bound, bound.run(env))
@@ -272,6 +279,23 @@ class Step:
         bound.updater.start(env, state.step.to(self.mesh.device))
         bound.run(env)
         return self._advance(state, bound, env)
+
+    # -------------------------------------------------------------- what ranks tell each other
+
+    def tell(self, flag: str) -> None:
+        """Raise a flag ("out_of_data", "stop") that all ranks hear with the next step's loss."""
+        if flag not in FLAGS:
+            raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
+        self._runner.rank.raised.add(flag)
+
+    def heard(self, flag: str) -> bool:
+        """Whether any rank had raised the flag when the last step began; the same on all ranks."""
+        flags = self._runner.rank.flags
+        return flag in flags and bool(flags[flag] > 0)
+
+    def gather_text(self, text: str) -> list[str]:
+        """One small string of every rank, by rank: a collective, for what no step can carry."""
+        return self._runner.rank.comm.gather_object(text)
 
     # -------------------------------------------------------------- the plan
 
@@ -303,6 +327,7 @@ class Step:
             accumulate=self.options.accumulate,
             norms=self._plan(lowered.program).norms,
             leaf_norms=tuple(p for p, s in specs.items() if s.trainable) if asked else (),
+            flags=FLAGS,
         )
 
     def _bound_of(self, program: Program) -> float:
@@ -361,6 +386,7 @@ class Step:
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
         summary: Summary = env["scalars"]
+        self._runner.rank.flags = summary.flags
         factor = env["rescale"](summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.results["reduced"].values():
@@ -380,6 +406,7 @@ class Step:
         self, state: TrainState, bound: Bound, env: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
         summary: Summary = env["scalars"]
+        self._runner.rank.flags = summary.flags
         fields = state.consume().as_dict()
         fields["loss_scale"] = self._scale.after(fields["loss_scale"], env["skip"])
         # A skipped step counts: the data has moved on, and the schedule of the rate goes with it.

@@ -399,6 +399,6 @@ class _Builder:
         )
 
 
-def wire_dtype(spec: LayoutSpec):  # noqa: ANN201
+def wire_dtype(spec: LayoutSpec):
     """What a gathered leaf travels as: the narrower of storage and compute."""
     return min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

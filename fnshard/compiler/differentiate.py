@@ -28,7 +28,7 @@ from fnshard.compiler.source import Argument, Source
 
 @dataclass(frozen=True)
 class Ref:
-    """What a backward kernel reads or a forward returns: ("input" | "output" | "saved" | "tangent", index)."""
+    """What a backward kernel reads: ("input" | "output" | "saved" | "tangent", index)."""
 
     kind: str
     index: int
@@ -119,7 +119,7 @@ def differentiate_all(
     }
 
 
-def _export_context(mode: FakeTensorMode):  # noqa: ANN202
+def _export_context(mode: FakeTensorMode):
     return torch._guards.tracing(torch._guards.TracingContext(mode))
 
 

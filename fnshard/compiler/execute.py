@@ -37,7 +37,7 @@ from fnshard.compiler.schedule import (
     Zeros,
 )
 from fnshard.compiler.update import Updater
-from fnshard.errors import CollectiveError, report
+from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer
 from fnshard.runtime.collectives import Collectives
@@ -100,9 +100,7 @@ def _named(action: Action, line: Instruction, number: int) -> Action:
             action(env)
         except CollectiveError as error:
             raise CollectiveError(
-                report(
-                    f"line {number} of the schedule ({line.phase} {line.unit}: {line.verb} {line.detail}): {error}"
-                )
+                f"line {number} of the schedule, {line.phase} {line.unit} {line.verb} {line.detail}: {error}"
             ) from error
 
     return guarded

@@ -20,7 +20,6 @@ from fnshard.compiler.verify import verify
 from fnshard.mesh import Mesh
 from fnshard.spec import LayoutSpec
 
-
 PlanOf = Callable[[Program], Plan]
 
 

@@ -142,7 +142,7 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         raise TraceError(
             report(
                 f"`fn` draws random numbers with {old.target}, which has no counter-based form here.",
-                fix="use dropout, torch.rand, torch.randn, torch.randint or torch.bernoulli (or their *_like), "
+                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
                 "or draw the numbers outside and pass them with the batch.",
             )
         )
@@ -163,7 +163,8 @@ def _shaped(target: Any) -> Callable[..., Any]:
 
 _RANDOM: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: lambda b, key, val: (ops.dropout.default, (b["input"], key, b["p"])),
-    aten.feature_dropout.default: lambda b, key, val: (ops.feature_dropout.default, (b["input"], key, b["p"])),
+    aten.feature_dropout.default: lambda b, key, val: (
+        ops.feature_dropout.default, (b["input"], key, b["p"])),
     aten.bernoulli.default: lambda b, key, val: (ops.bernoulli.default, (b["self"], key)),
     aten.rand.default: _shaped(ops.uniform.default),
     aten.rand_like.default: _shaped(ops.uniform.default),

@@ -89,7 +89,7 @@ def _bernoulli(p: Tensor, key: Tensor) -> Tensor:
     return (_uniform(key, list(p.shape), torch.float32) < p).to(p.dtype)
 
 
-def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):  # noqa: ANN001
+def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
     """SDPA with dropout, spelled out: flash kernels draw their mask from hidden state."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:

@@ -203,7 +203,8 @@ class Schedule:
 
     def as_text(self) -> str:
         """One line per instruction: number, phase, unit, verb, what, bytes on the wire."""
-        head = f"# schedule on mesh {self.mesh}: {len(self.instructions)} instructions, {len(self.kernels)} kernels"
+        size = f"{len(self.instructions)} instructions, {len(self.kernels)} kernels"
+        head = f"# schedule on mesh {self.mesh}: {size}"
         widths = [
             max((len(getattr(i, a)) for i in self.instructions), default=0) for a in ("phase", "unit", "verb")
         ]

@@ -274,10 +274,10 @@ def _forbidden(order: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[in
             first.setdefault(storage_id(tensor), i)
         for arg in mutated_args(node):
             begin = first.get(storage_id(arg.meta["val"]), i)
-            out.update({c: node for c in range(begin + 1, i + 1)})
+            out.update(dict.fromkeys(range(begin + 1, i + 1), node))
         if node.target is operator.getitem:
             producer = position[node.args[0]]
-            out.update({c: node for c in range(producer + 1, i + 1)})
+            out.update(dict.fromkeys(range(producer + 1, i + 1), node))
     return out
 
 
@@ -287,7 +287,7 @@ def _refuse_mutation(order: list[fx.Node], start: int, stop: int, forbidden: Map
         report(
             f"`fn` writes in place ({', '.join(ops)}) to a value while it reads the leaves of several units, "
             f"so the program cannot be cut between them (near {order[stop].name}).",
-            fix="collect the parts in a list and torch.stack or torch.cat them, or put the leaves into one unit.",
+            fix="collect the parts and torch.stack or torch.cat them, or put the leaves into one unit.",
         )
     )
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
+from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.normalize import normalize
 from fnshard.compiler.program import Input, Outputs, Program, describe, mutated_args, storage_id
 from fnshard.errors import TraceError, leaves, report
@@ -87,6 +88,7 @@ def trace(
             propagate(graph, [values[i] for i in inputs])
             if _copy_written_inputs(graph, inputs):
                 propagate(graph, [values[i] for i in inputs])
+        recognise_causal(graph)
         constants = {n: v.detach().to(device) for n, v in constants.items()}
         program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
         _check_program(program, differentiate)
@@ -215,8 +217,10 @@ def _refusals() -> Iterator[None]:
             raise TraceError(_REENTRANT)
         raise TraceError(_AUTOGRAD_FUNCTION.format(name=cls.__name__))
 
-    nested = {torch.func: ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"),
-              torch.autograd: ("grad", "backward")}  # fmt: skip
+    nested = {
+        torch.func: ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"),
+        torch.autograd: ("grad", "backward"),
+    }
     hooks = ("register_hook", "register_post_accumulate_grad_hook")
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -308,7 +312,7 @@ def _check_program(program: Program, differentiate: bool) -> None:
             report(
                 f"`fn` changes {leaves(len(written))} in place:",
                 [f"params[{p!r}] by {op}" for p, op in written.items()],
-                "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model), "
+                "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model) "
                 "or GroupNorm; else return the new value in aux.",
             )
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fnshard.compiler.schedule import COLLECTIVES, Free, Gather, Instruction, Run, Schedule, Wait

@@ -1,0 +1,97 @@
+"""Recognise an explicit causal mask and hand it to attention as `is_causal`.
+
+Models written to be traced build a [B, 1, T, T] mask from aranges where eager code would pass
+`is_causal=True`; with the mask in its way, flash attention is lost and the T x T matrix is kept. A mask
+that depends on no input is a constant: it is worked out here and compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard import tree
+from fnshard.compiler.program import mutated_args
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
+
+
+def recognise_causal(graph: fx.Graph) -> int:
+    """Rewrite each attention whose mask is causal (or lets all through); returns how many were."""
+    known: dict[fx.Node, str | None] = {}
+    found = 0
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not _ATTENTION or len(node.args) < 4:
+            continue
+        mask, causal = (
+            node.args[3],
+            node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False),
+        )
+        if not isinstance(mask, fx.Node) or causal:
+            continue
+        if mask not in known:
+            known[mask] = _kind(mask)
+        if known[mask] is None:
+            continue
+        args = [*node.args[:3], None, *node.args[4:]]
+        if len(args) > 5:
+            args[5] = known[mask] == "causal"
+        else:
+            node.kwargs = {**node.kwargs, "is_causal": known[mask] == "causal"}
+        node.args = tuple(args)
+        found += 1
+    if found:
+        graph.eliminate_dead_code()
+    return found
+
+
+def _kind(mask: fx.Node) -> str | None:
+    """ "causal", "all", or None for any other mask."""
+    if mask.meta["val"].numel() > _LIMIT:
+        return None
+    value = _constant(mask)
+    if value is None or value.dim() < 2:
+        return None
+    t, s = value.shape[-2:]
+    below = torch.ones(t, s, dtype=torch.bool).tril()
+    if value.dtype != torch.bool:
+        lowest = torch.finfo(value.dtype).min
+        if not bool(((value == 0) | (value <= lowest)).all()):
+            return None
+        value = value == 0
+    if bool(value.all()):
+        return "all"
+    return "causal" if bool((value == below).all()) else None
+
+
+def _constant(mask: fx.Node) -> Tensor | None:
+    """The mask's value if it depends on no input and draws or writes nothing, else None."""
+    order: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+
+    def visit(node: fx.Node) -> bool:
+        if node in seen:
+            return True
+        seen.add(node)
+        if node.op != "call_function" or mutated_args(node):
+            return False
+        if not all(visit(n) for n in node.all_input_nodes):
+            return False
+        order.append(node)
+        return True
+
+    if not visit(mask):
+        return None
+    env: dict[fx.Node, Any] = {}
+    for node in order:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = tree.map(_on_cpu, (tuple(args), dict(kwargs)))
+        env[node] = node.target(*args, **kwargs)
+    return env[mask]
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
