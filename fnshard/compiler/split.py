@@ -9,6 +9,7 @@ first of the next, where the fewest bytes cross.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -218,28 +219,69 @@ def _closure(node: fx.Node, facts: _Facts) -> list[fx.Node]:
     return list(found)
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A boundary to place: between `last_read` (of unit set `before`) and `first_read` (of `after`)."""
+
+    before: str
+    after: str
+    units: tuple[str, ...]
+    last_read: int
+    first_read: int
+    options: tuple[int, ...]  # the cheapest positions, in order
+
+
 def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple[int, tuple[str, ...]]]:
     """(first position, units) of each segment."""
     cost, forbidden = _crossing(order, facts, program)
-    bounds: list[tuple[int, tuple[str, ...]]] = []
-    last_read = -1
-    current: frozenset[str] = frozenset()
+    cuts: list[_Cut] = []
+    first: tuple[str, ...] = ()
+    last_read, current = -1, frozenset[str]()
     for position, node in enumerate(order):
         reads = facts.units[node]
         if not reads:
             continue
-        if not bounds:
-            bounds.append((0, tuple(sorted(reads))))
-            current = reads
+        if last_read < 0:
+            first = tuple(sorted(reads))
         elif not reads <= current:
             options = [c for c in range(last_read + 1, position + 1) if c not in forbidden]
             if not options:
                 _refuse_mutation(order, last_read + 1, position, forbidden)
-            best = min(options, key=lambda c: (cost[c], -c))
-            bounds.append((best, tuple(sorted(reads))))
+            least = min(cost[c] for c in options)
+            cheapest = tuple(c for c in options if cost[c] == least)
+            cuts.append(
+                _Cut(_family(current), _family(reads), tuple(sorted(reads)), last_read, position, cheapest)
+            )
+        if last_read < 0 or not reads <= current:
             current = reads
         last_read = position
-    return bounds or [(0, ())]
+    return [(0, first), *((p, c.units) for p, c in zip(_place(cuts), cuts, strict=True))]
+
+
+def _family(units: frozenset[str]) -> str:
+    """Units that differ in numbers alone are of one family: blocks that should be equal code."""
+    return "+".join(sorted({re.sub(r"\d+", "#", u) for u in units}))
+
+
+def _place(cuts: list[_Cut]) -> list[int]:
+    """Of equally cheap positions, the one that makes blocks alike.
+
+    Inside a family (block to block) the earliest. Into its first and out of its last block, where the
+    first and the last block then begin and end as the others do.
+    """
+    begins = {c.after: c.first_read - c.options[0] for c in cuts if c.before == c.after}
+    ends = {c.before: c.options[0] - c.last_read for c in cuts if c.before == c.after}
+    places = []
+    for cut in cuts:
+        wanted = cut.options[-1]
+        if cut.before == cut.after:
+            wanted = cut.options[0]
+        elif cut.after in begins:
+            wanted = cut.first_read - begins[cut.after]
+        elif cut.before in ends:
+            wanted = cut.last_read + ends[cut.before]
+        places.append(wanted if wanted in cut.options else cut.options[-1])
+    return places
 
 
 def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[list[int], dict[int, fx.Node]]:

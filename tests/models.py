@@ -1,0 +1,358 @@
+"""Tiny models with awkward sizes, each a trap for some stage of the compiler: `MODELS[name]()`.
+
+All in fp64 unless `dtype` says otherwise; a batch has ROWS rows, which 1, 2, 4 ranks times 1, 3
+micro-batches divide; losses are means over rows, so any such cut of a batch gives the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fnshard import Mean, make_functional
+
+ROWS, TIME, WIDTH, HEADS, VOCAB, HIDDEN = 12, 5, 12, 2, 53, 19
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters (a flat dict), a loss over them, and `batch(seed) -> tuple` of tensors."""
+
+    params: dict[str, Tensor]
+    loss: Callable[..., Any]
+    batch: Callable[[int], tuple[Tensor, ...]]
+    frozen: tuple[str, ...] = ()
+
+    def batches(self, steps: int) -> list[tuple[Tensor, ...]]:
+        """Global batches of the first `steps` steps."""
+        return [self.batch(seed) for seed in range(steps)]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens(seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [ROWS, TIME]."""
+    drawn = torch.randint(0, VOCAB, (ROWS, TIME + 1), generator=generator(seed))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def vectors(seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [ROWS, WIDTH]."""
+    made = generator(seed)
+    return tuple(torch.randn(ROWS, WIDTH, generator=made, dtype=torch.float64) for _ in range(2))
+
+
+def noise(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    made = generator(seed)
+    return {p: torch.randn(s, generator=made, dtype=torch.float64) * 0.3 for p, s in shapes.items()}
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make(*args, **kwargs).double()
+
+
+# ------------------------------------------------------------------ transformers
+
+
+class Rotary(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, dim, 2) / dim))
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, H, T, K]
+        angle = torch.outer(torch.arange(x.shape[-2], device=x.device).to(x.dtype), self.inv_freq.to(x.dtype))
+        even, odd = x[..., 0::2], x[..., 1::2]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool = True):
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.keyvalue = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.rotary = Rotary(WIDTH // HEADS)
+        self.causal = causal
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        q = rearrange(self.query(x), "b t (h k) -> b h t k", h=HEADS)
+        kv = self.keyvalue(x if context is None else context)
+        k, v = rearrange(kv, "b t (n h k) -> n b h t k", n=2, h=HEADS)
+        mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=self.causal)
+        return self.out(rearrange(mixed, "b h t k -> b t (h k)"))
+
+
+class Block(nn.Module):
+    def __init__(self, cross: bool = False, causal: bool = True, dropout: float = 0.0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
+        self.attention = Attention(causal)
+        self.cross = Attention(causal=False) if cross else None
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:  # [B, T, D]
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        if self.cross is not None:
+            x = x + self.cross(x, context)
+        h = self.norm2(x)
+        return x + self.dropout(self.down(F.silu(self.gate(h)) * self.up(h)))
+
+
+class GPT(nn.Module):
+    """`loops` passes over the same blocks; `remat` wraps each in non-reentrant checkpointing."""
+
+    def __init__(
+        self, layers: int = 2, tied: bool = False, loops: int = 1, remat: bool = False, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(layers))
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.loops, self.remat = loops, remat
+
+    def forward(self, ids: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
+        x = self.embed(ids)
+        for _ in range(self.loops):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if self.remat else layer(x)
+        return self.head(self.norm(x))
+
+
+def next_token(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def language_model(module: nn.Module, frozen: tuple[str, ...] = ()) -> Model:
+    apply, params = make_functional(module)
+    buffers = tuple(p for p, v in params.items() if isinstance(v, nn.Buffer))
+    return Model(
+        params,
+        lambda params, ids, targets: next_token(apply(params, ids), targets),
+        tokens,
+        (*frozen, *buffers),
+    )
+
+
+def gpt(**kwargs: Any) -> Model:
+    return language_model(seeded(GPT, **kwargs))
+
+
+def frozen_gpt() -> Model:
+    """Frozen: the embedding, and all of one block but its norms."""
+    module = seeded(GPT)
+    names = [p for p, _ in module.named_parameters() if p == "embed.weight" or (p[:9] == "layers.0." and "norm" not in p)]
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return language_model(module, tuple(names))
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.encoder = nn.ModuleList(Block(causal=False) for _ in range(2))
+        self.decoder = nn.ModuleList(Block(cross=True) for _ in range(2))
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        context, x = self.embed(source), self.embed(target)
+        for block in self.encoder:
+            context = block(context)
+        for block in self.decoder:
+            x = block(x, context)  # the last encoder value is read by every decoder block
+        return x @ self.embed.weight.T
+
+
+def encoder_decoder() -> Model:
+    apply, params = make_functional(seeded(EncoderDecoder))
+    buffers = tuple(p for p, v in params.items() if isinstance(v, nn.Buffer))
+
+    def loss(params, source, targets):
+        return next_token(apply(params, source, targets[:, :-1]), targets[:, 1:])
+
+    return Model(params, loss, tokens, buffers)
+
+
+# ------------------------------------------------------------------ other shapes of program
+
+
+class UNet(nn.Module):
+    """Strided convolutions down, skips kept until the way up."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv1d(1, 5, 3, padding=1), nn.Conv1d(5, 7, 3, 2, padding=1)])
+        self.middle = nn.Sequential(nn.GroupNorm(1, 7), nn.Conv1d(7, 7, 1), nn.SiLU())
+        self.up = nn.ModuleList([nn.ConvTranspose1d(14, 5, 2, 2), nn.Conv1d(10, 1, 3, padding=1)])
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, WIDTH]
+        first = F.gelu(self.down[0](x[:, None]))
+        second = F.gelu(self.down[1](first))
+        x = torch.cat([self.middle(second), second], 1)
+        x = torch.cat([self.up[0](x), first], 1)
+        return self.up[1](x)[:, 0]
+
+
+def unet() -> Model:
+    apply, params = make_functional(seeded(UNet))
+    return Model(params, lambda p, x, y: F.mse_loss(apply(p, x), y), vectors)
+
+
+def dense_skips() -> Model:
+    """Every layer reads the outputs of all before it, so most values cross several cuts."""
+    params = noise({f"layers.{i}.w": (WIDTH * (i + 1), WIDTH) for i in range(4)})
+
+    def loss(params, x, y):
+        seen = [x]
+        for w in params.values():
+            seen.append(torch.tanh(torch.cat(seen, -1) @ w))
+        return F.mse_loss(sum(seen), y)
+
+    return Model(params, loss, vectors)
+
+
+def odd_leaves() -> Model:
+    """Frozen and unused leaves, int and bool leaves, scalars, leaves smaller than any mesh, an empty one."""
+    params = noise({"layers.0.w": (WIDTH, 3), "layers.0.unused": (5, 2), "layers.0.scale": (), "layers.1.w": (3, WIDTH),
+                    "layers.1.bias": (1,), "layers.1.frozen": (WIDTH,), "layers.1.empty": (0, 4), "never": (7,)})  # fmt: skip
+    params["layers.0.order"] = torch.randperm(WIDTH, generator=generator(3))
+    params["layers.1.mask"] = torch.arange(3) != 1
+    params["count"] = torch.tensor(3)
+
+    def loss(params, x, y):
+        h = x[:, params["layers.0.order"]] @ params["layers.0.w"] * params["layers.0.scale"]
+        h = torch.where(params["layers.1.mask"], h, h.square())
+        out = h @ params["layers.1.w"] * params["layers.1.frozen"] + params["layers.1.bias"] * params["count"]
+        return F.mse_loss(out, y) + params["layers.1.empty"].sum()
+
+    return Model(params, loss, vectors, ("layers.1.frozen",))
+
+
+def early_and_late() -> Model:
+    """Leaves of one unit read at both ends of the program, another unit between."""
+    params = noise({"ends.0.first": (WIDTH, 7), "ends.0.last": (7, WIDTH), "mid.0.w": (7, 7), "mid.1.w": (7, 7)})
+
+    def loss(params, x, y):
+        x = torch.tanh(x @ params["ends.0.first"])
+        x = torch.tanh(x @ params["mid.0.w"])
+        x = x + torch.tanh(x @ params["mid.1.w"])
+        return F.mse_loss(x @ params["ends.0.last"] + x @ params["ends.0.first"].T, y)
+
+    return Model(params, loss, vectors)
+
+
+def penalty() -> Model:
+    """An L2 penalty over all leaves, and the product of two units' norms."""
+    base = gpt()
+
+    def loss(params, ids, targets):
+        floats = [v for v in params.values() if v.is_floating_point()]
+        norms = params["layers.0.up.weight"].norm() * params["layers.1.up.weight"].norm()
+        return base.loss(params, ids, targets) + 0.01 * sum(v.square().sum() for v in floats) + 0.01 * norms
+
+    return Model(base.params, loss, tokens, base.frozen)
+
+
+def islands() -> Model:
+    """no_grad regions that span units, detach, and gradients switched on again inside."""
+    params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(4)})
+
+    def loss(params, x, y):
+        w = list(params.values())
+        with torch.no_grad():
+            target = torch.tanh(torch.tanh(x @ w[0]) @ w[1]) + y
+            with torch.enable_grad():
+                x = x + torch.tanh(x @ w[1])
+            target = target + torch.tanh(x @ w[2])
+        h = torch.tanh(x @ w[0])
+        h = h + torch.tanh(h.detach() @ w[2]) * torch.tanh(h @ w[1].detach())
+        return F.mse_loss(h @ w[3], target)
+
+    return Model(params, loss, vectors)
+
+
+def derived_weights() -> Model:
+    """Weights made from leaves alone: casts at the top, weight norm, a sum and a cat over two units."""
+    params = noise({"layers.0.v": (7, WIDTH), "layers.0.g": (7, 1), "layers.1.w": (7, 7), "layers.2.w": (7, 7),
+                    "head.w": (WIDTH, 7)})  # fmt: skip
+
+    def loss(params, x, y):
+        params = {p: v.to(torch.float64) * 1.0 for p, v in params.items()}
+        v = params["layers.0.v"]
+        x = torch.tanh(x @ (params["layers.0.g"] * v / v.norm(dim=1, keepdim=True)).T)
+        x = torch.tanh(x @ (params["layers.1.w"] + params["layers.2.w"].T))
+        x = x @ torch.cat([params["layers.1.w"][:3], params["layers.2.w"][3:]])
+        return F.mse_loss(F.linear(x, params["head.w"]), y)
+
+    return Model(params, loss, vectors)
+
+
+def several_outputs() -> Model:
+    """Ops with several results, views and in-place changes of activations around the cuts."""
+    params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(3)})
+
+    def loss(params, x, y):
+        w = list(params.values())
+        x = x @ w[0]
+        left, right = x.chunk(2, -1)
+        x = torch.cat([left.relu_(), right], -1) @ w[1]
+        best, where = x.max(-1, keepdim=True)
+        x = x - best * (where > 3)
+        x[:, 0] = 0.0
+        x.mul_(1.5)
+        top = x.topk(3, -1).values.sum(-1, keepdim=True)
+        return F.mse_loss(x.T.reshape(WIDTH, -1).T @ w[2] + top, y)
+
+    return Model(params, loss, vectors)
+
+
+def masked_mean() -> Model:
+    """A Mean over unpadded items: row i of a batch counts i % TIME of its TIME items."""
+    base = gpt()
+    apply = make_functional(seeded(GPT))[0]
+
+    def loss(params, ids, targets, mask):
+        each = F.cross_entropy(apply(params, ids).flatten(0, 1), targets.flatten(), reduction="none")
+        return Mean((each * mask.flatten()).sum(), mask.sum())
+
+    def batch(seed: int):
+        lengths = torch.randint(0, TIME, (ROWS,), generator=generator(seed + 100))
+        lengths[: ROWS // 4] = 0  # the first of four ranks counts nothing
+        return *tokens(seed), torch.arange(TIME) < lengths[:, None]
+
+    return Model(base.params, loss, batch, base.frozen)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "gpt": gpt,
+    "tied": lambda: gpt(tied=True),
+    "frozen": frozen_gpt,
+    "shared_blocks": lambda: gpt(loops=2),
+    "checkpoint": lambda: gpt(remat=True),
+    "encoder_decoder": encoder_decoder,
+    "unet": unet,
+    "dense_skips": dense_skips,
+    "odd_leaves": odd_leaves,
+    "early_and_late": early_and_late,
+    "penalty": penalty,
+    "islands": islands,
+    "derived_weights": derived_weights,
+    "several_outputs": several_outputs,
+    "masked_mean": masked_mean,
+}

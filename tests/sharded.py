@@ -1,0 +1,124 @@
+"""The loop of `reference.train` through fnshard, on one rank of any mesh; and what to call on a pool of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from models import MODELS, Model
+from reference import Trained
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import Mesh
+from fnshard.spec import LayoutSpec, P
+
+ATOL = 1e-10
+STEPS = 5
+
+
+def meshes(world: int, preset: str = "full_shard") -> dict[str, int]:
+    """The axes of a world: two of them for hybrid_shard."""
+    if preset == "hybrid_shard" and world == 4:
+        return {"replicate": 2, "shard": 2}
+    return {"shard": world}
+
+
+def specs_of(model: Model, preset: str, mesh: Mesh, **policy: Any) -> dict[str, LayoutSpec]:
+    """A preset's specs; the model's frozen leaves are frozen by rules (a P() of their own storage)."""
+    specs = fs.presets.PRESETS[preset](model.params, mesh, **policy)
+    frozen = {p: fs.LayoutSpec(**{**_fields(specs[p]), "trainable": False}) for p in model.frozen}
+    return {**specs, **frozen}
+
+
+def _fields(spec: LayoutSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+
+
+def part(batch: Sequence[Any], index: int, parts: int) -> tuple[Any, ...]:
+    """This rank's rows of a global batch; what is no tensor, or `Whole`, goes to all."""
+
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        size = value.shape[0] // parts
+        return value[index * size : (index + 1) * size]
+
+    return tuple(rows(v) for v in batch)
+
+
+def train(
+    rank: int,
+    mesh: Mesh,
+    model: Model,
+    specs: Mapping[str, LayoutSpec],
+    optimizer: Any,
+    steps: int = STEPS,
+    *,
+    loss: Callable[..., Any] | None = None,
+    step: Any = None,
+    seed: int = 0,
+    **options: Any,
+) -> Trained:
+    """Train on this rank's rows of the model's batches; parameters come back whole.
+
+    `step`: a step made before (simulated ranks share one, so that it is lowered once).
+    """
+    step = step or make_step(mesh, model, specs, optimizer, loss=loss, **options)
+    state = step.init(model.params, seed=seed)
+    out = Trained()
+    for batch in model.batches(steps):
+        state, metrics = step(state, *part(batch, rank, mesh.data_size))
+        out.losses.append(metrics["loss"].item())
+        if "grad_norm" in metrics:
+            out.norms.append(metrics["grad_norm"].item())
+    out.params = fs.unshard(state.params, specs, mesh)
+    return out
+
+
+def make_step(mesh: Mesh, model: Model, specs: Any, optimizer: Any, *, loss: Any = None, **options: Any) -> Any:
+    """`shard_step` on the eager backend unless `options` say otherwise."""
+    options = {"backend": "eager", **options}
+    return fs.shard_step(loss or model.loss, specs, mesh=mesh, optimizer=optimizer, **options)
+
+
+def simulate(
+    model: Model,
+    preset: str,
+    world: int,
+    optimizer: Any,
+    *,
+    adversary: Any = None,
+    steps: int = STEPS,
+    policy: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Trained]:
+    """`train` on every rank of a simulated world."""
+    mesh = fs.make_mesh(**meshes(world, preset), simulated=True)
+    specs = specs_of(model, preset, mesh, **(policy or {}))
+    step = make_step(mesh, model, specs, optimizer, **options)
+    return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, steps, step=step), adversary=adversary)
+
+
+def on_rank(rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]) -> Trained:
+    """`train` in a process of a pool: everything by name, for pickling."""
+    model = MODELS[name]()
+    mesh = fs.make_mesh(**meshes(world, preset), device="cpu")
+    specs = specs_of(model, preset, mesh)
+    made = eval(optimizer, {**vars(fs.optim), **vars(fs.schedules)})
+    return train(rank, mesh, model, specs, made, **options)
+
+
+def assert_same(got: Trained, expected: Trained, atol: float = ATOL) -> None:
+    """Every loss and every element of every parameter within `atol`."""
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=0, atol=atol)
+    assert got.params.keys() == expected.params.keys()
+    for path, value in expected.params.items():
+        torch.testing.assert_close(
+            got.params[path], value, rtol=0, atol=atol, msg=lambda m, path=path: f"{path}: {m}"
+        )
+
+
+__all__ = ["ATOL", "STEPS", "LayoutSpec", "P", "assert_same", "make_step", "meshes", "on_rank", "part", "simulate",
+           "specs_of", "train"]  # fmt: skip
