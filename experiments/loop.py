@@ -84,6 +84,7 @@ def prepare(config: TrainConfig) -> tuple[Setup, fs.TrainState]:
         accumulate_mode=run.accumulate_mode,
         backend=run.backend,
         timeout=run.timeout_s,
+        grad_norm=True,
         prefetch=(config.strategy.prefetch_forward, config.strategy.prefetch_backward),
     )
     how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from models import MODELS, Model
@@ -12,7 +15,8 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard import Mesh
-from fnshard.spec import LayoutSpec, P
+from fnshard.compiler import differentiate as module
+from fnshard.spec import LayoutSpec
 
 ATOL = 1e-10
 STEPS = 5
@@ -26,14 +30,9 @@ def meshes(world: int, preset: str = "full_shard") -> dict[str, int]:
 
 
 def specs_of(model: Model, preset: str, mesh: Mesh, **policy: Any) -> dict[str, LayoutSpec]:
-    """A preset's specs; the model's frozen leaves are frozen by rules (a P() of their own storage)."""
+    """A preset's specs; the model's frozen leaves do not train."""
     specs = fs.presets.PRESETS[preset](model.params, mesh, **policy)
-    frozen = {p: fs.LayoutSpec(**{**_fields(specs[p]), "trainable": False}) for p in model.frozen}
-    return {**specs, **frozen}
-
-
-def _fields(spec: LayoutSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+    return {**specs, **{p: replace(specs[p], trainable=False) for p in model.frozen}}
 
 
 def part(batch: Sequence[Any], index: int, parts: int) -> tuple[Any, ...]:
@@ -98,7 +97,30 @@ def simulate(
     mesh = fs.make_mesh(**meshes(world, preset), simulated=True)
     specs = specs_of(model, preset, mesh, **(policy or {}))
     step = make_step(mesh, model, specs, optimizer, **options)
-    return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, steps, step=step), adversary=adversary)
+
+    def run(rank: int) -> Trained:
+        return train(rank, mesh, model, specs, optimizer, steps, step=step)
+
+    with remembered_kernels():
+        return fs.simulate(mesh, run, adversary=adversary)
+
+
+_KERNELS: dict[Any, Any] = {}
+
+
+@contextmanager
+def remembered_kernels() -> Iterator[None]:
+    """Differentiate equal code once per process, not once per step: most of what a small step costs."""
+    plain = module.differentiate
+
+    def remembered(source: Any, name: str, **how: Any) -> Any:
+        key = (source.key, *sorted(how.items()))
+        if key not in _KERNELS:
+            _KERNELS[key] = plain(source, name, **how)
+        return replace(_KERNELS[key], name=name)
+
+    with mock.patch.object(module, "differentiate", remembered):
+        yield
 
 
 def on_rank(rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]) -> Trained:
@@ -110,15 +132,18 @@ def on_rank(rank: int, name: str, preset: str, world: int, optimizer: str, optio
     return train(rank, mesh, model, specs, made, **options)
 
 
+def assert_floats(got: Sequence[float], expected: Sequence[float], atol: float = ATOL) -> None:
+    """Equally many numbers, pairwise within `atol`."""
+    pair = (torch.tensor(each, dtype=torch.float64) for each in (got, expected))
+    torch.testing.assert_close(*pair, rtol=0, atol=atol)
+
+
 def assert_same(got: Trained, expected: Trained, atol: float = ATOL) -> None:
     """Every loss and every element of every parameter within `atol`."""
-    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=0, atol=atol)
+    assert_floats(got.losses, expected.losses, atol)
     assert got.params.keys() == expected.params.keys()
     for path, value in expected.params.items():
         torch.testing.assert_close(
             got.params[path], value, rtol=0, atol=atol, msg=lambda m, path=path: f"{path}: {m}"
         )
 
-
-__all__ = ["ATOL", "STEPS", "LayoutSpec", "P", "assert_same", "make_step", "meshes", "on_rank", "part", "simulate",
-           "specs_of", "train"]  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from omegaconf import OmegaConf
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from experiments import config as configs
 from experiments import train
 from experiments.config import ConfigError
-from experiments.model import Decoder, DecoderConfig, next_token_loss
+from experiments.model import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.sample import Sampler, last_logits, printable
 from experiments.sweep import sweep_table, write_result
 from fnshard.functional import make_functional
@@ -227,12 +228,29 @@ def test_model_is_causal_and_knows_positions():
     model = Decoder(TINY)
     tokens = torch.randint(256, (1, 12))
     changed = tokens.clone()
-    changed[0, 7] += 1
-    before, after = model(tokens % 256), model(changed % 256)
+    changed[0, 7] = (changed[0, 7] + 1) % 256
+    before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
+    shallow = Decoder(dataclasses.replace(TINY, layers=1))  # deeper ones know order by causality alone
     swapped = tokens[:, [1, 0, *range(2, 12)]]
-    assert not torch.allclose(model(swapped)[:, -1], before[:, -1])
+    assert not torch.allclose(shallow(swapped)[:, -1], shallow(tokens)[:, -1])
+
+
+def test_query_heads_share_keys_as_torch_has_it(monkeypatch):
+    """Head h reads key head h // share, as with `enable_gqa=True`."""
+    torch.manual_seed(0)
+    attention, x, inside = Attention(TINY), torch.randn(2, 12, 16), {}
+    plain = F.scaled_dot_product_attention
+
+    def watched(q, k, v, **options):
+        inside.update(q=q, k=k[:, ::2], v=v[:, ::2], got=plain(q, k, v, **options))
+        return inside["got"]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    attention(x)
+    wanted = plain(inside["q"], inside["k"], inside["v"], is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(inside["got"], wanted)
 
 
 def test_model_traces_to_its_own_gradients():

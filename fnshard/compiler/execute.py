@@ -377,7 +377,7 @@ def _norms(line: Norms, context: Context) -> Action:
     (name,), (out,), bucket = line.reads, line.writes, context.schedule.buckets[line.bucket]
 
     def run(env: Env) -> None:
-        env[out] = context.scalars.norms(bucket, env[name].blocks, env)
+        env[out] = context.scalars.squares(bucket, env[name].blocks, env)
 
     return run
 

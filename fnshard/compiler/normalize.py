@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.random import ops
+from fnshard.compiler.refuse import higher_order
 from fnshard.errors import TraceError, report
 
 aten = torch.ops.aten
@@ -41,7 +42,7 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
         value = getattr(module, old.target)
         if not isinstance(value, Tensor):
-            raise TraceError(_higher_order(old.target))
+            raise TraceError(_GENERATOR) if _is_generator(value) else higher_order(old.target)
         constants[old.target] = value
         if old.target not in {n.name for n in graph.nodes}:
             env[old] = graph.placeholder(old.target)
@@ -86,7 +87,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
             not isinstance(old.target, torch._ops.OpOverload)
             and getattr(old.target, "__module__", "") != "_operator"
         ):
-            raise TraceError(_higher_order(str(old.target)))
+            raise higher_order(str(old.target))
         read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
         args, kwargs = fx.map_arg((old.args, old.kwargs), read)
         before = set(graph.nodes) if old in keys else set()
@@ -102,14 +103,17 @@ def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.No
     return detach(new) if isinstance(value, Tensor) and value.dtype.is_floating_point else new
 
 
-def _higher_order(name: str) -> str:
-    return report(
-        f"`fn` calls {name}, which is not an ATen operator the compiler can cut and differentiate.",
-        fix="write it with plain torch ops, or wrap it as a torch.library.custom_op with register_autograd.",
-    )
-
-
 # ------------------------------------------------------------------ random ops
+
+
+_GENERATOR = report(
+    "`fn` draws from a torch.Generator, whose state a trace loses.",
+    fix="leave generator= out: the state's seed replaces it (step.init(..., seed=)).",
+)
+
+
+def _is_generator(value: Any) -> bool:
+    return "Generator" in repr(value)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -148,9 +152,7 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         )
     bound = dict(zip([a.name for a in old.target._schema.arguments], args, strict=False)) | dict(kwargs)
     if bound.get("generator") is not None:
-        raise TraceError(
-            "`fn` draws from a torch.Generator; the step's seed replaces it: leave generator= out."
-        )
+        raise TraceError(_GENERATOR)
     for argument in old.target._schema.arguments:
         bound.setdefault(argument.name, argument.default_value)
     target, arguments = _RANDOM[old.target](bound, key, old.meta["val"])

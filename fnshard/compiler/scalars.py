@@ -63,7 +63,7 @@ class Scalars:
             out[path] = _square(blocks[path]) / replicas
         return out
 
-    def norms(
+    def squares(
         self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """What a `Norms` instruction makes: squared gradient norms and, where asked, parameter norms."""

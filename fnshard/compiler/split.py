@@ -357,7 +357,7 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
     segments, sources = [], {}
     for i, (start, units) in enumerate(bounds):
         nodes = order[start : starts[i + 1]] + (extra if i == last else [])
-        outs = [n for n in nodes if n in crossing] + (extra if i == last else [])
+        outs = [n for n in nodes if n in crossing]
         source, inputs = extract(nodes, outs, facts.lazy, facts.inputs)
         sources.setdefault(source.key, source)
         names = tuple(n.name for n in outs)

@@ -6,17 +6,18 @@ The only module that uses torch's proxy tracer (`make_fx` before autograd dispat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -24,6 +25,7 @@ from fnshard import tree
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.normalize import normalize
 from fnshard.compiler.program import Input, Outputs, Program, describe, mutated_args, storage_id
+from fnshard.compiler.refuse import refusals
 from fnshard.errors import TraceError, leaves, report
 from fnshard.losses import Mean, Whole
 from fnshard.spec import LayoutSpec
@@ -68,7 +70,9 @@ def trace(
             params = tree.unflatten(leaf_values, structure)
             given = dict(zip(tensors, batch_values, strict=True))
             args = tree.unflatten([given.get(n, v) for n, v in named.items()], batch_structure)
+            before = [v.requires_grad for v in leaf_values]
             result = fn(params, *args)
+            _check_requires_grad(fakes, before, leaf_values)
             outputs, values = _outputs(result, loss=differentiate)
             collected["outputs"] = outputs
             return values
@@ -163,16 +167,29 @@ def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
 
 def _capture(flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool) -> fx.GraphModule:
     try:
-        with _refusals(), torch.set_grad_enabled(differentiate):
+        with refusals(), torch.set_grad_enabled(differentiate):
             return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
     except TraceError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(_data_dependent(str(error))) from error
+    except UnsupportedOperatorException as error:
+        raise TraceError(_no_fake(error)) from error
     except RuntimeError as error:
-        if "data-dependent" in str(error) or "GuardOnDataDependent" in type(error).__name__:
-            raise TraceError(_data_dependent(str(error).splitlines()[0])) from error
+        said = str(error)
+        if any(w in said for w in _DATA_DEPENDENT) or "GuardOnDataDependent" in type(error).__name__:
+            raise TraceError(_data_dependent(said.splitlines()[0])) from error
         raise
+
+
+_DATA_DEPENDENT = ("data-dependent", ".numpy() is not supported")
+
+
+def _no_fake(error: Exception) -> str:
+    return report(
+        f"`fn` calls {error}, which cannot run on tensors without values.",
+        fix="write it with plain torch ops; for a torch.library.custom_op add register_fake.",
+    )
 
 
 def _data_dependent(what: str) -> str:
@@ -181,57 +198,6 @@ def _data_dependent(what: str) -> str:
         fix="choose with torch.where, mask instead of indexing by a condition, and pass numbers that "
         "are known before the step as plain Python arguments.",
     )
-
-
-_AUTOGRAD_FUNCTION = report(
-    "`fn` calls the torch.autograd.Function {name}, whose backward a trace loses.",
-    fix="define it with torch.library.custom_op and register_autograd, or write plain ops.",
-)
-_REENTRANT = report(
-    "`fn` calls reentrant activation checkpointing, whose backward a trace loses.",
-    fix="use_reentrant=False, or none at all: recomputation is the compiler's.",
-)
-_HOOK = report(
-    "`fn` registers a gradient hook ({name}), which a trace loses.",
-    fix="write what the hook does into the loss, or into the optimizer as a transform.",
-)
-_NESTED = report(
-    "`fn` differentiates inside itself ({name}), which a trace would record as constants.",
-    fix="return the loss alone; shard_step differentiates it. For second-order terms write them out.",
-)
-
-
-def _refuse(message: str, name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise TraceError(message.format(name=name))
-
-    return refuse
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """While tracing, calls that would be lost in silence raise instead."""
-
-    def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__ == "CheckpointFunction":
-            raise TraceError(_REENTRANT)
-        raise TraceError(_AUTOGRAD_FUNCTION.format(name=cls.__name__))
-
-    nested = {
-        torch.func: ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"),
-        torch.autograd: ("grad", "backward"),
-    }
-    hooks = ("register_hook", "register_post_accumulate_grad_hook")
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(mock.patch.object(torch.autograd.Function, "apply", classmethod(function_apply)))
-        enter(mock.patch.object(torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")))
-        for name in hooks:
-            enter(mock.patch.object(torch.Tensor, name, _refuse(_HOOK, name)))
-        for module, names in nested.items():
-            for name in names:
-                enter(mock.patch.object(module, name, _refuse(_NESTED, f"{module.__name__}.{name}")))
-        yield
 
 
 # ------------------------------------------------------------------ outputs
@@ -281,7 +247,29 @@ def _count(mean: Mean) -> Tensor:
 # ------------------------------------------------------------------ checks after the capture
 
 
+def _check_requires_grad(paths: Iterable[str], before: Sequence[bool], leaf_values: Sequence[Tensor]) -> None:
+    changed = [p for p, b, v in zip(paths, before, leaf_values, strict=True) if v.requires_grad != b]
+    if changed:
+        raise TraceError(
+            report(
+                f"`fn` changes requires_grad of {leaves(len(changed))}, which a trace loses:",
+                [f"params[{p!r}]" for p in changed],
+                "say trainable=True or False in the leaf's spec, or read it through .detach().",
+            )
+        )
+
+
 def _check_constants(constants: Mapping[str, Tensor]) -> None:
+    lost = [describe(v) for v in constants.values() if isinstance(v, FakeTensor)]
+    if lost:
+        raise TraceError(
+            report(
+                f"the trace lost sight of {len(lost)} value(s) that `fn` computes:",
+                lost,
+                "look for torch.jit functions, C++ extensions that are no custom_op, and tensors that a "
+                "module kept from an earlier trace (compute such caches beforehand).",
+            )
+        )
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
@@ -298,7 +286,20 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
         )
 
 
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout != torch.strided
+
+
 def _check_program(program: Program, differentiate: bool) -> None:
+    sparse = [n for n in program.graph.nodes if _is_sparse(n.meta.get("val"))]
+    if sparse:
+        raise TraceError(
+            report(
+                f"`fn` makes sparse tensors ({', '.join(str(n.target) for n in sparse[:4])}), which cannot be "
+                "cut and differentiated.",
+                fix="use dense ones: gather and scatter by index.",
+            )
+        )
     names = dict(zip(program.placeholders, program.inputs, strict=True))
     leaf_storage = {storage_id(n.meta["val"]): i.name for n, i in names.items() if i.kind == "leaf"}
     written: dict[str, str] = {}

@@ -8,7 +8,7 @@ cut off before `fn`, a checkpoint or a norm can see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,15 +57,6 @@ class Bucket:
         """Bytes of one rank's row on the wire."""
         return self.numel * self.dtype.itemsize
 
-    @property
-    def dense(self) -> bool:
-        """Whether blocks fill the row and pad nothing, on every rank."""
-        return self._filled
-
-    def __post_init__(self) -> None:
-        filled = sum(p.numel for p in self.pieces) == self.numel
-        object.__setattr__(self, "_filled", filled)
-
 
 def make_buckets(
     specs: Mapping[str, LayoutSpec],
@@ -110,29 +101,72 @@ def _place(
 # ------------------------------------------------------------------ packing
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One rank's unpadded block of one leaf: where it lies in the full leaf and in that rank's row.
+
+    Views are made with `as_strided` from these numbers: one call each, where slicing would take four.
+    """
+
+    path: str
+    size: tuple[int, ...]
+    full_stride: tuple[int, ...]
+    full_offset: int
+    row_stride: tuple[int, ...]
+    row_offset: int
+
+    def of_full(self, full: Tensor) -> Tensor:
+        """The block inside a contiguous full leaf."""
+        return full.as_strided(self.size, self.full_stride, self.full_offset + full.storage_offset())
+
+    def of_row(self, row: Tensor, start: int = 0) -> Tensor:
+        """The block inside a row (which begins `start` elements into `row`)."""
+        return row.as_strided(self.size, self.row_stride, self.row_offset + start + row.storage_offset())
+
+
+def _part(piece: Piece, slices: Sequence[slice]) -> _Part:
+    strides = _strides(piece.shape)
+    offset = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
+    size = tuple(s.stop - s.start for s in slices)
+    return _Part(piece.path, size, strides, offset, _strides(piece.block), piece.offset)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    out, step = [], 1
+    for size in reversed(shape):
+        out.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(out))
+
+
 class Packer:
     """Moves one bucket's leaves in and out of flat rows; what it needs of the mesh is worked out once."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket
         ranks = mesh.group_ranks(bucket.axes, rank)
-        here = [mesh.coordinate(r) for r in ranks]
-        self._slices = [[block_slices(p.shape, p.layout, mesh, c) for c in here] for p in bucket.pieces]
-        self._mine = [block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)) for p in bucket.pieces]
         self.rows = len(ranks)
-        self._whole = all(
-            all(s.stop - s.start == b for s, b in zip(slices, p.block, strict=True))
-            for p, per_rank in zip(bucket.pieces, self._slices, strict=True)
-            for slices in per_rank
-        )
+        self._parts = [  # [rank of the group][leaf]
+            [_part(p, block_slices(p.shape, p.layout, mesh, mesh.coordinate(r))) for p in bucket.pieces]
+            for r in ranks
+        ]
+        self._mine = {
+            p.path: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
+            for p in bucket.pieces
+        }
+        self._places = [(p.path, p.block, _strides(p.block), p.offset) for p in bucket.pieces]
+        filled = sum(p.numel for p in bucket.pieces) * self.rows
+        self._dense = filled == bucket.numel * self.rows
+        self._unpadded = self._dense and filled == sum(math.prod(p.size) for row in self._parts for p in row)
 
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a row [numel], one padded block per leaf."""
-        return {p.path: flat.narrow(0, p.offset, p.numel).view(p.block) for p in self.bucket.pieces}
+        base = flat.storage_offset()
+        return {path: flat.as_strided(block, stride, base + at) for path, block, stride, at in self._places}
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
-        if not self.bucket.dense:
+        if not self._dense:
             out.zero_()
         for path, view in self.blocks(out).items():
             view.copy_(blocks[path])
@@ -141,46 +175,35 @@ class Packer:
         self, rows: Sequence[Tensor], dtype_of: Callable[[str], torch.dtype]
     ) -> dict[str, Tensor]:
         """One row per rank -> full leaves in their compute dtype, padding cut off."""
-        out: dict[str, Tensor] = {}
-        for piece, per_rank in zip(self.bucket.pieces, self._slices, strict=True):
-            full = torch.empty(piece.shape, dtype=dtype_of(piece.path), device=rows[0].device)
-            self._fill(full, piece, per_rank, rows)
-            out[piece.path] = full
+        device = rows[0].device
+        out = {
+            p.path: torch.empty(p.shape, dtype=dtype_of(p.path), device=device) for p in self.bucket.pieces
+        }
+        self.unpack_into(rows, out)
         return out
 
     def unpack_into(self, rows: Sequence[Tensor], fulls: Mapping[str, Tensor]) -> None:
         """One row per rank -> written into existing full leaves."""
-        for piece, per_rank in zip(self.bucket.pieces, self._slices, strict=True):
-            self._fill(fulls[piece.path], piece, per_rank, rows)
-
-    def _fill(self, full: Tensor, piece: Piece, per_rank: list, rows: Sequence[Tensor]) -> None:
-        for slices, row in zip(per_rank, rows, strict=True):
-            block = row.narrow(0, piece.offset, piece.numel).view(piece.block)
-            full[slices].copy_(block[_extent(slices)])
+        for row, parts in zip(rows, self._parts, strict=True):
+            for part in parts:
+                part.of_full(fulls[part.path]).copy_(part.of_row(row))
 
     def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
         """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
-        if not (self._whole and self.bucket.dense and len(fulls) == len(self.bucket.pieces)):
+        if not self._unpadded or len(fulls) != len(self.bucket.pieces):
             out.zero_()
-        numel = self.bucket.numel
-        for piece, per_rank in zip(self.bucket.pieces, self._slices, strict=True):
-            full = fulls.get(piece.path)
-            if full is None:
-                continue
-            for i, slices in enumerate(per_rank):
-                row = out.narrow(0, i * numel + piece.offset, piece.numel).view(piece.block)
-                row[_extent(slices)].copy_(full[slices])
+        for path, full in fulls.items():
+            fulls = fulls if full.is_contiguous() else {**fulls, path: full.contiguous()}
+        for index, parts in enumerate(self._parts):
+            start = index * self.bucket.numel
+            for part in parts:
+                full = fulls.get(part.path)
+                if full is not None:
+                    part.of_row(out, start).copy_(part.of_full(full))
 
     def cut(self, fulls: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""
-        out = {}
-        for piece, slices in zip(self.bucket.pieces, self._mine, strict=True):
-            out[piece.path] = padded(fulls[piece.path][slices], piece.block)
-        return out
-
-
-def _extent(slices: Iterable[slice]) -> tuple[slice, ...]:
-    return tuple(slice(0, s.stop - s.start) for s in slices)
+        return {path: padded(fulls[path][slices], block) for path, (slices, block) in self._mine.items()}
 
 
 def padded(block: Tensor, shape: Sequence[int]) -> Tensor:

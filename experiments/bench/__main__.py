@@ -1,0 +1,84 @@
+"""`python -m experiments.bench`: compose, check, start the ranks, wait for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.bench.config import BenchConfig, build
+from experiments.config import ConfigError
+from fnshard.errors import FnshardError
+from fnshard.launch import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+MISTAKES = (FnshardError, ConfigError, HydraException, OmegaConfBaseException)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and exit code 1."""
+    ConfigStore.instance().store(name="bench_schema", node=schema())
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on, instead of printing them its way
+    try:
+        _command_line()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except MISTAKES as error:
+        if wants_traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def schema() -> type:
+    """`BenchConfig` as Hydra takes it: not frozen, lists for tuples."""
+    fields = []
+    for f in dataclasses.fields(BenchConfig):
+        if f.name == "contenders":
+            default = list(f.default)
+            fields.append((f.name, list[str], dataclasses.field(default_factory=lambda d=default: list(d))))
+        else:
+            fields.append((f.name, f.type, dataclasses.field(default=f.default)))
+    hints = {"str": str, "int": int, "float": float, "bool": bool, "str | None": str | None, "int | None": int | None}
+    return dataclasses.make_dataclass("BenchSchema", [(n, hints.get(t, t), d) for n, t, d in fields])
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="bench")
+def _command_line(composed: DictConfig) -> None:
+    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)
+
+
+def start(config: BenchConfig, folder: Path) -> None:
+    """Start the ranks and wait for them; results go to `folder`.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / "job.json"
+    told = {"config": dataclasses.asdict(config), "folder": str(folder)}
+    job.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    if config.device == "cpu":
+        env["OMP_NUM_THREADS"] = "1"
+    launch(
+        [sys.executable, "-u", "-m", "experiments.bench.rank", str(job)],
+        ranks=config.ranks,
+        logs=folder / "ranks",
+        env=env,
+    )
+
+
+if __name__ == "__main__":
+    main()

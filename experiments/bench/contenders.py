@@ -1,0 +1,189 @@
+"""The contenders: one model, the same initial parameters, AdamW, no clipping; who runs the step differs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fnshard as fs
+from experiments.model import Decoder, next_token_loss
+
+LossOf = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender is given.
+
+    `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: one axis
+    "shard". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire.
+    """
+
+    model: Decoder
+    mesh: fs.Mesh
+    compute: torch.dtype
+    reduce: torch.dtype
+    lr: float
+    weight_decay: float
+    backend: str
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`step(tokens, targets)` trains one step and gives a loss: this rank's, or all ranks' mean.
+
+    `transport_bytes`: memory of its own communication that no allocator shows. `lowered`: fnshard's
+    step on paper, once it has run.
+    """
+
+    step: LossOf
+    transport_bytes: Callable[[], int] = lambda: 0
+    lowered: Callable[[], Any] | None = None
+    close: Callable[[], None] = lambda: None
+
+
+# ------------------------------------------------------------------ torch's own
+
+
+def ddp(task: Task) -> Contender:
+    """DistributedDataParallel, eager. bf16: autocast, and the hook torch has for a bf16 wire."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    device = task.mesh.device
+    model = nn.parallel.DistributedDataParallel(
+        copy.deepcopy(task.model).to(device), device_ids=None if device.type == "cpu" else [device]
+    )
+    if task.reduce == torch.bfloat16:
+        model.register_comm_hook(None, bf16_compress_hook)
+    mixed = task.compute != torch.float32
+    autocast = functools.partial(torch.autocast, device.type, task.compute) if mixed else contextlib.nullcontext
+    return _trained(model, task, autocast)
+
+
+def fsdp2(task: Task) -> Contender:
+    """`fully_shard` on every block and the root, eager, its defaults."""
+    return _fsdp2(task, compiled=False)
+
+
+def fsdp2_compiled(task: Task) -> Contender:
+    """The same, each block compiled."""
+    return _fsdp2(task, compiled=True)
+
+
+def _fsdp2(task: Task, compiled: bool) -> Contender:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = copy.deepcopy(task.model).to(task.mesh.device)
+    mixed = task.compute != torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=task.compute, reduce_dtype=task.reduce) if mixed else MixedPrecisionPolicy()
+    for block in model.layers:
+        if compiled:
+            block.compile(fullgraph=True)
+        fully_shard(block, mesh=task.mesh.device_mesh, mp_policy=policy)
+    fully_shard(model, mesh=task.mesh.device_mesh, mp_policy=policy)
+    return _trained(model, task, contextlib.nullcontext)
+
+
+def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Contender:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with context():
+            logits = model(tokens)
+        loss = next_token_loss(logits, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Contender(step)
+
+
+# ------------------------------------------------------------------ fnshard
+
+
+def _fnshard(preset: str, task: Task) -> Contender:
+    apply, params = fs.make_functional(task.model)
+    specs = fs.presets.PRESETS[preset](params, task.mesh, compute_dtype=task.compute, reduce_dtype=task.reduce)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(apply(params, tokens), targets)
+
+    optimizer = fs.optim.adamw(task.lr, weight_decay=task.weight_decay)
+    step = fs.shard_step(loss_fn, specs, mesh=task.mesh, optimizer=optimizer, backend=task.backend)
+    state = step.init({path: leaf.detach() for path, leaf in params.items()})
+
+    def run(tokens: Tensor, targets: Tensor) -> Tensor:
+        nonlocal state
+        state, metrics = step(state, tokens, targets)
+        return metrics["loss"]
+
+    return Contender(
+        run,
+        transport_bytes=lambda: step._runner.rank.comm.transport_bytes(),
+        lowered=lambda: next(iter(step._lowering.cache.values())),
+        close=lambda: step._runner.rank.comm.close(),
+    )
+
+
+FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
+CONTENDERS: dict[str, Callable[[Task], Contender]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp2_compiled": fsdp2_compiled,
+    **{name: functools.partial(_fnshard, name) for name in FNSHARD},
+}
+
+
+# ------------------------------------------------------------------ what they must agree with
+
+
+def reference_losses(task: Task, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """fp64, one process, row by row, plain torch; the loss before each update.
+
+    On a GPU each block is recomputed in backward: fp64 attention there is a [T, T] matrix.
+    """
+    model = copy.deepcopy(task.model).to(task.mesh.device, torch.float64)
+    if task.mesh.device_type != "cpu":
+        for block in model.layers:
+            block.forward = functools.partial(
+                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
+            )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    losses = []
+    for tokens, targets in batches:
+        total = 0.0
+        for row, target in zip(tokens.split(1), targets.split(1), strict=True):
+            loss = next_token_loss(model(row), target) / len(tokens)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def global_batch(step: int, task_seed: int, rows: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of all ranks, int64 [rows, length]; noisy counting, so that there is a pattern."""
+    random = torch.Generator().manual_seed(task_seed * 1_000_003 + step)
+    start = torch.randint(vocab, (rows, 1), generator=random)
+    noise = torch.randint(3, (rows, length + 1), generator=random)
+    text = (start + torch.arange(length + 1) + noise) % vocab
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """The mean of a scalar over the process group."""
+    value = loss.double().cpu()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value.item()

@@ -1,0 +1,263 @@
+"""What one rank measures: rounds of interleaved steps, losses, memory, phases."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnshard as fs
+from experiments.bench.config import BenchConfig
+from experiments.bench.contenders import (
+    CONTENDERS,
+    FNSHARD,
+    Contender,
+    Task,
+    global_batch,
+    mean_over_ranks,
+    reference_losses,
+)
+from experiments.bench.memory import live_bytes
+from experiments.bench.phases import watched
+from experiments.model import Decoder, DecoderConfig
+
+Batch = tuple[Tensor, Tensor]
+PHASE_STEPS = 10
+# Next to no arithmetic, as many instructions as a real decoder of eight blocks.
+TRIVIAL = DecoderConfig(width=32, layers=8, heads=2, kv_heads=1, context=16)
+
+
+@dataclass
+class Track:
+    """One contender's run."""
+
+    contender: Contender
+    number: int = 0
+    seconds: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def run(config: BenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything that is asked for; the same plain values on every rank.
+
+    Args:
+        say: takes one line about what is being done.
+    """
+    torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
+    task = make_task(config, config.model)
+    out: dict[str, Any] = {name: {} for name in config.contenders}
+    load = os.getloadavg()[0]
+    # Interleaving needs all alive. A GPU drifts little, and is to hold one at a time.
+    groups = [config.contenders] if config.device == "cpu" else [(name,) for name in config.contenders]
+    for group in groups:
+        for name, found in race(config, task, group, say).items():
+            out[name] |= found
+    if config.memory:
+        for name in config.contenders:
+            say(f"memory of {name}")
+            out[name] |= memory(config, task, name)
+    if config.phases and config.device == "cpu":
+        for name in config.contenders:
+            if name in FNSHARD:
+                say(f"phases of {name}")
+                out[name]["phases"] = phases(config, task, name)
+    overhead = None
+    if config.phases and config.device == "cpu":
+        say("the executor's own cost")
+        overhead = executor_cost(config)
+    reference: list[float] = []
+    if config.losses:
+        say("the fp64 reference")
+        reference = compare(config, task, out)
+    return {
+        "load_average": [load, os.getloadavg()[0]],
+        "reference_losses": reference,
+        "executor": overhead,
+        "contenders": out,
+    }
+
+
+def make_task(config: BenchConfig, model: DecoderConfig) -> Task:
+    """The same initial parameters on every rank."""
+    torch.manual_seed(config.seed)
+    mesh = fs.make_mesh(shard=config.ranks, device=config.device)
+    return Task(
+        Decoder(model), mesh, config.compute_dtype, config.reduce_dtype, config.lr, config.weight_decay,
+        config.backend,
+    )  # fmt: skip
+
+
+def batches(config: BenchConfig, task: Task, steps: range) -> Iterator[Batch]:
+    """This rank's batches."""
+    rank, rows = task.mesh.rank, config.rows
+    for step in steps:
+        whole = global_batch(step, config.seed, config.ranks * rows, config.length, task.model.config.vocab)
+        yield tuple(part[rank * rows : (rank + 1) * rows].to(task.mesh.device) for part in whole)
+
+
+# ------------------------------------------------------------------ time
+
+
+def race(
+    config: BenchConfig, task: Task, names: Sequence[str], say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """First steps one after another, then rounds: one step of each, in a new order every round."""
+    tracks: dict[str, Track] = {}
+    feed = list(batches(config, task, range(config.warmup + config.rounds)))
+    first: dict[str, float] = {}
+    for name in names:
+        say(f"first steps of {name}")
+        with fresh_cache():
+            began = time.perf_counter()
+            tracks[name] = Track(CONTENDERS[name](task))
+            one_step(tracks[name], feed, task)
+            first[name] = time.perf_counter() - began
+        for _ in range(config.warmup - 1):
+            one_step(tracks[name], feed, task)
+    say(f"{config.rounds} rounds of {', '.join(names)}")
+    order = random.Random(config.seed)
+    for _ in range(config.rounds):
+        for name in order.sample(list(names), len(names)):
+            tracks[name].seconds.append(one_step(tracks[name], feed, task))
+    out = {}
+    for name, track in tracks.items():
+        out[name] = {
+            "first_step_s": slowest([first[name]])[0],
+            "seconds": slowest(track.seconds),
+            "losses": [mean_over_ranks(loss) for loss in track.losses],
+        }
+        track.contender.close()
+    tracks.clear()
+    release()
+    return out
+
+
+def one_step(track: Track, feed: Sequence[Batch], task: Task) -> float:
+    """Seconds of the next step, from a common start; by CUDA's own events on a GPU."""
+    tokens, targets = feed[track.number]
+    if task.mesh.size > 1:
+        dist.barrier()
+    if task.mesh.device_type == "cpu":
+        began = time.perf_counter()
+        loss = track.contender.step(tokens, targets)
+        seconds = time.perf_counter() - began
+    else:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        loss = track.contender.step(tokens, targets)
+        end.record()
+        end.synchronize()
+        seconds = start.elapsed_time(end) / 1e3
+    track.number += 1
+    track.losses.append(loss)
+    return seconds
+
+
+def slowest(seconds: list[float]) -> list[float]:
+    """Of all ranks, step by step."""
+    values = torch.tensor(seconds, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()
+
+
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """An empty Inductor cache, shared by the ranks, for what is compiled within."""
+    named = [tempfile.mkdtemp(prefix="fnshard-bench-")]
+    own = named[0]
+    if dist.is_initialized():
+        dist.broadcast_object_list(named, src=0)
+    if named[0] != own:
+        os.rmdir(own)
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = named[0]
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.barrier()
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        if named[0] == own:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def release() -> None:
+    """Give back what a contender held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------ memory, phases, losses
+
+
+def memory(config: BenchConfig, task: Task, name: str) -> dict[str, Any]:
+    """Of the rank that holds most; transport slots (shared memory) are added to both numbers."""
+    (tokens, targets), *_ = batches(config, task, range(1))
+    made: list[Contender] = []
+
+    def make() -> Callable[[], Any]:
+        made.append(CONTENDERS[name](task))
+        return lambda: made[0].step(tokens, targets)
+
+    seen = live_bytes(make, task.mesh.device)
+    transport = made[0].transport_bytes()
+    numbers = [seen.peak + transport, seen.between + transport, transport]
+    made[0].close()
+    made.clear()
+    release()
+    peak, between, transport = (int(n) for n in slowest([float(n) for n in numbers]))
+    return {"peak_bytes": peak, "between_bytes": between, "transport_bytes": transport}
+
+
+def phases(config: BenchConfig, task: Task, name: str, steps: int = PHASE_STEPS) -> dict[str, Any]:
+    """Rank 0's milliseconds by instruction; the rank's own view, waits for the peer included."""
+    with watched() as watch:
+        contender = CONTENDERS[name](task)
+        track, feed = Track(contender), list(batches(config, task, range(3 + steps)))
+        for _ in range(3):
+            one_step(track, feed, task)
+        watch.clear()
+        seconds = sum(one_step(track, feed, task) for _ in range(steps))
+    contender.close()
+    release()
+    return watch.summary(steps, seconds)
+
+
+def executor_cost(config: BenchConfig) -> dict[str, Any]:
+    """The phases of a step whose kernels do next to nothing."""
+    trivial = make_task(config, TRIVIAL)
+    return phases(config, trivial, "full_shard", steps=100)
+
+
+def compare(config: BenchConfig, task: Task, out: dict[str, Any]) -> list[float]:
+    """Put the largest loss difference into `out`; gives the reference's losses."""
+    steps = min(config.losses, config.warmup + config.rounds)
+    rows, vocab = config.ranks * config.rows, task.model.config.vocab
+    losses = [torch.zeros(steps, dtype=torch.float64)]
+    if task.mesh.rank == 0:
+        feed = [global_batch(s, config.seed, rows, config.length, vocab) for s in range(steps)]
+        feed = [tuple(part.to(task.mesh.device) for part in batch) for batch in feed]
+        losses = [torch.tensor(reference_losses(task, feed), dtype=torch.float64)]
+    if dist.is_initialized():
+        dist.all_reduce(losses[0])
+    reference = losses[0].tolist()
+    for found in out.values():
+        differences = [abs(a - b) for a, b in zip(found["losses"], reference, strict=False)]
+        found["max_loss_difference"] = max(differences)
+    return reference

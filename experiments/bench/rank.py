@@ -1,0 +1,45 @@
+"""One rank of the bench: `python -m experiments.bench.rank job.json`, started by `experiments.bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from experiments.bench import measure, report
+from experiments.bench.config import BenchConfig, build
+from fnshard.launch import run_rank
+
+
+def bench(config: BenchConfig, folder: Path) -> None:
+    """Measure; rank 0 writes to `folder` and prints the table."""
+    if not dist.is_initialized():  # a world of one has no group by itself, DDP and FSDP2 want one
+        backend = "gloo" if config.device == "cpu" else "nccl"
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=config.timeout_s)
+        )
+    first = dist.get_rank() == 0
+    say = (lambda line: print(f"... {line}", file=sys.stderr, flush=True)) if first else lambda line: None
+    measured = measure.run(config, say)
+    if first:
+        result = report.summarise(config, measured)
+        path = report.write(result, folder)
+        print(f"\n{report.table(result)}\n\nresults: {path}", flush=True)
+
+
+def main(job: Path) -> None:
+    """Join the other ranks, measure, leave."""
+    told = json.loads(job.read_text(encoding="utf-8"))
+    config = build(told["config"])
+    run_rank(
+        lambda: bench(config, Path(told["folder"])), device_type=config.device, timeout_s=config.timeout_s
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

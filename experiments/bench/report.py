@@ -1,0 +1,171 @@
+"""From what was measured to a table and a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from experiments.bench.config import BenchConfig
+
+BASELINES = ("ddp", "fsdp2", "fsdp2_compiled")
+PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200
+RESULT = "bench.json"
+
+
+def summarise(config: BenchConfig, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The result: set-up, and of each contender numbers that need no further work."""
+    contenders = {name: _row(config, name, measured["contenders"]) for name in measured["contenders"]}
+    return {
+        "config": {**dataclasses.asdict(config), "contenders": list(config.contenders)},
+        "model": {**dataclasses.asdict(config.model), "parameters": config.model.parameters},
+        "machine": machine(config),
+        **{key: value for key, value in measured.items() if key != "contenders"},
+        "contenders": contenders,
+    }
+
+
+def machine(config: BenchConfig) -> dict[str, Any]:
+    """What ran it."""
+    device = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
+    return {"torch": torch.__version__, "python": platform.python_version(), "device": device}
+
+
+def _row(config: BenchConfig, name: str, all_found: Mapping[str, Any]) -> dict[str, Any]:
+    found = all_found[name]
+    seconds = found["seconds"]
+    typical = median(seconds)
+    row = {
+        "step_ms": 1e3 * typical,
+        "step_ms_quartiles": [1e3 * q for q in quartiles(seconds)],
+        "tokens_per_s": config.tokens / typical,
+        "ratios": {
+            base: ratio(seconds, all_found[base]["seconds"])
+            for base in BASELINES
+            if base in all_found and base != name
+        },
+        **{k: v for k, v in found.items() if k not in ("seconds", "losses")},
+        "losses": found["losses"],
+        "seconds": seconds,
+    }
+    if config.device == "cuda":
+        row["mfu"] = mfu(config, typical)
+    return row
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Lower and upper."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    low, _, high = quantiles(values, n=4)
+    return [low, high]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over rounds of the quotient of two steps of one round, so that slow drift cancels.
+
+    >>> ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
+    2.0
+    """
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def flops_per_token(config: BenchConfig) -> float:
+    """6 N + 12 L d s: N parameters, L layers, width d, sequence s; full attention, no recompute."""
+    model = config.model
+    return 6 * model.parameters + 12 * model.layers * model.width * config.length
+
+
+def mfu(config: BenchConfig, seconds: float) -> float:
+    """Model FLOPs utilisation of one device."""
+    return flops_per_token(config) * config.tokens / config.ranks / seconds / PEAK_FLOPS
+
+
+# ------------------------------------------------------------------ on screen
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """One row a contender; below it what the columns mean."""
+    config, contenders = result["config"], result["contenders"]
+    bases = [base for base in BASELINES if base in contenders]
+    head = ["contender", "step ms", "quartiles", *(f"/ {base}" for base in bases), "tokens/s"]
+    head += ["peak MB", "between MB", "first step s", "loss diff"]
+    gpu = config["device"] == "cuda"
+    rows = [head + ["MFU"] * gpu]
+    for name, row in contenders.items():
+        low, high = row["step_ms_quartiles"]
+        cells = [name, f"{row['step_ms']:.1f}", f"{low:.1f} {high:.1f}"]
+        cells += [f"{row['ratios'][base]:.2f}" if base in row["ratios"] else "1" for base in bases]
+        cells += [f"{row['tokens_per_s']:,.0f}"]
+        cells += [_mega(row.get("peak_bytes")), _mega(row.get("between_bytes")), f"{row['first_step_s']:.1f}"]
+        cells += [f"{row['max_loss_difference']:.1e}" if "max_loss_difference" in row else "-"]
+        rows.append(cells + ([f"{row['mfu']:.1%}"] if gpu else []))
+    return "\n".join([title(result), "", *aligned(rows), *_notes(result)])
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """What was run, one line."""
+    config = result["config"]
+    ranks = f"{config['ranks']} rank" + "s" * (config["ranks"] > 1)
+    where = result["machine"]["device"] if config["device"] == "cuda" else "CPU, gloo, one thread each"
+    return (
+        f"{result['model']['parameters'] / 1e6:.1f}M parameters, {config['dtype']}, gradients sent in "
+        f"{config['reduce'] or config['dtype']}; {ranks} ({where}) x {config['rows']} x {config['length']} tokens; "
+        f"{config['rounds']} rounds"
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns; all but the first to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _mega(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.0f}"
+
+
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    notes = ["", "/ x: median over rounds of the step's time by x's; MB: live tensors of the fullest rank,"]
+    notes.append("transport slots counted in; loss diff: largest to an fp64 single-process reference.")
+    if result["config"]["device"] == "cuda":
+        notes.append(f"MFU: (6 N + 12 L d s) FLOPs per token, peak {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
+    if result.get("executor"):
+        cost = result["executor"]
+        notes.append(
+            f"executor, a schedule of trivial kernels: {cost['executor_us']:.0f} us per unit and phase, "
+            f"{cost['executor_and_packing_us']:.0f} with packing ({cost['units_times_phases']} of them)."
+        )
+    before, after = result["load_average"]
+    notes.append(f"load average before and after: {before:.1f}, {after:.1f}")
+    for name, row in result["contenders"].items():
+        if "phases" in row:
+            notes += ["", *phase_table(name, row["phases"])]
+    return notes
+
+
+def phase_table(name: str, phases: Mapping[str, Any]) -> list[str]:
+    """Where a step of fnshard goes, as rank 0 saw it."""
+    inside = ", ".join(f"{key} {ms:.1f}" for key, ms in phases["inside_ms"].items())
+    lines = [f"{name}, ms of a step of {phases['step_ms']:.1f}: {inside}; by instruction:"]
+    rows = [[key, f"{ms:.2f}"] for key, ms in phases["lines_ms"].items()]
+    rows.append(["outside of instructions", f"{phases['outside_lines_ms']:.2f}"])
+    return lines + [f"  {line}" for line in aligned(rows)]
+
+
+def write(result: Mapping[str, Any], folder: Path) -> Path:
+    """`bench.json` and the table beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RESULT
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / "bench.txt").write_text(table(result) + "\n", encoding="utf-8")
+    return path

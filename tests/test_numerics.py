@@ -1,0 +1,236 @@
+"""Sharded training against the naive loop, in fp64: the matrix of presets, worlds and features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import reference
+import sharded
+import torch
+from models import MODELS, ROWS, Model
+
+import fnshard as fs
+
+LR, DECAY, CLIP = 3e-3, 0.1, 0.2
+PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
+WORLDS = (1, 2, 4)
+ADAMW = fs.optim.adamw(LR, weight_decay=DECAY)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column of the matrix: a model, and how both sides train it."""
+
+    model: str = "gpt"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+
+    @property
+    def optimizer(self) -> fs.optim.Optimizer:
+        return ADAMW if self.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(self.clip), ADAMW)
+
+
+FEATURES = {
+    "plain": Feature(),
+    "tied": Feature("tied"),
+    "frozen": Feature("frozen"),
+    "accumulate_reduce": Feature(options={"accumulate": 3, "accumulate_mode": "reduce"}),
+    "accumulate_local": Feature(options={"accumulate": 3, "accumulate_mode": "local"}),
+    "clip": Feature("tied", clip=CLIP),
+    "clip_accumulate": Feature(options={"accumulate": 3}, clip=CLIP),
+}
+
+
+@cache
+def model_of(name: str) -> Model:
+    return MODELS[name]()
+
+
+@cache
+def truth(name: str, clip: float | None = None, parts: int = 1) -> reference.Trained:
+    """The naive loop over whole global batches (or over `parts` of each)."""
+    model = model_of(name)
+    steps = [[sharded.part(b, i, parts) for i in range(parts)] for b in model.batches(sharded.STEPS)]
+    return reference.train(
+        model.loss, model.params, steps, reference.adamw(LR, DECAY), frozen=model.frozen, clip=clip
+    )
+
+
+def spread(*key: str | int) -> int:
+    """0, 1 or 2, so that depths vary over a matrix but not from run to run."""
+    return sum(str(k).encode()[0] + len(str(k)) for k in key) % 3
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_training_equals_the_naive_loop(preset: str, world: int, feature: str) -> None:
+    chosen = FEATURES[feature]
+    depth = spread(preset, world, feature)
+    ranks = sharded.simulate(
+        model_of(chosen.model), preset, world, chosen.optimizer, prefetch=(depth, (depth + 1) % 3),
+        overlap=(depth + 2) % 3, **chosen.options,
+    )  # fmt: skip
+    expected = truth(chosen.model, chosen.clip)
+    for got in ranks:
+        sharded.assert_same(got, expected)
+    if chosen.clip is not None:
+        sharded.assert_floats(ranks[0].norms, expected.norms)
+        assert min(expected.norms) > chosen.clip, "the case would not clip"
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op", "zero1", "hybrid_shard"])
+@pytest.mark.parametrize("name", [m for m in MODELS if m not in ("gpt", "tied", "frozen")])
+def test_every_model(name: str, preset: str) -> None:
+    world = 4 if spread(name, preset) else 2
+    ranks = sharded.simulate(
+        model_of(name), preset, world, ADAMW, prefetch=spread(name, preset), accumulate=1 + spread(preset)
+    )
+    expected = truth(name)
+    for got in ranks:
+        sharded.assert_same(got, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt", "masked_mean"])
+@pytest.mark.parametrize(
+    ("world", "accumulate", "mode"),
+    [(1, 4, "reduce"), (1, 12, "local"), (2, 1, "reduce"), (2, 6, "local"), (4, 3, "reduce"), (3, 2, "local")],
+)
+def test_a_batch_may_be_cut_any_way(name: str, world: int, accumulate: int, mode: str) -> None:
+    assert ROWS % (world * accumulate) == 0
+    ranks = sharded.simulate(
+        model_of(name), "full_shard", world, ADAMW, accumulate=accumulate, accumulate_mode=mode
+    )
+    sharded.assert_same(ranks[0], truth(name))
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard"])
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_mean_counts_items_of_all_ranks(preset: str, clip: float | None) -> None:
+    """Ranks count different numbers of items, one of them none."""
+    model = model_of("masked_mean")
+    counts = [[int(sharded.part(b, r, 4)[2].sum()) for r in range(4)] for b in model.batches(sharded.STEPS)]
+    assert all(c[0] == 0 and len(set(c)) > 2 for c in counts)
+    chosen = Feature("masked_mean", clip=clip)
+    for got in sharded.simulate(model, preset, 4, chosen.optimizer):
+        sharded.assert_same(got, truth("masked_mean", clip))
+
+
+def test_a_global_count_of_zero_gives_zero_gradients() -> None:
+    model = model_of("masked_mean")
+    ids, targets, mask = model.batch(0)
+    batch = (ids, targets, torch.zeros_like(mask))
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, fs.optim.sgd(1.0))
+
+    def run(rank: int) -> Any:
+        state, metrics = step(step.init(model.params), *sharded.part(batch, rank, 2))
+        return metrics["loss"], fs.unshard(state.params, specs, mesh)
+
+    for loss, params in fs.simulate(mesh, run):
+        assert loss == 0.0
+        assert all(torch.equal(params[p], v) for p, v in model.params.items())
+
+
+# ------------------------------------------------------------------ without an optimizer
+
+
+@pytest.mark.parametrize("name", ["tied", "odd_leaves", "islands", "derived_weights", "masked_mean"])
+@pytest.mark.parametrize("preset", ["full_shard", "zero2", "zero1"])
+def test_gradients_equal_torch_func_grad(name: str, preset: str) -> None:
+    model = model_of(name)
+    mesh = fs.make_mesh(shard=4, simulated=True)
+    specs = sharded.specs_of(model, preset, mesh)
+    step = sharded.make_step(mesh, model, specs, None, accumulate=3)
+    batch = model.batch(0)
+
+    def run(rank: int) -> Any:
+        shards = fs.shard(model.params, specs, mesh)
+        loss, grads = step(shards, *sharded.part(batch, rank, 4))
+        assert all(g is None for p, g in grads.items() if not specs[p].trainable)
+        held = {p: g for p, g in grads.items() if g is not None}
+        layouts = {p: fs.LayoutSpec(specs[p].gradient).resolve(model.params[p], "all") for p in held}
+        return loss, fs.unshard(held, layouts, mesh)
+
+    grads, loss = reference.gradients(model.loss, model.params, *batch)
+    trained = {p: g for p, g in grads.items() if p not in model.frozen}
+    for got_loss, got in fs.simulate(mesh, run):
+        torch.testing.assert_close(got_loss, loss, rtol=0, atol=sharded.ATOL)
+        assert got.keys() == trained.keys()
+        for path, value in trained.items():
+            torch.testing.assert_close(got[path], value, rtol=0, atol=sharded.ATOL, msg=path)
+
+
+def test_a_plain_process_needs_nothing_but_fn_and_specs() -> None:
+    model = model_of("tied")
+    specs = fs.match_specs(model.params, [("*", fs.LayoutSpec(fs.P("shard")))])
+    loss, grads = fs.shard_step(model.loss, specs, backend="eager")(model.params, *model.batch(0))
+    expected, value = reference.gradients(model.loss, model.params, *model.batch(0))
+    torch.testing.assert_close(loss, value, rtol=0, atol=sharded.ATOL)
+    for path, grad in grads.items():
+        if grad is not None:
+            torch.testing.assert_close(grad, expected[path], rtol=0, atol=sharded.ATOL, msg=path)
+    assert sum(g is not None for g in grads.values()) == sum(
+        isinstance(v, torch.nn.Parameter) for v in model.params.values()
+    )
+
+
+def test_reference_agrees_with_the_module_itself() -> None:
+    """`make_functional` is on both sides of the other tests: here the module trains by itself."""
+    from models import GPT, next_token, seeded
+
+    module, model = seeded(GPT, tied=True), model_of("tied")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY)
+    losses = []
+    for ids, targets in model.batches(sharded.STEPS):
+        optimizer.zero_grad()
+        loss = next_token(module(ids), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    own = {p: v.detach() for p, v in module.state_dict().items() if p in model.params}
+    sharded.assert_same(truth("tied"), reference.Trained(own, losses))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_shard_forward_gives_each_rank_its_rows(world: int) -> None:
+    from models import GPT, seeded
+
+    module = seeded(GPT)
+    apply, params = fs.make_functional(module)
+    ids = model_of("gpt").batch(0)[0]
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    specs = fs.presets.full_shard(params, mesh)
+
+    def outputs(params: Any, ids: torch.Tensor) -> dict[str, Any]:
+        logits = apply(params, ids)
+        return {"logits": logits, "best": (logits.argmax(-1), ids), "name": "logits"}
+
+    forward = fs.shard_forward(outputs, specs, mesh=mesh, backend="eager")
+
+    def run(rank: int) -> Any:
+        return forward(fs.shard(params, specs, mesh), *sharded.part((ids,), rank, world))
+
+    ranks = fs.simulate(mesh, run)
+    with torch.no_grad():
+        logits = module(ids)
+    torch.testing.assert_close(torch.cat([r["logits"] for r in ranks]), logits, rtol=0, atol=sharded.ATOL)
+    assert torch.equal(torch.cat([r["best"][0] for r in ranks]), logits.argmax(-1))
+    assert torch.equal(torch.cat([r["best"][1] for r in ranks]), ids)
+    assert {r["name"] for r in ranks} == {"logits"}
+    assert not ranks[0]["logits"].requires_grad
+
+
+def test_dims_that_no_rank_count_divides() -> None:
+    """Worlds of 3 and 5 pad every leaf, some ranks hold padding alone; the norm does not see it."""
+    chosen = Feature("gpt", clip=CLIP)
+    for world, preset in ((3, "full_shard"), (3, "zero2")):
+        for got in sharded.simulate(model_of("gpt"), preset, world, chosen.optimizer):
+            sharded.assert_same(got, truth("gpt", CLIP))
+
+
