@@ -149,7 +149,7 @@ class DataConfig:
 class RunConfig:
     """How long, on what, and what is told of it."""
 
-    steps: int = 800
+    steps: int = 600
     accumulate: int = 1
     accumulate_mode: str = "reduce"
     seed: int = 0

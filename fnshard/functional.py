@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fnshard.errors import TraceError, leaves, report
+
 
 def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
     """`apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.
@@ -17,6 +19,9 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     first of its names. The module may live on the meta device. Train or eval mode is what the
     module was when `apply` was traced.
 
+    Raises:
+        TraceError: a parameter has gradient hooks; in `apply`, a module assigns to its own leaf.
+
     >>> import torch
     >>> apply, params = make_functional(nn.Linear(3, 2))
     >>> {k: tuple(v.shape) for k, v in params.items()}
@@ -24,6 +29,7 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     >>> apply(params, torch.zeros(1, 3)).shape
     torch.Size([1, 2])
     """
+    _check_hooks(model)
     params: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, leaf in model.named_parameters(remove_duplicate=False):
@@ -36,9 +42,40 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
             params[path] = leaf if isinstance(leaf, nn.Buffer) else _mark(leaf)
 
     def apply(params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        return functional_call(model, params, args, kwargs, tie_weights=True)
+        held = dict(params)  # functional_call writes what the module assigns to its own names back here
+        result = functional_call(model, held, args, kwargs, tie_weights=True)
+        _check_assigned([p for p, leaf in params.items() if held[p] is not leaf])
+        return result
 
     return apply, params
+
+
+def _check_hooks(model: nn.Module) -> None:
+    hooked = [
+        f"params[{path!r}]"
+        for path, leaf in model.named_parameters()
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        raise TraceError(
+            report(
+                f"{leaves(len(hooked))} of {type(model).__name__} with a gradient hook, "
+                "which a pure function does not run:",
+                hooked,
+                "remove the hooks; scale or mask gradients in the optimizer, as a transform by path.",
+            )
+        )
+
+
+def _check_assigned(paths: list[str]) -> None:
+    if paths:
+        raise TraceError(
+            report(
+                f"the module assigns to {leaves(len(paths))} of its own in forward, which is lost:",
+                [f"params[{path!r}]" for path in paths],
+                "compute it as a local value, or return the new value in aux and pass it with the batch.",
+            )
+        )
 
 
 def _mark(leaf: Tensor) -> Tensor:

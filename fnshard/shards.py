@@ -104,7 +104,7 @@ def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = N
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
             packer.pack_blocks({p: given[p] for p in bucket.paths}, flat)
             handle = comm.all_gather(flat, bucket.axes)
-            out |= packer.unpack_rows(handle.wait(), lambda p: named[p].storage_dtype)
+            out |= packer.unpack_rows(handle.wait(), bucket.dtype)
             handle.release()
     return tree.unflatten([out[p] if p in out else given[p].clone() for p in named], structure)
 

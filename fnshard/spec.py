@@ -167,7 +167,7 @@ class LayoutSpec:
         storage_dtype = self.storage_dtype or leaf.dtype
         compute_dtype = self.compute_dtype or storage_dtype
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
-        if not storage_dtype.is_floating_point:
+        if not storage_dtype.is_floating_point and not storage_dtype.is_complex:
             trainable = bool(self.trainable)
         return replace(
             self,
@@ -186,7 +186,7 @@ class LayoutSpec:
 def _trainable(leaf: Tensor) -> bool:
     if isinstance(leaf, nn.Parameter):
         return leaf.requires_grad
-    return leaf.dtype.is_floating_point and not is_buffer(leaf)
+    return (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_buffer(leaf)
 
 
 def is_buffer(leaf: Any) -> bool:
@@ -363,7 +363,13 @@ def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
         if out:
             return out
     if spec.trainable and not spec.compute_dtype.is_floating_point:
-        out.append((f"trainable=True and {spec.compute_dtype}", "only float leaves train: trainable=False."))
+        out.append(
+            (
+                f"trainable=True and {spec.compute_dtype}",
+                "only float leaves train: trainable=False, or hold a complex leaf as a real one "
+                "(torch.view_as_real).",
+            )
+        )
     if spec.codec and spec.trainable:
         out.append(
             (

@@ -269,7 +269,7 @@ class Step:
         scale = self._scale.scale(state.loss_scale if training else {})
         program = bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
-        env["seed"] = (scale / self._bound_of(program)).to(self.mesh.device, loss.dtype)
+        env["seed"] = (scale.double() / self._bound_of(program)).to(self.mesh.device, loss.dtype)
         env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
         env["rescale"] = lambda summary: self._rescale(program, summary, scale)
         if not training:

@@ -33,6 +33,11 @@ def adamw(lr: float, weight_decay: float = 0.1) -> Optimizers:
     return lambda named: torch.optim.AdamW(named.values(), lr=lr, weight_decay=weight_decay)
 
 
+def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizers:
+    """SGD over all trainable leaves in one group."""
+    return lambda named: torch.optim.SGD(named.values(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
 def grouped(make: Any, settings: Callable[[str], Mapping[str, float]], **common: Any) -> Optimizers:
     """One parameter group per leaf, with what `settings(path)` says of it."""
     return lambda named: make([{"params": [v], **settings(p)} for p, v in named.items()], **common)

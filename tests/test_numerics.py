@@ -28,20 +28,26 @@ class Feature:
     model: str = "gpt"
     options: Mapping[str, Any] = field(default_factory=dict)
     clip: float | None = None
+    rule: str = "adamw"  # sgd where the gradient's size matters, to which adamw is blind
 
     @property
     def optimizer(self) -> fs.optim.Optimizer:
-        return ADAMW if self.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(self.clip), ADAMW)
+        made = ADAMW if self.rule == "adamw" else fs.optim.sgd(LR, momentum=0.9, weight_decay=DECAY)
+        return made if self.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(self.clip), made)
+
+    @property
+    def truth(self) -> reference.Trained:
+        return truth(self.model, self.clip, self.rule)
 
 
 FEATURES = {
     "plain": Feature(),
-    "tied": Feature("tied"),
+    "tied": Feature("tied", rule="sgd"),
     "frozen": Feature("frozen"),
-    "accumulate_reduce": Feature(options={"accumulate": 3, "accumulate_mode": "reduce"}),
-    "accumulate_local": Feature(options={"accumulate": 3, "accumulate_mode": "local"}),
+    "accumulate_reduce": Feature(options={"accumulate": 3, "accumulate_mode": "reduce"}, rule="sgd"),
+    "accumulate_local": Feature(options={"accumulate": 3, "accumulate_mode": "local"}, rule="sgd"),
     "clip": Feature("tied", clip=CLIP),
-    "clip_accumulate": Feature(options={"accumulate": 3}, clip=CLIP),
+    "clip_accumulate": Feature(options={"accumulate": 3}, clip=CLIP, rule="sgd"),
 }
 
 
@@ -51,13 +57,12 @@ def model_of(name: str) -> Model:
 
 
 @cache
-def truth(name: str, clip: float | None = None, parts: int = 1) -> reference.Trained:
-    """The naive loop over whole global batches (or over `parts` of each)."""
+def truth(name: str, clip: float | None = None, rule: str = "adamw") -> reference.Trained:
+    """The naive loop over whole global batches."""
     model = model_of(name)
-    steps = [[sharded.part(b, i, parts) for i in range(parts)] for b in model.batches(sharded.STEPS)]
-    return reference.train(
-        model.loss, model.params, steps, reference.adamw(LR, DECAY), frozen=model.frozen, clip=clip
-    )
+    rules = {"adamw": reference.adamw(LR, DECAY), "sgd": reference.sgd(LR, 0.9, DECAY)}
+    steps = [[batch] for batch in model.batches(sharded.STEPS)]
+    return reference.train(model.loss, model.params, steps, rules[rule], frozen=model.frozen, clip=clip)
 
 
 def spread(*key: str | int) -> int:
@@ -75,7 +80,7 @@ def test_training_equals_the_naive_loop(preset: str, world: int, feature: str) -
         model_of(chosen.model), preset, world, chosen.optimizer, prefetch=(depth, (depth + 1) % 3),
         overlap=(depth + 2) % 3, **chosen.options,
     )  # fmt: skip
-    expected = truth(chosen.model, chosen.clip)
+    expected = chosen.truth
     for got in ranks:
         sharded.assert_same(got, expected)
     if chosen.clip is not None:

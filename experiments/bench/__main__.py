@@ -49,7 +49,14 @@ def schema() -> type:
             fields.append((f.name, list[str], dataclasses.field(default_factory=lambda d=default: list(d))))
         else:
             fields.append((f.name, f.type, dataclasses.field(default=f.default)))
-    hints = {"str": str, "int": int, "float": float, "bool": bool, "str | None": str | None, "int | None": int | None}
+    hints = {
+        "str": str,
+        "int": int,
+        "float": float,
+        "bool": bool,
+        "str | None": str | None,
+        "int | None": int | None,
+    }
     return dataclasses.make_dataclass("BenchSchema", [(n, hints.get(t, t), d) for n, t, d in fields])
 
 

@@ -91,7 +91,9 @@ def build(values: Mapping[str, Any]) -> BenchConfig:
         ConfigError: unknown keys or values that cannot be; all of them at once.
     """
     known = {f.name for f in dataclasses.fields(BenchConfig)}
-    problems = [f"{key}: no such key; there are {', '.join(sorted(known))}." for key in values if key not in known]
+    problems = [
+        f"{key}: no such key; there are {', '.join(sorted(known))}." for key in values if key not in known
+    ]
     config = BenchConfig(**{k: tuple(v) if k == "contenders" else v for k, v in values.items() if k in known})
     if config.device not in DEFAULTS:
         problems.append(f"device={config.device}: one of {', '.join(DEFAULTS)}.")
@@ -108,7 +110,12 @@ def build(values: Mapping[str, Any]) -> BenchConfig:
 def _problems(config: BenchConfig) -> list[str]:
     out = []
     sizes = sorted(path.stem for path in MODELS.glob("*.yaml"))
-    choices = {"size": sizes, "dtype": list(DTYPES), "reduce": [None, *DTYPES], "backend": ["inductor", "eager"]}
+    choices = {
+        "size": sizes,
+        "dtype": list(DTYPES),
+        "reduce": [None, *DTYPES],
+        "backend": ["inductor", "eager"],
+    }
     for name, known in choices.items():
         if getattr(config, name) not in known:
             out.append(f"{name}={getattr(config, name)}: one of {', '.join(filter(None, known))}.")

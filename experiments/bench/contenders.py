@@ -64,7 +64,9 @@ def ddp(task: Task) -> Contender:
     if task.reduce == torch.bfloat16:
         model.register_comm_hook(None, bf16_compress_hook)
     mixed = task.compute != torch.float32
-    autocast = functools.partial(torch.autocast, device.type, task.compute) if mixed else contextlib.nullcontext
+    autocast = (
+        functools.partial(torch.autocast, device.type, task.compute) if mixed else contextlib.nullcontext
+    )
     return _trained(model, task, autocast)
 
 
@@ -83,7 +85,11 @@ def _fsdp2(task: Task, compiled: bool) -> Contender:
 
     model = copy.deepcopy(task.model).to(task.mesh.device)
     mixed = task.compute != torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=task.compute, reduce_dtype=task.reduce) if mixed else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=task.compute, reduce_dtype=task.reduce)
+        if mixed
+        else MixedPrecisionPolicy()
+    )
     for block in model.layers:
         if compiled:
             block.compile(fullgraph=True)
@@ -112,7 +118,9 @@ def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Conten
 
 def _fnshard(preset: str, task: Task) -> Contender:
     apply, params = fs.make_functional(task.model)
-    specs = fs.presets.PRESETS[preset](params, task.mesh, compute_dtype=task.compute, reduce_dtype=task.reduce)
+    specs = fs.presets.PRESETS[preset](
+        params, task.mesh, compute_dtype=task.compute, reduce_dtype=task.reduce
+    )
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(apply(params, tokens), targets)

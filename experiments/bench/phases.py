@@ -62,9 +62,7 @@ def _bind(context: Context, watch: Watch) -> Callable[[dict[str, Any]], dict[str
     lines = context.schedule.instructions
     watch.places |= {(line.unit, line.phase) for line in lines if line.unit != "-"}
     context = _clocked(context, watch)
-    actions = [
-        _timed(execute._BIND[type(line)](line, context), watch.lines, _name(line)) for line in lines
-    ]
+    actions = [_timed(execute._BIND[type(line)](line, context), watch.lines, _name(line)) for line in lines]
 
     def run(env: dict[str, Any]) -> dict[str, Any]:
         for action in actions:
@@ -84,7 +82,9 @@ def _clocked(context: Context, watch: Watch) -> Context:
         name: tuple(fn and _timed(fn, watch.inner, KERNELS) for fn in pair)
         for name, pair in context.kernels.items()
     }
-    clocked = dataclasses.replace(context, kernels=kernels, comm=_Clocked(context.comm, watch.inner, COLLECTIVES))
+    clocked = dataclasses.replace(
+        context, kernels=kernels, comm=_Clocked(context.comm, watch.inner, COLLECTIVES)
+    )
     for bucket in context.schedule.buckets:
         clocked.packers[bucket] = _Clocked(context.packer(bucket), watch.inner, PACKING)
     if context.updater is not None:

@@ -63,7 +63,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
     """Lower and upper."""
     if len(values) < 2:
         return [values[0], values[0]]
-    low, _, high = quantiles(values, n=4)
+    low, _, high = quantiles(values, n=4, method="inclusive")
     return [low, high]
 
 

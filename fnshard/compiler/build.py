@@ -96,7 +96,9 @@ class _Builder:
         read = {p for s in self.segments.segments for p in s.leaves}
         moved = {p: s for p, s in self.specs.items() if p in read and not self._is_alias(p)}
         trained = {p: s for p, s in self.specs.items() if s.trainable}
-        self.gathers = make_buckets(moved, self.mesh, lambda s: s.storage, wire_dtype, "gather")
+        self.gathers = make_buckets(
+            moved, self.mesh, lambda s: s.storage, wire_dtype, "gather", apart=lambda s: s.compute_dtype
+        )
         self.reduces = make_buckets(
             trained, self.mesh, lambda s: s.gradient, lambda s: s.reduce_dtype, "reduce"
         )

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.program import describe
 from fnshard.compiler.source import Argument, Source
+from fnshard.errors import TraceError, report
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def differentiate(source: Source, name: str, *, trainable: bool = True, budget: 
             trace_joint=differentiable,
             decompositions=select_decomp_table(),
         )
+        _check_joint(joint)
         with mode, V.set_fake_mode(mode):
             joint_graph_passes(joint)
         if not differentiable:
@@ -121,6 +123,40 @@ def differentiate_all(
 
 def _export_context(mode: FakeTensorMode):
     return torch._guards.tracing(torch._guards.TracingContext(mode))
+
+
+def _check_joint(joint: fx.GraphModule) -> None:
+    """What only shows beneath the composite ops: random numbers, and ops with side effects."""
+    calls = [n for n in joint.graph.nodes if n.op == "call_function"]
+    effects = [str(n.args[1]) for n in calls if getattr(n.target, "__name__", "") == "with_effects"]
+    random = [str(n.target) for n in calls if _draws(n)]
+    if effects:
+        raise TraceError(
+            report(
+                f"`fn` calls operators that act beside returning values ({', '.join(effects[:4])}).",
+                fix="leave checks and prints out; of torch.linalg.inv, solve and cholesky use the _ex forms.",
+            )
+        )
+    if random:
+        raise TraceError(
+            report(
+                f"`fn` draws random numbers inside {', '.join(random[:4])}; recomputation would redraw them.",
+                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
+                "or draw the numbers outside and pass them with the batch.",
+            )
+        )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an op draws random numbers; attention kernels only do where their dropout is not 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return value != 0.0
 
 
 def _flatten_signature(module: fx.GraphModule) -> None:

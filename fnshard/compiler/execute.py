@@ -225,11 +225,11 @@ def _wait(line: Wait, context: Context) -> Action:
 def _wait_gather(line: Wait, context: Context) -> Action:
     (flight,), packer, specs = line.reads, context.packer(line.bucket), context.schedule.specs
     paths = context.schedule.buckets[line.bucket].paths
-    writes = dict(zip(paths, line.writes, strict=True))
+    writes, dtype = dict(zip(paths, line.writes, strict=True)), specs[paths[0]].compute_dtype
 
     def run(env: Env) -> None:
         handle = env.pop(flight)
-        leaves = packer.unpack_rows(handle.wait(), lambda p: specs[p].compute_dtype)
+        leaves = packer.unpack_rows(handle.wait(), dtype)
         handle.release()
         for path, name in writes.items():
             env[name] = leaves[path]

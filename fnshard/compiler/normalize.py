@@ -123,6 +123,8 @@ def _is_random(node: fx.Node) -> bool:
         return _argument(node, "dropout_p") not in (None, 0, 0.0)
     if node.target in _INERT and not _argument(node, "train", "training"):
         return False
+    if node.target in _RECURRENT and not (_argument(node, "train") and _argument(node, "dropout")):
+        return False
     return torch.Tag.nondeterministic_seeded in node.target.tags or node.target in _RANDOM
 
 
@@ -135,10 +137,20 @@ def _argument(node: fx.Node, *names: str) -> Any:
     return None
 
 
+def _with_argument(node: fx.Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
+    names = [a.name for a in node.target._schema.arguments]
+    index = names.index(name)
+    if index < len(args):
+        return (*args[:index], value, *args[index + 1 :]), kwargs
+    return args, {k: v for k, v in kwargs.items() if k != name}
+
+
 def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
     if key is None:
         if old.target in _INERT and not _argument(old, "train", "training"):
             return args[0]  # dropout in eval mode
+        if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
+            args, kwargs = _with_argument(old, args, kwargs, "sparse", False)
         node = graph.call_function(old.target, args, kwargs)
         node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
@@ -181,5 +193,14 @@ _RANDOM: dict[Any, Callable[..., Any]] = {
         (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],
          b["enable_gqa"])),
 }  # fmt: skip
-_INERT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
-          aten.feature_alpha_dropout.default}  # fmt: skip
+_INERT = {
+    getattr(aten, f"{name}{inplace}").default
+    for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for inplace in ("", "_")
+}
+_RECURRENT = {
+    getattr(getattr(aten, name), overload)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+}
+_SPARSE_GRADIENT = {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx}

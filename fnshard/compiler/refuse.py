@@ -46,6 +46,10 @@ _VMAP = report(
     "`fn` calls {name}, whose ops a trace before autograd does not see.",
     fix="write the mapped dim out: broadcast, torch.einsum, torch.baddbmm, or a Python loop.",
 )
+_SCRIPT = report(
+    "`fn` calls a torch.jit {name}, whose executor hides from a trace what is differentiated.",
+    fix="call the Python function or module it was scripted from: kernels are compiled anyway.",
+)
 _INFERENCE = report(
     "`fn` enters {name}, whose tensors autograd refuses.",
     fix="use torch.no_grad().",
@@ -100,7 +104,7 @@ def _guards() -> Iterator[tuple[Any, str, Guard]]:
     yield torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, _refuse(_HOOK, name)
-    nested = "grad grad_and_value vjp jvp jacrev jacfwd hessian linearize".split()
+    nested = ["grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"]
     for module, names in {torch.func: nested, torch.autograd: ["grad", "backward"]}.items():
         for name in names:
             yield module, name, _refuse(_NESTED, f"{module.__name__}.{name}")
@@ -111,6 +115,8 @@ def _guards() -> Iterator[tuple[Any, str, Guard]]:
             yield owner, name, _refuse(_SEED, f"torch.{name}")
     yield torch.inference_mode, "__enter__", _refuse(_INFERENCE, "torch.inference_mode", lambda m, *_: m.mode)
     yield saved_tensors_hooks, "__enter__", _refuse(_SAVED, "saved_tensors_hooks", _is_users_hook)
+    for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+        yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
     yield HigherOrderOperator, "__call__", _higher_order_call
     yield torch.Tensor, "data", _data
     yield torch.Tensor, "grad_fn", _grad_fn

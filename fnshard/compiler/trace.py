@@ -25,7 +25,7 @@ from fnshard import tree
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.normalize import normalize
 from fnshard.compiler.program import Input, Outputs, Program, describe, mutated_args, storage_id
-from fnshard.compiler.refuse import refusals
+from fnshard.compiler.refuse import higher_order, refusals
 from fnshard.errors import TraceError, leaves, report
 from fnshard.losses import Mean, Whole
 from fnshard.spec import LayoutSpec
@@ -179,6 +179,10 @@ def _capture(flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate:
         said = str(error)
         if any(w in said for w in _DATA_DEPENDENT) or "GuardOnDataDependent" in type(error).__name__:
             raise TraceError(_data_dependent(said.splitlines()[0])) from error
+        if "no fake impl" in said:
+            raise TraceError(_no_fake(error)) from error
+        if type(error).__module__ == "torch._dynamo.exc":
+            raise higher_order("torch.cond or another operator that takes functions") from error
         raise
 
 
@@ -187,7 +191,7 @@ _DATA_DEPENDENT = ("data-dependent", ".numpy() is not supported")
 
 def _no_fake(error: Exception) -> str:
     return report(
-        f"`fn` calls {error}, which cannot run on tensors without values.",
+        f"`fn` calls an operator that cannot run on tensors without values: {str(error).splitlines()[0]}",
         fix="write it with plain torch ops; for a torch.library.custom_op add register_fake.",
     )
 
@@ -295,8 +299,8 @@ def _check_program(program: Program, differentiate: bool) -> None:
     if sparse:
         raise TraceError(
             report(
-                f"`fn` makes sparse tensors ({', '.join(str(n.target) for n in sparse[:4])}), which cannot be "
-                "cut and differentiated.",
+                f"`fn` makes sparse tensors ({', '.join(str(n.target) for n in sparse[:4])}), "
+                "which cannot be cut and differentiated.",
                 fix="use dense ones: gather and scatter by index.",
             )
         )

@@ -83,6 +83,15 @@ class Updater:
         for path in bucket.paths:
             self.places[path] = place(self.specs[path], self.mesh, self.rank)
         paths = bucket.paths
+        if all(self._plain(p) for p in paths):
+
+            def update_plain(blocks: Mapping[str, Tensor], env: dict[str, Any]) -> None:
+                if not env["skip"]:
+                    opt_state = env["opt_state"]
+                    slots = {p: opt_state[p] for p in paths}
+                    self.optimizer.apply(blocks, slots, {p: env[f"s:{p}"] for p in paths}, env["info"])
+
+            return update_plain
 
         def update(blocks: Mapping[str, Tensor], env: dict[str, Any]) -> None:
             if env["skip"]:
@@ -100,6 +109,12 @@ class Updater:
                     _cut(env[f"s:{path}"], self.places[path].stored).copy_(params[path])
 
         return update
+
+    def _plain(self, path: str) -> bool:
+        """Whether gradient, slots and stored block are the optimizer's as they are."""
+        spec = self.specs[path]
+        one_dtype = spec.storage_dtype == spec.optimizer_dtype == spec.reduce_dtype
+        return one_dtype and self.places[path] == Place(None, None, None)
 
     def _gather(self, path: str, shard: Tensor) -> Tensor:
         """The whole leaf from optimizer blocks (padding cut off); a collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fnshard.compiler.schedule import COLLECTIVES, Free, Gather, Instruction, Run, Schedule, Wait
+from fnshard.compiler.schedule import COLLECTIVES, AllReduce, Free, Gather, Instruction, Run, Schedule, Wait
 from fnshard.errors import ScheduleError, report
 
 
@@ -24,7 +24,7 @@ def verify(schedule: Schedule) -> Schedule:
       are alive at once;
     - nothing that rests on leaves alone is saved or crosses a cut (checked on the kernels);
     - every collective is waited for, exactly once;
-    - nothing writes or frees what a collective in flight reads;
+    - nothing writes or frees what a collective in flight reads, or reads what it may write to;
     - whatever is alive at the end is an output.
 
     Raises:
@@ -56,6 +56,8 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
         held = {n for n in touched if not _copied(issue, n)}
         if held and not (isinstance(line, Wait) and flight in line.reads):
             walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
+        for name in _overwritten(issue) & set(line.reads):
+            walk.problems.append(f"{here}: reads {name}, which line {issued} may overwrite until it is waited for")
     if isinstance(line, COLLECTIVES):
         if line.writes[0] in walk.flying:
             walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
@@ -74,6 +76,11 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
 def _copied(issue: Instruction, name: str) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
     return name.startswith(("g:", "a:", "n:", "r:")) or issue.verb == "reduce_scalars"
+
+
+def _overwritten(issue: Instruction) -> set[str]:
+    """What a collective may write its result into: a sum of blocks that are not packed first."""
+    return {n for n in issue.reads if n.startswith("r:")} if isinstance(issue, AllReduce) else set()
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:

@@ -64,20 +64,22 @@ def make_buckets(
     layout: Callable[[LayoutSpec], P],
     dtype: Callable[[LayoutSpec], torch.dtype],
     purpose: str,
+    apart: Callable[[LayoutSpec], object] = lambda spec: None,
 ) -> tuple[Bucket, ...]:
     """Group leaves by (unit, axes, dtype), in order of the tree.
 
     Args:
         layout, dtype: which of a spec's layouts and dtypes travel.
         purpose: first part of the buckets' names ("gather", "reduce", ...).
+        apart: leaves for which this differs do not share a bucket either.
     """
-    groups: dict[tuple[str, tuple[str, ...], torch.dtype], list[str]] = {}
+    groups: dict[tuple[str, tuple[str, ...], torch.dtype, object], list[str]] = {}
     for path, spec in specs.items():
-        key = (spec.unit, mesh.ordered(layout(spec).axes), dtype(spec))
+        key = (spec.unit, mesh.ordered(layout(spec).axes), dtype(spec), apart(spec))
         groups.setdefault(key, []).append(path)
     count: dict[str, int] = {}
     out = []
-    for (unit, axes, wire), paths in groups.items():
+    for (unit, axes, wire, _), paths in groups.items():
         index = count[unit] = count.get(unit, -1) + 1
         pieces, numel = _place({p: specs[p] for p in paths}, mesh, layout, wire)
         name = f"{purpose}/{unit}" + (f".{index}" if index else "")
@@ -88,47 +90,199 @@ def make_buckets(
 def _place(
     specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], int]:
-    step = max(1, ALIGN_bytes // dtype.itemsize)
-    offset, pieces = 0, []
-    for path, spec in specs.items():
-        block = block_shape(spec.shape, layout(spec), mesh)
-        pieces.append(Piece(path, spec.shape, layout(spec), block, offset))
-        offset += -(-math.prod(block) // step) * step
-    last = pieces[-1]
-    return tuple(pieces), last.offset + last.numel if len(pieces) == 1 else offset
+    blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
+    starts, total = _aligned([math.prod(b) for b in blocks], dtype)
+    pieces = tuple(
+        Piece(path, spec.shape, layout(spec), block, start)
+        for (path, spec), block, start in zip(specs.items(), blocks, starts, strict=True)
+    )
+    return pieces, total
 
 
 # ------------------------------------------------------------------ packing
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One rank's unpadded block of one leaf: where it lies in the full leaf and in that rank's row.
+class Packer:
+    """Moves one bucket's leaves in and out of flat rows; what it needs of the mesh is worked out once.
 
-    Views are made with `as_strided` from these numbers: one call each, where slicing would take four.
+    A leaf split along dim 0 alone is, rank by rank, a run of its elements; such runs are cut out of
+    rows and leaves by one `split_with_sizes` each and copied by one `_foreach_copy_` (FSDP2's copy-in
+    and copy-out do likewise). Leaves split along other dims are copied through strided views.
     """
 
-    path: str
+    def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
+        self.bucket = bucket
+        ranks = mesh.group_ranks(bucket.axes, rank)
+        self.rows = len(ranks)
+        slices = [
+            [block_slices(p.shape, p.layout, mesh, mesh.coordinate(r)) for p in bucket.pieces] for r in ranks
+        ]
+        self._mine = {
+            p.path: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
+            for p in bucket.pieces
+        }
+        self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
+        runs = [all(not p.layout.of(d) for d in range(1, len(p.shape))) for p in bucket.pieces]
+        extents = [  # [rank][leaf]: elements that are not padding
+            [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
+        ]
+        self._runs = [i for i, run in enumerate(runs) if run]
+        self._row_runs = [
+            _Cuts.of([(bucket.pieces[i].offset, row[i]) for i in self._runs], bucket.numel) for row in extents
+        ]
+        self._leaf_runs = {i: [row[i] for row in extents] for i in self._runs}
+        self._strided = [
+            (i, [_Window.of(bucket.pieces[i], row[i]) for row in slices])
+            for i, run in enumerate(runs)
+            if not run
+        ]
+        filled = sum(p.numel for p in bucket.pieces)
+        self._dense = filled == bucket.numel
+        self._unpadded = self._dense and self.rows * filled == sum(map(sum, extents))
+        starts, total = _aligned([math.prod(p.shape) for p in bucket.pieces], bucket.dtype)
+        self._buffer = _Cuts.of(
+            [(s, math.prod(p.shape)) for s, p in zip(starts, bucket.pieces, strict=True)], total
+        )
+        runs_at = [
+            (starts[i] + sum(self._leaf_runs[i][:r]), n)
+            for i in self._runs
+            for r, n in enumerate(self._leaf_runs[i])
+        ]
+        self._buffer_runs = _Cuts.of(runs_at, total)
+
+    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a row [numel], one padded block per leaf."""
+        parts = self._blocks.of_flat(flat)
+        return {p.path: part.view(p.block) for p, part in zip(self.bucket.pieces, parts, strict=True)}
+
+    def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
+        """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
+        if not self._dense:
+            out.zero_()
+        sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
+        torch._foreach_copy_(self._blocks.of_flat(out), sources)
+
+    def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """One row per rank -> full leaves in `dtype`, padding cut off: views of one buffer."""
+        pieces = self.bucket.pieces
+        buffer = torch.empty(self._buffer.total, dtype=dtype, device=rows[0].device)
+        parts = self._buffer.of_flat(buffer)
+        leaves = {p.path: part.view(p.shape) for p, part in zip(pieces, parts, strict=True)}
+        to = list(self._buffer_runs.of_flat(buffer))
+        out_of = [run for leaf in zip(*self._of_rows(rows), strict=True) for run in leaf]
+        for i, windows in self._strided:
+            to += [w.of_full(leaves[pieces[i].path]) for w in windows]
+            out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
+        torch._foreach_copy_(to, out_of)
+        return leaves
+
+    def unpack_into(self, rows: Sequence[Tensor], fulls: Mapping[str, Tensor]) -> None:
+        """One row per rank -> written into existing, contiguous full leaves."""
+        pieces = self.bucket.pieces
+        to, out_of = self._runs_of([fulls[p.path] for p in pieces], rows)
+        for i, windows in self._strided:
+            to += [w.of_full(fulls[pieces[i].path]) for w in windows]
+            out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
+        torch._foreach_copy_(to, out_of)
+
+    def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
+        """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
+        pieces = self.bucket.pieces
+        if not self._unpadded or len(fulls) != len(pieces):
+            out.zero_()
+        rows = out.view(self.rows, -1).unbind(0)
+        given = [fulls[p.path].contiguous() if p.path in fulls else None for p in pieces]
+        out_of, to = self._runs_of(given, rows)
+        for i, windows in self._strided:
+            if given[i] is not None:
+                out_of += [w.of_full(given[i]) for w in windows]
+                to += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
+        torch._foreach_copy_(to, out_of)
+
+    def _runs_of(
+        self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Matching 1-d views of leaves and of rows, for the leaves split along dim 0."""
+        of_rows = self._of_rows(rows)
+        left: list[Tensor] = []
+        right: list[Tensor] = []
+        for k, i in enumerate(self._runs):
+            full = fulls[i]
+            if full is not None:
+                left += full.view(-1).split_with_sizes(self._leaf_runs[i])
+                right += [row[k] for row in of_rows]
+        return left, right
+
+    def _of_rows(self, rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """[rank][leaf split along dim 0]: its run in that rank's row."""
+        return [cuts.of_flat(row) for cuts, row in zip(self._row_runs, rows, strict=True)]
+
+    def cut(self, fulls: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""
+        return {path: padded(fulls[path][slices], block) for path, (slices, block) in self._mine.items()}
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Runs of a flat tensor, cut out by one call: sizes with the gaps between, and which are wanted."""
+
+    sizes: tuple[int, ...]
+    wanted: tuple[int, ...] | None  # None: all of them
+    total: int
+
+    @staticmethod
+    def of(runs: Sequence[tuple[int, int]], total: int) -> _Cuts:
+        """From (start, length) of each run, in order."""
+        sizes, wanted, at = [], [], 0
+        for start, length in runs:
+            if start > at:
+                sizes.append(start - at)
+            wanted.append(len(sizes))
+            sizes.append(length)
+            at = start + length
+        if total > at:
+            sizes.append(total - at)
+        return _Cuts(tuple(sizes), None if len(wanted) == len(sizes) else tuple(wanted), total)
+
+    def of_flat(self, flat: Tensor) -> Sequence[Tensor]:
+        parts = flat.split_with_sizes(self.sizes)
+        return parts if self.wanted is None else [parts[i] for i in self.wanted]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """One rank's unpadded block of a leaf, as strided views of the full leaf and of that rank's row."""
+
     size: tuple[int, ...]
     full_stride: tuple[int, ...]
     full_offset: int
     row_stride: tuple[int, ...]
     row_offset: int
 
+    @staticmethod
+    def of(piece: Piece, slices: Sequence[slice]) -> _Window:
+        """Of a piece and where a rank's block lies in the full leaf."""
+        strides = _strides(piece.shape)
+        offset = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
+        size = tuple(s.stop - s.start for s in slices)
+        return _Window(size, strides, offset, _strides(piece.block), piece.offset)
+
     def of_full(self, full: Tensor) -> Tensor:
-        """The block inside a contiguous full leaf."""
         return full.as_strided(self.size, self.full_stride, self.full_offset + full.storage_offset())
 
-    def of_row(self, row: Tensor, start: int = 0) -> Tensor:
-        """The block inside a row (which begins `start` elements into `row`)."""
-        return row.as_strided(self.size, self.row_stride, self.row_offset + start + row.storage_offset())
+    def of_row(self, row: Tensor) -> Tensor:
+        return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())
 
 
-def _part(piece: Piece, slices: Sequence[slice]) -> _Part:
-    strides = _strides(piece.shape)
-    offset = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
-    size = tuple(s.stop - s.start for s in slices)
-    return _Part(piece.path, size, strides, offset, _strides(piece.block), piece.offset)
+def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
+    """Starts of runs of these sizes, each at a multiple of 128 bytes, and where the last ends."""
+    step = max(1, ALIGN_bytes // dtype.itemsize)
+    starts, at, end = [], 0, 0
+    for size in sizes:
+        starts.append(at)
+        end = at + size
+        at = -(-end // step) * step
+    return starts, end
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -137,73 +291,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
         out.append(step)
         step *= max(size, 1)
     return tuple(reversed(out))
-
-
-class Packer:
-    """Moves one bucket's leaves in and out of flat rows; what it needs of the mesh is worked out once."""
-
-    def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
-        self.bucket = bucket
-        ranks = mesh.group_ranks(bucket.axes, rank)
-        self.rows = len(ranks)
-        self._parts = [  # [rank of the group][leaf]
-            [_part(p, block_slices(p.shape, p.layout, mesh, mesh.coordinate(r))) for p in bucket.pieces]
-            for r in ranks
-        ]
-        self._mine = {
-            p.path: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
-            for p in bucket.pieces
-        }
-        self._places = [(p.path, p.block, _strides(p.block), p.offset) for p in bucket.pieces]
-        filled = sum(p.numel for p in bucket.pieces) * self.rows
-        self._dense = filled == bucket.numel * self.rows
-        self._unpadded = self._dense and filled == sum(math.prod(p.size) for row in self._parts for p in row)
-
-    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a row [numel], one padded block per leaf."""
-        base = flat.storage_offset()
-        return {path: flat.as_strided(block, stride, base + at) for path, block, stride, at in self._places}
-
-    def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
-        """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
-        if not self._dense:
-            out.zero_()
-        for path, view in self.blocks(out).items():
-            view.copy_(blocks[path])
-
-    def unpack_rows(
-        self, rows: Sequence[Tensor], dtype_of: Callable[[str], torch.dtype]
-    ) -> dict[str, Tensor]:
-        """One row per rank -> full leaves in their compute dtype, padding cut off."""
-        device = rows[0].device
-        out = {
-            p.path: torch.empty(p.shape, dtype=dtype_of(p.path), device=device) for p in self.bucket.pieces
-        }
-        self.unpack_into(rows, out)
-        return out
-
-    def unpack_into(self, rows: Sequence[Tensor], fulls: Mapping[str, Tensor]) -> None:
-        """One row per rank -> written into existing full leaves."""
-        for row, parts in zip(rows, self._parts, strict=True):
-            for part in parts:
-                part.of_full(fulls[part.path]).copy_(part.of_row(row))
-
-    def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
-        """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
-        if not self._unpadded or len(fulls) != len(self.bucket.pieces):
-            out.zero_()
-        for path, full in fulls.items():
-            fulls = fulls if full.is_contiguous() else {**fulls, path: full.contiguous()}
-        for index, parts in enumerate(self._parts):
-            start = index * self.bucket.numel
-            for part in parts:
-                full = fulls.get(part.path)
-                if full is not None:
-                    part.of_row(out, start).copy_(part.of_full(full))
-
-    def cut(self, fulls: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""
-        return {path: padded(fulls[path][slices], block) for path, (slices, block) in self._mine.items()}
 
 
 def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
