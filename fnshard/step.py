@@ -271,6 +271,7 @@ class Step:
         loss = program.results[program.outputs.loss].meta["val"]
         env["seed"] = (scale.double() / self._bound_of(program)).to(self.mesh.device, loss.dtype)
         env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
+        self._runner.rank.raised.clear()
         env["rescale"] = lambda summary: self._rescale(program, summary, scale)
         if not training:
             return self._gradients(bound, bound.run(env))

@@ -57,7 +57,9 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
         if held and not (isinstance(line, Wait) and flight in line.reads):
             walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
         for name in _overwritten(issue) & set(line.reads):
-            walk.problems.append(f"{here}: reads {name}, which line {issued} may overwrite until it is waited for")
+            walk.problems.append(
+                f"{here}: reads {name}, which line {issued} may overwrite until it is waited for"
+            )
     if isinstance(line, COLLECTIVES):
         if line.writes[0] in walk.flying:
             walk.problems.append(f"{here}: {line.writes[0]} is already in flight")

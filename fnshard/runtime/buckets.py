@@ -130,7 +130,9 @@ class Packer:
         self._row_runs = [
             _Cuts.of([(bucket.pieces[i].offset, row[i]) for i in self._runs], bucket.numel) for row in extents
         ]
-        self._leaf_runs = {i: [row[i] for row in extents] for i in self._runs}
+        # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
+        self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
+        self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}
         self._strided = [
             (i, [_Window.of(bucket.pieces[i], row[i]) for row in slices])
             for i, run in enumerate(runs)
@@ -169,7 +171,8 @@ class Packer:
         parts = self._buffer.of_flat(buffer)
         leaves = {p.path: part.view(p.shape) for p, part in zip(pieces, parts, strict=True)}
         to = list(self._buffer_runs.of_flat(buffer))
-        out_of = [run for leaf in zip(*self._of_rows(rows), strict=True) for run in leaf]
+        of_rows = self._of_rows(rows)
+        out_of = [of_rows[r][k] for k, i in enumerate(self._runs) for r in self._order[i]]
         for i, windows in self._strided:
             to += [w.of_full(leaves[pieces[i].path]) for w in windows]
             out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
@@ -210,7 +213,7 @@ class Packer:
             full = fulls[i]
             if full is not None:
                 left += full.view(-1).split_with_sizes(self._leaf_runs[i])
-                right += [row[k] for row in of_rows]
+                right += [of_rows[r][k] for r in self._order[i]]
         return left, right
 
     def _of_rows(self, rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -272,6 +275,10 @@ class _Window:
 
     def of_row(self, row: Tensor) -> Tensor:
         return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())
+
+
+def _first(slices: Sequence[slice]) -> int:
+    return slices[0].start if slices else 0
 
 
 def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:

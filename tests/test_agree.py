@@ -1,0 +1,82 @@
+"""Ranks compare what they are about to run before the first collective that would hang."""
+
+import pytest
+import torch
+
+import fnshard as fs
+
+PARAMS = {"a": torch.ones(4, 2), "b": torch.ones(4, 2)}
+
+
+def run_with(loss_of, optimizer_of=lambda rank: fs.optim.sgd(0.1), specs_of=fs.presets.full_shard, **options):
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def run(rank):
+        step = fs.shard_step(
+            loss_of(rank), specs_of(PARAMS, mesh), mesh=mesh, optimizer=optimizer_of(rank),
+            backend="eager", **options,
+        )  # fmt: skip
+        _, metrics = step(step.init(PARAMS), torch.ones(2))
+        return metrics["loss"].item()
+
+    return fs.simulate(mesh, run)
+
+
+def plain(rank):
+    return lambda p, x: ((p["a"] + p["b"]) @ x).sum()
+
+
+def test_equal_programs_agree():
+    assert run_with(plain) == [16.0, 16.0]
+
+
+def test_a_program_that_branches_on_the_rank_is_refused_on_every_rank():
+    def branching(rank):
+        return plain(rank) if rank == 0 else (lambda p, x: (p["a"] @ x).sum())
+
+    with pytest.raises(fs.AgreementError, match=r"rank\(s\) 1 hold another program than rank 0") as error:
+        run_with(branching)
+    assert "collective 0 on rank 0" in str(error.value) or "collective 1 on rank 0" in str(error.value)
+
+
+def test_different_optimizers_are_refused():
+    with pytest.raises(fs.AgreementError, match="optimizer sgd"):
+        run_with(plain, lambda rank: fs.optim.sgd(0.1 * (rank + 1)))
+
+
+def test_another_batch_shape_needs_no_agreement_but_the_same_collectives():
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    loss = lambda p, x: ((p["a"] + p["b"]).sum() * x).sum()  # noqa: E731
+    step = fs.shard_step(
+        loss, fs.presets.full_shard(PARAMS, mesh), mesh=mesh, optimizer=fs.optim.sgd(0.0), backend="eager"
+    )
+
+    def run(rank):
+        state, losses = step.init(PARAMS), []
+        for rows in (2, 3 + rank, 2):
+            state, metrics = step(state, torch.ones(rows))
+            losses.append(metrics["loss"].item())
+        return losses
+
+    with pytest.warns(UserWarning, match=r"compiling again for a new batch .*batch\['0'\] from .*\(2,\)"):
+        results = fs.simulate(mesh, run)
+    assert results == [[32.0, 56.0, 32.0]] * 2
+
+
+def test_a_batch_that_changes_the_collectives_is_refused():
+    params = {"a": torch.ones(4), "b": torch.ones(4)}
+    specs = fs.presets.full_shard(params, fs.make_mesh(shard=2, simulated=True))
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def loss(p, x):
+        return (p["a"] * x).sum() if x.shape[0] == 1 else ((p["a"] + p["b"]) * x[0]).sum()
+
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+
+    def run(rank):
+        state = step.init(params)
+        for rows in (1, 2):
+            state, _ = step(state, torch.ones(rows, 4))
+
+    with pytest.raises(fs.StateError, match="other collectives than the batches before"):
+        fs.simulate(mesh, run)
