@@ -161,7 +161,7 @@ def fresh_leaf_inside(p, x):
 def retain_grad_and_printing(p, x):
     y = run_chain(p, x)
     y.retain_grad()
-    assert "FakeTensor" in str(y) and y.grad_fn.name()
+    assert str(y) and "Tanh" in y.grad_fn.name()
     return y.sum()
 
 
@@ -472,8 +472,14 @@ def sparse(p, x):
     return torch.sparse.mm(torch.eye(ROWS).to_sparse(), run_chain(p, x)).sum()
 
 
-@right
-def embedding_with_sparse_gradient(p, x):
+def test_an_embedding_with_sparse_gradient_gets_a_dense_one() -> None:
+    wanted, sparse = plain_grads(_sparse_embeddings, chain(), rows())
+    loss, grads = our_grads(_sparse_embeddings, chain(), rows())
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(grads, {p: g.to_dense() for p, g in sparse.items()})
+
+
+def _sparse_embeddings(p, x):
     ids = torch.tensor([1, 2, 3, 3])
     bags = F.embedding_bag(ids, p["layers.1.w"], torch.tensor([0, 2]), mode="sum", sparse=True)
     return F.embedding(ids, p["layers.0.w"], sparse=True).pow(2).sum() + bags.pow(2).sum()
@@ -703,18 +709,20 @@ def large_constant(p, x):
     return run_chain(p, x).sum() + _large[0].sum()
 
 
-def test_a_constant_that_is_written_to_is_copied() -> None:
-    held = torch.ones(WIDTH)
+@refuse("writes in place to 1 tensor.*closes over.*clone it")
+def constant_that_is_written_to(p, x):
+    _counter.add_(1)
+    return (run_chain(p, x) * _counter).sum()
 
-    def fn(p, x):
-        held.add_(1)
-        return (run_chain(p, x) * held).sum()
 
-    step = fs.shard_step(fn, fs.match_specs(chain(), [("*", LayoutSpec())]), backend="eager")
-    first, second = step(chain(), rows())[0], step(chain(), rows())[0]
-    assert torch.equal(held, torch.ones(WIDTH))
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, (run_chain(chain(), rows()) * 2).sum())
+_counter = torch.ones(WIDTH)
+
+
+@right
+def literal_in_place(p, x):
+    fresh = torch.tensor([1.0] * WIDTH)
+    fresh.add_(1)
+    return (run_chain(p, x) * fresh).sum()
 
 
 def test_a_tensor_kept_from_an_earlier_trace() -> None:
@@ -855,7 +863,7 @@ def _loss_of(model: nn.Module) -> tuple[Fn, dict[str, Tensor]]:
 
 def test_batch_norm_in_train_mode_names_the_way_out() -> None:
     fn, params = _loss_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    with pytest.raises(TraceError, match=r"(?s)params\['1.num_batches_tracked'\].*replace_all_batch_norm_modules_"):
+    with pytest.raises(TraceError, match=r"(?s)params\['1.num_batches.*replace_all_batch_norm_modules_"):
         our_grads(fn, params, rows())
 
 

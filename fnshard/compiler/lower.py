@@ -64,15 +64,16 @@ def lower(
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.items()}
     differentiate = plan_of is not None
     plan = Plan(update=False, differentiate=False)
-    program = trace(
-        fn, shapes, structure, specs, batch, device=trace_device(mesh), differentiate=differentiate
-    )
-    cuts = frozenset(p for p, s in specs.items() if s.trainable or mesh.ordered(s.storage.axes))
-    if plan_of is not None:
-        plan = plan_of(program)
-    segments = split(program, specs, cuts)
-    kernels = differentiate_all(segments.sources, trainable=differentiate)
-    schedule = build(segments, kernels, program.outputs, specs, mesh, plan)
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+        program = trace(
+            fn, shapes, structure, specs, batch, device=trace_device(mesh), differentiate=differentiate
+        )
+        cuts = frozenset(p for p, s in specs.items() if s.trainable or mesh.ordered(s.storage.axes))
+        if plan_of is not None:
+            plan = plan_of(program)
+        segments = split(program, specs, cuts)
+        kernels = differentiate_all(segments.sources, trainable=differentiate)
+        schedule = build(segments, kernels, program.outputs, specs, mesh, plan)
     return Stages(program, segments, kernels, run_passes(schedule, passes))
 
 

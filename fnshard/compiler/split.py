@@ -94,7 +94,7 @@ class _Facts:
     inputs: dict[fx.Node, Input] = field(default_factory=dict)
 
 
-_TERM_RATIO = 16  # a pure value this much smaller than its leaves may cross: a norm, a penalty
+TERM_RATIO = 16  # a pure value this much smaller than its leaves may cross: a norm, a penalty
 
 
 def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
@@ -140,7 +140,7 @@ def _find_terms(program: Program, facts: _Facts) -> None:
 
     def small(node: fx.Node) -> bool:
         size = sum(t.numel() for t in _tensors(node))
-        return node.op == "call_function" and size * _TERM_RATIO <= facts.weight.get(node, 0)
+        return node.op == "call_function" and size * TERM_RATIO <= facts.weight.get(node, 0)
 
     for node in program.graph.nodes:
         if node.op != "call_function" or node in facts.lazy:

@@ -147,14 +147,24 @@ def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
 
 
 def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
-    """Give `fn` a private copy of each batch leaf or constant that it writes to."""
+    """Give `fn` a private copy of each batch leaf that it writes to; refuse it for constants.
+
+    The tracer has by then run the write on the constant itself, and what `fn` leaves there for the
+    next step (a counter, an average) would be lost.
+    """
     written = {storage_id(arg.meta["val"]) for node in graph.nodes for arg in mutated_args(node)}
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
-    found = [
-        n
-        for n, i in zip(nodes, inputs, strict=True)
-        if i.kind in ("batch", "constant") and storage_id(n.meta["val"]) in written
-    ]
+    touched = [(n, i) for n, i in zip(nodes, inputs, strict=True) if storage_id(n.meta["val"]) in written]
+    constants = [describe(n.meta["val"]) for n, i in touched if i.kind == "constant"]
+    if constants:
+        raise TraceError(
+            report(
+                f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
+                constants,
+                "clone it first; what must live on from step to step comes with the batch and goes out in aux.",
+            )
+        )
+    found = [n for n, i in touched if i.kind == "batch"]
     for node in found:
         with graph.inserting_after(nodes[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -187,6 +197,10 @@ def _capture(flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate:
 
 
 _DATA_DEPENDENT = ("data-dependent", ".numpy() is not supported")
+
+
+def _bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
 
 
 def _no_fake(error: Exception) -> str:
@@ -277,7 +291,7 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
-        if v.requires_grad or v.numel() * v.element_size() > CLOSURE_LIMIT_bytes
+        if v.requires_grad or _bytes(v) > CLOSURE_LIMIT_bytes
     ]
     if wrong:
         raise TraceError(

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fnshard.compiler.schedule import COLLECTIVES, AllReduce, Free, Gather, Instruction, Run, Schedule, Wait
+from torch import fx
+
+from fnshard.compiler.schedule import (
+    COLLECTIVES,
+    AllReduce,
+    Cast,
+    Free,
+    Gather,
+    Instruction,
+    Run,
+    Schedule,
+    Wait,
+)
+from fnshard.compiler.split import TERM_RATIO
 from fnshard.errors import ScheduleError, report
 
 
@@ -12,7 +25,6 @@ from fnshard.errors import ScheduleError, report
 class _Walk:
     live: set[str]
     flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
-    gathered: dict[str, int] = field(default_factory=dict)  # live versions by bucket
     problems: list[str] = field(default_factory=list)
 
 
@@ -39,7 +51,7 @@ def verify(schedule: Schedule) -> Schedule:
     if left:
         walk.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
     walk.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in walk.live]
-    walk.problems += _too_many_units(schedule)
+    walk.problems += _too_many_units(schedule) + _double_gathers(schedule) + _kept_leaves(schedule)
     if walk.problems:
         raise ScheduleError(report(f"{len(walk.problems)} faults in the schedule:", walk.problems[:20]))
     return schedule
@@ -106,4 +118,54 @@ def _too_many_units(schedule: Schedule) -> list[str]:
                 )
         for name in line.drops:
             alive.pop(name, None)
+    return problems
+
+
+def _double_gathers(schedule: Schedule) -> list[str]:
+    """A bucket gathered while an earlier version of it is alive, or gathered and never read."""
+    alive: dict[str, str] = {}  # gathered value or flight -> bucket
+    unread: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(schedule.instructions):
+        for name in {n for n in line.reads if n in alive and n.startswith("p:")}:
+            unread.pop(alive[name], None)
+        if isinstance(line, Gather | Cast):
+            if line.bucket in alive.values():
+                problems.append(f"{number}: {line.bucket} is gathered again while it is alive")
+            if line.bucket in unread:
+                problems.append(f"{unread[line.bucket]}: {line.bucket} is gathered and never read")
+            unread[line.bucket] = number
+        if isinstance(line, Gather | Cast) or (isinstance(line, Wait) and line.of == "gather"):
+            alive |= dict.fromkeys(line.writes, line.bucket)
+        if isinstance(line, Wait):
+            alive.pop(line.reads[0], None)
+        for name in line.drops:
+            alive.pop(name, None)
+    return problems + [f"{n}: {b} is gathered and never read" for b, n in unread.items()]
+
+
+def _kept_leaves(schedule: Schedule) -> list[str]:
+    """Values that rest on leaves alone and are saved, or cross a cut and are not much smaller."""
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    read = {name for line in runs for name in line.reads}
+    handed_on = {(r.kernel, i) for r in runs if not r.backward for i, n in enumerate(r.writes) if n in read}
+    problems = []
+    for kernel in schedule.kernels.values():
+        weight: dict[fx.Node, int] = {}  # of nodes that rest on leaves alone: elements of those
+        inputs = iter(kernel.source.inputs)
+        for node in kernel.forward.graph.nodes:
+            if node.op == "placeholder":
+                if next(inputs).kind == "leaf":
+                    weight[node] = node.meta["val"].numel()
+            elif node.all_input_nodes and all(n in weight for n in node.all_input_nodes):
+                weight[node] = sum(weight[n] for n in node.all_input_nodes)
+        crossing = len(kernel.source.outputs)
+        for i, node in enumerate(kernel.forward.graph.output_node().args[0]):
+            size = node.meta["val"].numel()
+            crosses = (kernel.name, i) in handed_on and size * TERM_RATIO > weight.get(node, 0)
+            if node in weight and (i >= crossing or crosses):
+                what = "saved" if i >= crossing else "handed on"
+                problems.append(
+                    f"{kernel.name}: {node} {list(node.meta['val'].shape)} rests on leaves and is {what}"
+                )
     return problems

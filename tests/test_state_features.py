@@ -1,0 +1,513 @@
+"""What rides on a step beside the plain gradient: scaling, masters, chains, rates, aux, Whole, dropout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import reference
+import sharded
+import torch
+import torch.nn.functional as F
+from models import GPT, MODELS, Model, language_model, noise, seeded, tokens, vectors
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import LayoutSpec, Mean, P, optim, schedules
+
+WIDTH = 12
+
+
+def simulated(world: int = 2, **axes: int) -> fs.Mesh:
+    return fs.make_mesh(**(axes or {"shard": world}), simulated=True)
+
+
+def by_steps(model: Model) -> list[list[tuple[Tensor, ...]]]:
+    return [[batch] for batch in model.batches(sharded.STEPS)]
+
+
+# ------------------------------------------------------------------ optimizers and rates
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero1", "hybrid_shard"])
+def test_clip_adamw_ema(preset: str) -> None:
+    model, mesh = MODELS["tied"](), simulated(**sharded.meshes(4, preset))
+    specs = sharded.specs_of(model, preset, mesh)
+    chained = optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(3e-3), optim.ema(0.5))
+    step = sharded.make_step(mesh, model, specs, chained)
+    averages = []
+    for steps in range(1, 4):
+        until = reference.train(
+            model.loss, model.params, by_steps(model)[:steps], reference.adamw(3e-3, 0.01),
+            frozen=model.frozen, clip=0.2,
+        )  # fmt: skip
+        before = averages[-1] if averages else model.params
+        averages.append({p: 0.5 * before[p].detach() + 0.5 * v for p, v in until.params.items()})
+
+    def run(rank: int) -> Any:
+        state = step.init(model.params)
+        for batch in model.batches(3):
+            state, _ = step(state, *sharded.part(batch, rank, 4))
+        held = optim.ema_params(state.opt_state)
+        layouts = {p: LayoutSpec(specs[p].optimizer).resolve(model.params[p], "all") for p in held}
+        return fs.unshard(held, layouts, mesh)
+
+    for got in fs.simulate(mesh, run):
+        for path, value in got.items():
+            torch.testing.assert_close(value, averages[-1][path], rtol=0, atol=sharded.ATOL, msg=path)
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard"])
+def test_lars_sees_whole_leaves(preset: str) -> None:
+    """Norms per leaf are exact over shards, padding and replicas."""
+    model = MODELS["dense_skips"]()
+    lr, momentum, trust = 0.5, 0.9, 1e-2
+    params = {p: v.clone() for p, v in model.params.items()}
+    traces = {p: torch.zeros_like(v) for p, v in params.items()}
+    losses = []
+    for batch in model.batches(sharded.STEPS):
+        grads, loss = reference.gradients(model.loss, params, *batch)
+        for path, grad in grads.items():
+            ratio = trust * params[path].norm() / (grad.norm() + 1e-8)
+            traces[path] = momentum * traces[path] + lr * ratio * grad
+            params[path] = params[path] - traces[path]
+        losses.append(loss.item())
+    for got in sharded.simulate(model, preset, 4, optim.lars(lr, momentum, trust=trust), accumulate=3):
+        sharded.assert_same(got, reference.Trained(params, losses))
+
+
+@pytest.mark.parametrize("name", ["warmup_cosine", "linear", "wsd"])
+def test_schedules_move_the_rate_and_show_it(name: str) -> None:
+    more = {"decay": 2} if name == "wsd" else {}
+    rate = getattr(schedules, name)(0.1, warmup=2, total=5, **more)
+    model, mesh = MODELS["dense_skips"](), simulated()
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, optim.sgd(rate))
+    expected = reference.train(
+        model.loss, model.params, by_steps(model), reference.sgd(0.1), rate=lambda n: rate(torch.tensor(n)).item()
+    )
+
+    def run(rank: int) -> Any:
+        state, rates, out = step.init(model.params), [], reference.Trained()
+        for batch in model.batches(sharded.STEPS):
+            state, metrics = step(state, *sharded.part(batch, rank, 2))
+            rates.append(metrics["lr"].item())
+            out.losses.append(metrics["loss"].item())
+        out.params = fs.unshard(state.params, specs, mesh)
+        return rates, out
+
+    for rates, got in fs.simulate(mesh, run):
+        sharded.assert_same(got, expected)
+        sharded.assert_floats(rates, [rate(torch.tensor(n)).item() for n in range(sharded.STEPS)], 1e-15)
+    assert len(set(rates)) > 2
+    assert len(step._lowering.cache) == 1, "a new rate compiled again"
+
+
+def test_weight_decay_and_rate_by_path() -> None:
+    model = MODELS["gpt"]()
+    decays, scales = [("*norm*", 0.0), ("*", 0.1)], [("embed*", 0.5), ("layers.0.*", 0.0), ("*", 1.0)]
+
+    def settings(path: str) -> dict[str, float]:
+        scale = 0.5 if path.startswith("embed") else 0.0 if path.startswith("layers.0.") else 1.0
+        return {"lr": 0.01 * scale, "weight_decay": 0.0 if "norm" in path else 0.1}
+
+    expected = reference.train(
+        model.loss, model.params, by_steps(model), reference.grouped(torch.optim.AdamW, settings), frozen=model.frozen
+    )
+    made = optim.adamw(0.01, weight_decay=decays, lr_scale=scales)
+    for preset in ("full_shard", "zero2"):
+        sharded.assert_same(sharded.simulate(model, preset, 2, made)[1], expected)
+    assert torch.equal(expected.params["layers.0.up.weight"], model.params["layers.0.up.weight"])
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero1"])
+def test_bf16_compute_with_fp32_masters_follows_the_reference(preset: str) -> None:
+    """Rates so small that bf16 storage alone would stand still: the master moves."""
+    module = seeded(GPT).float()
+    model = language_model(module)
+    policy = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32,
+              "optimizer_dtype": torch.float32}  # fmt: skip
+    rounded = {p: v.detach().bfloat16() for p, v in model.params.items() if v.requires_grad}
+    start = {p: rounded[p].float() if p in rounded else v for p, v in model.params.items()}
+    expected = reference.train(
+        model.loss, start, by_steps(model), reference.adamw(1e-4, 0.0), frozen=model.frozen
+    )
+    mesh = simulated()
+    specs = sharded.specs_of(model, preset, mesh, **policy)
+    step = sharded.make_step(mesh, model, specs, optim.adamw(1e-4, weight_decay=0.0))
+
+    def run(rank: int) -> Any:
+        state, losses = step.init(model.params), []
+        for batch in model.batches(sharded.STEPS):
+            state, metrics = step(state, *sharded.part(batch, rank, 2))
+            losses.append(metrics["loss"].item())
+        masters = {p: held["master"] for p, held in state.opt_state.items()}
+        layouts = {p: LayoutSpec(specs[p].optimizer).resolve(start[p], "all") for p in masters}
+        return losses, fs.unshard(masters, layouts, mesh), fs.unshard(state.params, specs, mesh)
+
+    for losses, masters, stored in fs.simulate(mesh, run):
+        sharded.assert_floats(losses, expected.losses, atol=0.02)
+        moved = same_way = 0
+        for path, master in masters.items():
+            assert master.dtype == torch.float32
+            assert torch.equal(stored[path], master.bfloat16()), path
+            step_taken, wanted = master - start[path], expected.params[path] - start[path]
+            moved += step_taken.numel()
+            same_way += (torch.sign(step_taken) == torch.sign(wanted)).sum().item()
+        assert same_way / moved > 0.95, "masters do not follow the fp32 reference"
+
+
+def test_fp16_overflow_on_one_rank_skips_on_all() -> None:
+    """The scale halves, the skip is counted, no rank moves; then training goes on."""
+    params = {"layers.0.w": torch.ones(4, 3), "layers.1.w": torch.ones(3, 5)}
+    mesh = simulated(4)
+    specs = fs.presets.full_shard(
+        params, mesh, compute_dtype=torch.float16, reduce_dtype=torch.float32, optimizer_dtype=torch.float32
+    )
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return ((x.half() @ params["layers.0.w"]) @ params["layers.1.w"]).float().mean() * 1e-3
+
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optim.sgd(1.0), backend="eager")
+    assert step._scale.dynamic
+
+    def run(rank: int) -> Any:
+        state = step.init(params)
+        seen = []
+        for number, size in enumerate((1.0, 6e4, 1.0)):
+            before = fs.unshard(state.params, specs, mesh)
+            x = torch.ones(2, 4) * (size if rank == 2 else 1.0)
+            state, metrics = step(state, x)
+            after = fs.unshard(state.params, specs, mesh)
+            seen.append((metrics, all(torch.equal(before[p], after[p]) for p in params), number))
+        return seen
+
+    first = None
+    for seen in fs.simulate(mesh, run):
+        (good, still, _), (bad, stood, _), (again, rest, _) = seen
+        assert (still, stood, rest) == (False, True, False)
+        assert [int(m["skipped_steps"]) for m in (good, bad, again)] == [0, 1, 1]
+        assert [float(m["loss_scale"]) for m in (good, bad, again)] == [2.0**16, 2.0**15, 2.0**15]
+        first = first or good
+        assert torch.equal(good["loss"], first["loss"])
+
+
+def test_loss_scale_changes_nothing_in_fp64() -> None:
+    model = MODELS["tied"]()
+    expected = reference.train(model.loss, model.params, by_steps(model), reference.sgd(0.01), frozen=model.frozen)
+    for got in sharded.simulate(model, "full_shard", 2, optim.sgd(0.01), loss_scale=1024.0, grad_norm=True):
+        sharded.assert_same(got, expected)
+        sharded.assert_floats(got.norms, expected.norms)
+
+
+def test_autocast_region() -> None:
+    """Autocast holds inside its region and nowhere else, in the backward too."""
+    params = {p: v.float() for p, v in noise({"layers.0.w": (12, 12), "layers.1.w": (12, 12)}).items()}
+
+    def loss(params: Any, x: Tensor, y: Tensor, enabled: bool = True) -> Tensor:
+        x = x.float() @ params["layers.0.w"]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            h = F.linear(torch.tanh(x), params["layers.1.w"])
+            h = F.linear(h, params["layers.0.w"])
+            assert h.dtype == (torch.bfloat16 if enabled else torch.float32)
+        return F.mse_loss((x @ params["layers.1.w"] + h).float(), y.float())
+
+    batch = vectors(0)
+    grads, value = reference.gradients(loss, params, *batch)
+    plain, _ = reference.gradients(loss, params, *batch, False)
+    mesh = simulated()
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
+
+    def run(rank: int) -> Any:
+        got, grads = step(fs.shard(params, specs, mesh), *sharded.part(batch, rank, 2))
+        return got, fs.unshard(grads, specs, mesh)
+
+    for got, mine in fs.simulate(mesh, run):
+        torch.testing.assert_close(got, value, rtol=1e-3, atol=1e-3)
+        for path, grad in grads.items():
+            error, effect = (mine[path] - grad).norm(), (plain[path] - grad).norm()
+            assert error < 0.5 * effect, (path, error, effect)
+
+
+# ------------------------------------------------------------------ what fn returns, what it takes
+
+
+@pytest.mark.parametrize(("accumulate", "optimizer"), [(1, None), (3, optim.sgd(0.0)), (3, None)])
+def test_aux_scalars_are_averaged_means_exact_and_tensors_local(accumulate: int, optimizer: Any) -> None:
+    params = noise({"layers.0.w": (12, 7), "layers.1.w": (7, 12)})
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> Any:
+        h = torch.tanh(x @ params["layers.0.w"])
+        out = h @ params["layers.1.w"]
+        big = (x > 0.5).double()
+        aux = {"hidden": h.mean(), "big": Mean((x * big).sum(), big.sum()), "rows": out, "note": "text", "seen": x}
+        return F.mse_loss(out, y), aux
+
+    batch = vectors(0)
+    mesh = simulated(2)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=accumulate, backend="eager")
+
+    def run(rank: int) -> Any:
+        mine = sharded.part(batch, rank, 2)
+        if optimizer is not None:
+            return step(step.init(params), *mine)[1]["aux"]
+        (_, aux), _ = step(fs.shard(params, specs, mesh), *mine)
+        return aux
+
+    whole = loss(params, *batch)[1]
+    for rank, aux in enumerate(fs.simulate(mesh, run)):
+        torch.testing.assert_close(aux["hidden"], whole["hidden"], rtol=0, atol=sharded.ATOL)
+        torch.testing.assert_close(aux["big"], whole["big"].total / whole["big"].count, rtol=0, atol=sharded.ATOL)
+        last = sharded.part(sharded.part(batch, rank, 2), accumulate - 1, accumulate)
+        torch.testing.assert_close(aux["rows"], loss(params, *last)[1]["rows"], rtol=0, atol=sharded.ATOL)
+        assert torch.equal(aux["seen"], last[0])
+        assert aux["note"] == "text"
+
+
+def test_whole_batch_leaves_are_not_cut() -> None:
+    params = noise({"layers.0.w": (12, 12)})
+    weights = torch.rand(12, dtype=torch.float64)  # as long as the batch: a cut would not be noticed by shape
+
+    def loss(params: Any, x: Tensor, weights: Tensor, power: int) -> Tensor:
+        return ((x @ params["layers.0.w"] * weights) ** power).mean()
+
+    x = vectors(0)[0]
+    grads, value = reference.gradients(loss, params, x, weights, 2)
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    step = fs.shard_step(loss, specs, accumulate=3, backend="eager")
+    got, mine = step(params, x, fs.Whole(weights), 2)
+    torch.testing.assert_close(got, value, rtol=0, atol=sharded.ATOL)
+    torch.testing.assert_close(mine["layers.0.w"], grads["layers.0.w"], rtol=0, atol=sharded.ATOL)
+    with pytest.raises(fs.StateError, match=r"batch\['1'\] \[12\].*\n?.*cannot|cannot be cut"):
+        fs.shard_step(loss, specs, accumulate=5, backend="eager")(params, x[:10], weights, 2)
+
+
+def test_batches_may_be_trees_and_strided() -> None:
+    params = noise({"layers.0.w": (12, 12)})
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return F.mse_loss(batch["x"] @ params["layers.0.w"], batch["pair"][1])
+
+    x, y = vectors(0)
+    batch = {"x": x.T.contiguous().T, "pair": (None, y[:, ::2].repeat_interleave(2, 1)[:, :12])}
+    grads, value = reference.gradients(loss, params, batch)
+    got, mine = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")(params, batch)
+    torch.testing.assert_close(got, value, rtol=0, atol=sharded.ATOL)
+    torch.testing.assert_close(mine["layers.0.w"], grads["layers.0.w"], rtol=0, atol=sharded.ATOL)
+
+
+def test_a_new_batch_shape_compiles_once_more_and_names_what_changed() -> None:
+    model, mesh = MODELS["gpt"](), simulated(1)
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), optim.sgd(0.01))
+
+    def run(rank: int) -> reference.Trained:
+        state, out = step.init(model.params), reference.Trained()
+        for ids, targets in batches:
+            state, metrics = step(state, ids, targets)
+            out.losses.append(metrics["loss"].item())
+        out.params = dict(state.params)
+        return out
+
+    ids, targets = tokens(0)
+    batches = [(ids, targets), (ids[:, :3], targets[:, :3]), (ids, targets), (ids[:, :3], targets[:, :3])]
+    with pytest.warns(UserWarning, match=r"compiling again.*batch\['0'\] from .*5.* to .*3") as caught:
+        got = fs.simulate(mesh, run)[0]
+    assert len([w for w in caught if "compiling again" in str(w.message)]) == 1
+    expected = reference.train(
+        model.loss, model.params, [[b] for b in batches], reference.sgd(0.01), frozen=model.frozen
+    )
+    sharded.assert_same(got, expected)
+
+
+# ------------------------------------------------------------------ dropout
+
+
+def masks(preset: str, seed: int, steps: int, world: int = 2, **options: Any) -> list[list[Tensor]]:
+    """By rank and step: which of 12 x 12 products a dropout kept, seen through the gradient of the weight."""
+    params = {"layers.0.w": torch.ones(12, 12, dtype=torch.float64), "layers.1.w": torch.ones(12, 12, dtype=torch.float64)}
+
+    def loss(params: Any, x: Tensor) -> Any:
+        kept = F.dropout(params["layers.0.w"] * x, 0.25)
+        again = F.dropout(params["layers.1.w"] * kept, 0.5)
+        return again.sum(), {"kept": kept, "again": again}
+
+    mesh = simulated(world)
+    specs = fs.presets.PRESETS[preset](params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optim.sgd(0.0), backend="eager", **options)
+
+    def run(rank: int) -> list[Tensor]:
+        state, seen = step.init(params, seed=seed), []
+        for _ in range(steps):
+            state, metrics = step(state, torch.ones(12, 12, dtype=torch.float64))
+            seen.append(torch.stack([metrics["aux"]["kept"], metrics["aux"]["again"]]))
+        return seen
+
+    with sharded.remembered_kernels():
+        return fs.simulate(mesh, run)
+
+
+def test_dropout_masks_depend_on_seed_step_and_rank_and_on_nothing_else() -> None:
+    truth = masks("full_shard", 0, 2)
+    for preset, depth in (("full_shard", 0), ("shard_grad_op", 2), ("zero2", 1), ("no_shard", 0)):
+        got = masks(preset, 0, 2, prefetch=depth, overlap=depth)
+        assert all(torch.equal(a, b) for mine, yours in zip(got, truth, strict=True) for a, b in zip(mine, yours, strict=True))
+    other = masks("full_shard", 1, 1)[0][0]
+    distinct = [*truth[0], *truth[1], other]
+    for i, a in enumerate(distinct):
+        assert not torch.equal(a[0] != 0, a[1] != 0), "two draws of one step are one mask"
+        for b in distinct[i + 1 :]:
+            assert not torch.equal(a[0] != 0, b[0] != 0)
+
+
+def test_dropout_keeps_its_share_and_scales_it() -> None:
+    kept = torch.stack([m[0] for rank in masks("zero1", 3, 20, world=4) for m in rank])
+    share = (kept != 0).double().mean().item()
+    sigma = math.sqrt(0.25 * 0.75 / kept.numel())
+    assert abs(share - 0.75) < 5 * sigma
+    assert torch.equal(kept.unique(), torch.tensor([0.0, 1 / 0.75], dtype=torch.float64))
+    per_place = (kept != 0).double().mean(0)  # no place is favoured
+    assert per_place.std() < 2 * math.sqrt(0.25 * 0.75 / kept.shape[0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("preset", ["full_shard", "zero2"])
+def test_backward_uses_the_forward_mask(preset: str, accumulate: int) -> None:
+    """y = dropout(w * x): dL/dw is x / (1 - p) exactly where y was kept, though the mask is drawn again."""
+    p = 0.4
+    params = noise({"layers.0.w": (12, 12), "layers.1.w": (12, 12)})
+
+    def loss(params: Any, x: Tensor) -> Any:
+        y = F.dropout(params["layers.0.w"] * x[0], p)
+        return F.dropout(torch.tanh(y) * params["layers.1.w"], p).sum(), y
+
+    mesh = simulated(2)
+    specs = fs.presets.PRESETS[preset](params, mesh, rules=[("layers.1.*", LayoutSpec(P("shard"), trainable=False))])
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager", accumulate=1)
+    x = torch.rand(1, 12, 12, dtype=torch.float64) + 0.5
+
+    def run(rank: int) -> Any:
+        (total, y), grads = step(fs.shard(params, specs, mesh), x)
+        layouts = {"layers.0.w": LayoutSpec(specs["layers.0.w"].gradient).resolve(params["layers.0.w"], "u")}
+        return total, y, fs.unshard({"layers.0.w": grads["layers.0.w"]}, layouts, mesh)["layers.0.w"]
+
+    ranks = fs.simulate(mesh, run)
+    grad = ranks[0][2]
+    kept = torch.stack([y != 0 for _, y, _ in ranks])
+    assert (kept[0] != kept[1]).any(), "ranks share their mask"
+    never = ~(kept[0] | kept[1])
+    assert never.any()
+    assert not grad[never].any()
+    for _, y, _ in ranks:
+        expected = params["layers.0.w"] * x[0] / (1 - p)
+        torch.testing.assert_close(y[y != 0], expected[y != 0], rtol=1e-12, atol=0)
+    # Each rank's part of the gradient is a sum of kept terms alone: with tanh' and w1 known up to the
+    # second mask, every entry is one of four values.
+    slopes = [(1 - torch.tanh(y).square()) * params["layers.1.w"] * x[0] / (1 - p) ** 2 * (y != 0) / 2 for _, y, _ in ranks]
+    options = torch.stack([a * slopes[0] + b * slopes[1] for a in (0, 1) for b in (0, 1)])
+    assert (options - grad).abs().amin(0).max() < 1e-12
+
+
+def test_dropout_in_a_model_trains_alike_under_all_presets_and_recompute() -> None:
+    """In a transformer block: presets and prefetch change no bit of the losses; eval mode has no dropout."""
+    module = seeded(GPT, dropout=0.3)
+    model = language_model(module)
+    runs = [
+        sharded.simulate(model, preset, 2, optim.sgd(0.01), steps=3, prefetch=depth)
+        for preset, depth in (("full_shard", 1), ("no_shard", 0), ("zero2", 2))
+    ]
+    for got in runs[1:]:
+        sharded.assert_same(got[0], runs[0][0], atol=1e-12)
+    module.eval()
+    still = sharded.simulate(language_model(module), "full_shard", 2, optim.sgd(0.01), steps=3)[0]
+    expected = sharded.simulate(MODELS["gpt"](), "full_shard", 2, optim.sgd(0.01), steps=3)[0]
+    sharded.assert_same(still, expected, atol=1e-12)
+    assert abs(still.losses[0] - runs[0][0].losses[0]) > 1e-6
+
+
+def test_random_ops_beside_dropout() -> None:
+    """rand, randn, randint, bernoulli and attention's own dropout: drawn from the step's seed, all differ."""
+    params = noise({"layers.0.w": (12, 12)})
+
+    def loss(params: Any, x: Tensor) -> Any:
+        h = x @ params["layers.0.w"]
+        drawn = {
+            "rand": torch.rand(500), "randn": torch.randn_like(h), "randint": torch.randint(3, 9, (500,)),
+            "bernoulli": torch.bernoulli(torch.full((500,), 0.3)),
+            "attention": F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.5)[0],
+        }  # fmt: skip
+        return (h * drawn["randn"]).sum() + drawn["attention"].sum(), drawn
+
+    mesh = simulated(2)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optim.sgd(0.0), backend="eager")
+
+    def run(rank: int) -> Any:
+        state = step.init(params, seed=5)
+        x = vectors(0)[0][:6]
+        state, one = step(state, x)
+        state, two = step(state, x)
+        return one["aux"], two["aux"]
+
+    (one, two), (other, _) = fs.simulate(mesh, run)
+    assert 0 <= one["rand"].min() and one["rand"].max() < 1 and abs(one["rand"].mean() - 0.5) < 0.07
+    assert abs(one["randn"].mean()) < 0.5 and abs(one["randn"].std() - 1) < 0.4
+    assert set(one["randint"].tolist()) == {3, 4, 5, 6, 7, 8}
+    assert abs(one["bernoulli"].mean() - 0.3) < 0.11
+    for name, value in one.items():
+        assert not torch.equal(value, two[name]) and not torch.equal(value, other[name]), name
+
+
+def test_the_state_says_everything_a_resume_needs() -> None:
+    """A copy of the state, taken on, makes the same losses, with dropout and fp16 scaling in it."""
+    model = language_model(seeded(GPT, layers=1, dropout=0.2))
+    mesh = simulated(2)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.01)))
+
+    def run(rank: int) -> Any:
+        state = step.init(model.params, seed=7)
+        batches = [sharded.part(b, rank, 2) for b in model.batches(4)]
+        for batch in batches[:2]:
+            state, _ = step(state, *batch)
+        kept = state.copy()
+        ends = []
+        for state in (state, kept):
+            for batch in batches[2:]:
+                state, metrics = step(state, *batch)
+            ends.append((metrics["loss"], dict(state.params)))
+        return ends
+
+    for (loss, params), (again, same) in fs.simulate(mesh, run):
+        assert torch.equal(loss, again)
+        assert all(torch.equal(params[p], same[p]) for p in params)
+
+
+def test_replicated_leaves_beside_sharded_ones() -> None:
+    """Rules that mix layouts within one unit: several buckets, one result."""
+    model = MODELS["gpt"]()
+    mesh = simulated(replicate=2, shard=2)
+    rules = [
+        ("*norm*", LayoutSpec()),
+        ("*.down.*", LayoutSpec(P(None, ("replicate", "shard")))),
+        ("*.up.*", LayoutSpec(P("replicate", "shard"))),
+        ("*.gate.*", LayoutSpec(gradient=P("shard"), optimizer=P("shard"))),
+        ("head*", LayoutSpec(optimizer=P("shard"), reshard=False)),
+        ("*", LayoutSpec(P("shard"))),
+    ]
+    specs = fs.match_specs(model.params, rules)
+    expected = reference.train(
+        model.loss, model.params, by_steps(model), reference.adamw(3e-3, 0.1), frozen=model.frozen
+    )
+    step = sharded.make_step(mesh, model, specs, optim.adamw(3e-3, weight_decay=0.1), grad_norm=True)
+    got = fs.simulate(mesh, lambda rank: sharded.train(rank, mesh, model, specs, None, step=step))
+    for each in got:
+        sharded.assert_same(each, expected)
+        sharded.assert_floats(each.norms, expected.norms)
+
+
