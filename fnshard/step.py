@@ -26,12 +26,12 @@ from fnshard.init import InitFn, init_params
 from fnshard.losses import Whole
 from fnshard.lowered import Backend, Lowered, Lowering, Options
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.optim import Optimizer
-from fnshard.optim import check as check_optimizer
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT, Collectives, connect
 from fnshard.scaling import LossScale
 from fnshard.shards import check_blocks, compare_paths
 from fnshard.state import TrainState
+from fnshard.transform import Optimizer
+from fnshard.transform import check as check_optimizer
 
 
 def shard_step(
@@ -337,14 +337,17 @@ class Step:
             return float(self.mesh.data_size * self.options.accumulate)
         return float(self._runner.rank.agreement.items)
 
-    def _rescale(self, program: Program, summary: Summary, scale: Tensor) -> Tensor | None:
-        """What reduced gradients must be multiplied by before they are used, if anything."""
+    def _rescale(self, program: Program, summary: Summary | None, scale: Tensor) -> Tensor | None:
+        """What reduced gradients must be multiplied by before they are used, if anything.
+
+        `summary`: None while the scalars are still under way.
+        """
         factor = None
-        if program.outputs.count is not None:
+        if program.outputs.count is not None and summary is not None:
             safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
             factor = torch.where(summary.count > 0, self._bound_of(program) / safe, 0.0)
         if self._scale.active:
-            unscale = 1.0 / scale.to(summary.loss.device, torch.float64)
+            unscale = 1.0 / scale.to(self.mesh.device, torch.float64)
             factor = unscale if factor is None else factor * unscale
         return factor
 

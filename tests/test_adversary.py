@@ -22,7 +22,7 @@ import fnshard as fs
 from fnshard import step as step_module
 from fnshard.compiler import lower as lower_module
 from fnshard.compiler.execute import Reduced
-from fnshard.compiler.schedule import AllReduce, Free, Instruction, Publish, Run, Schedule, Update, Wait
+from fnshard.compiler.schedule import AllReduce, Free, Instruction, Norms, Publish, Run, Schedule, Update, Wait
 from fnshard.compiler.verify import verify
 from fnshard.errors import ScheduleError
 from fnshard.runtime.simulated import poison
@@ -173,6 +173,11 @@ def update_before_its_reduction_is_waited_for(lines: list[Instruction]) -> None:
     move(lines, first(lines, Update, bucket=lines[wait].bucket), wait)
 
 
+def norms_after_the_update_that_may_scale_in_place(lines: list[Instruction]) -> None:
+    norms = first(lines, Norms)
+    move(lines, norms, first(lines, Update, bucket=lines[norms].bucket) + 1)
+
+
 def publish_before_its_update(lines: list[Instruction]) -> None:
     publish = first(lines, Publish)
     bucket = lines[publish].bucket.replace("publish", "reduce")
@@ -205,6 +210,7 @@ def saved_value_freed_before_the_backward(lines: list[Instruction]) -> None:
 BROKEN = {
     run_before_its_gather_is_waited_for: ("full_shard", r"run k\d.*reads p:.*, which is not alive"),
     update_before_its_reduction_is_waited_for: ("full_shard", r"update reduce/.*reads r:.*, which is not alive"),
+    norms_after_the_update_that_may_scale_in_place: ("full_shard", r"norms reduce/.*reads r:.*may overwrite"),
     publish_before_its_update: ("zero2", r"update reduce/.*changes \['s:.*while line \d+ reads it"),
     wait_left_out: ("full_shard", r"~gather/.* is never waited for"),
     update_with_what_an_all_reduce_may_overwrite: ("hybrid_shard", r"update reduce/.*reads r:.*may overwrite"),

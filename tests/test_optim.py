@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fnshard import optim, schedules
+from fnshard import optim, schedules, transform
 from fnshard.errors import OptimizerError
-from fnshard.optim import LeafNorms, Optimizer, StepInfo, adamw, chain, clip_by_global_norm, ema, lars, sgd
+from fnshard.optim import adamw, chain, clip_by_global_norm, ema, lars, sgd
+from fnshard.transform import LeafNorms, Optimizer, StepInfo
 
 torch.set_num_threads(1)
 RULES = {"weight_decay": [("*norm*", 0.0), ("*", 0.1)], "lr_scale": [("embed*", 0.5), ("*", 1.0)]}
@@ -570,15 +571,15 @@ def test_rules_that_do_not_meet_the_leaves_are_refused():
 
 def test_a_blind_optimizer_on_sharded_leaves_is_refused():
     blind = Optimizer("spectral()", lambda path, grad, slots, param, info: (-grad, {}), elementwise=False)
-    optim.check(blind, [])
+    transform.check(blind, [])
     with pytest.raises(
         OptimizerError, match=r"spectral\(\)(.|\n)*2 leaves(.|\n)*'a.w'(.|\n)*'b.w'(.|\n)*Fix"
     ):
-        optim.check(blind, ["a.w", "b.w"])
+        transform.check(blind, ["a.w", "b.w"])
     with pytest.raises(OptimizerError, match="not elementwise"):
-        optim.check(chain(clip_by_global_norm(1.0), blind), ["a.w"])
+        transform.check(chain(clip_by_global_norm(1.0), blind), ["a.w"])
     for optimizer in (adamw(0.1), lars(0.1), row_sgd(0.1), ALL["clip_lars"]):
-        optim.check(optimizer, ["a.w", "b.w"])
+        transform.check(optimizer, ["a.w", "b.w"])
 
 
 @pytest.mark.parametrize(

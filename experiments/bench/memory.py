@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 MARK = "bench step"
+Change = tuple[float, int, int]  # when, address, bytes (negative: freed)
+Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,11 @@ class Memory:
     between: int
 
 
-def live_bytes(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int = 3) -> Memory:
+def live_bytes(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int = 6) -> Memory:
     """What `make()` and the step it returns hold; the first step (it compiles) is not looked at.
 
     On a CPU every allocation since before `make` is followed through the profiler's `[memory]`
-    events, so what lives longer than a step is counted as well.
+    events, so that what lives longer than a step is counted as well.
     """
     gc.collect()
     if device.type != "cpu":
@@ -36,41 +42,75 @@ def live_bytes(make: Callable[[], Callable[[], Any]], device: torch.device, step
             with record_function(MARK):
                 step()
         del step
-    return follow(_events(profiled), first=1)
+    spans, changes = _read(profiled)
+    return follow(spans[1:], changes)
 
 
-def _events(profiled: profile) -> Iterable[tuple[str, int, int, int]]:
-    """(name, start ns, end ns, bytes) of every event."""
-    for event in profiled.profiler.kineto_results.events():
-        yield event.name(), event.start_ns(), event.end_ns(), event.nbytes()
+def _read(profiled: profile) -> tuple[list[Span], list[Change]]:
+    """The marked steps, and every allocation and free."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == MARK and "dur" in e]
+    changes = [(e["ts"], e["args"]["Addr"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
+    return sorted(spans), sorted(changes, key=lambda change: change[0])
 
 
-def follow(events: Iterable[tuple[str, int, int, int]], first: int) -> Memory:
-    """Peak and resting bytes over the marked steps from number `first` on.
+@dataclass
+class Heap:
+    """Blocks that are alive, by address. What a new block overlaps has been freed unseen.
 
-    >>> step = [("bench step", 10, 20, 0), ("bench step", 30, 40, 0)]
-    >>> memory = [("[memory]", 5, 5, 100), ("[memory]", 32, 32, 7), ("[memory]", 35, 35, -7)]
-    >>> follow(step + memory, first=1)
+    The profiler watches the threads of the program, not gloo's, which now and then drops the last
+    reference to a buffer.
+    """
+
+    live: int = 0
+    starts: list[int] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def apply(self, address: int, size: int) -> None:
+        """One allocation, or one free."""
+        if size < 0:
+            if address in self.sizes:
+                self._drop(bisect.bisect_left(self.starts, address))
+            return
+        at = bisect.bisect_left(self.starts, address)
+        if at and self.starts[at - 1] + self.sizes[self.starts[at - 1]] > address:
+            at -= 1
+        while at < len(self.starts) and self.starts[at] < address + size:
+            self._drop(at)
+        self.starts.insert(at, address)
+        self.sizes[address] = size
+        self.live += size
+
+    def _drop(self, at: int) -> None:
+        self.live -= self.sizes.pop(self.starts.pop(at))
+
+
+def follow(spans: Sequence[Span], changes: Iterable[Change]) -> Memory:
+    """Peak and resting bytes of the steps `spans`.
+
+    All steps are alike, and a free that was not seen can only make a number too large: of each the
+    smallest over the steps.
+
+    >>> follow([(1.0, 4.0)], [(0.0, 64, 100), (2.0, 512, 7), (3.0, 512, -7)])
     Memory(peak=107, between=100)
     """
-    marks, changes = [], []
-    for name, start, end, size in events:
-        if name == MARK:
-            marks.append((start, end))
-        elif name == "[memory]":
-            changes.append((start, size))
-    marks = sorted(marks)[first:]
-    live, peak, between, at = 0, 0, 0, 0
-    changes = sorted(changes, key=lambda change: change[0])
-    for start, end in marks:
-        while at < len(changes) and changes[at][0] < start:
-            live, at = live + changes[at][1], at + 1
-        peak = max(peak, live)
-        while at < len(changes) and changes[at][0] <= end:
-            live, at = live + changes[at][1], at + 1
-            peak = max(peak, live)
-        between = max(between, live)
-    return Memory(peak, between)
+    heap, todo, peaks, rests = Heap(), iter([*changes, (float("inf"), 0, 0)]), [], []
+    change = next(todo)
+    for start, end in spans:
+        while change[0] < start:
+            heap.apply(*change[1:])
+            change = next(todo)
+        peak = heap.live
+        while change[0] <= end:
+            heap.apply(*change[1:])
+            change = next(todo)
+            peak = max(peak, heap.live)
+        peaks.append(peak)
+        rests.append(heap.live)
+    return Memory(min(peaks), min(rests))
 
 
 def _on_accelerator(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int) -> Memory:
@@ -83,6 +123,4 @@ def _on_accelerator(make: Callable[[], Callable[[], Any]], device: torch.device,
     for _ in range(steps):
         step()
     torch.cuda.synchronize(device)
-    return Memory(
-        torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-    )
+    return Memory(torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before)

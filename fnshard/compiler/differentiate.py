@@ -169,20 +169,20 @@ def _flatten_signature(module: fx.GraphModule) -> None:
 
 
 def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
-    """Tag what rests on leaves alone, and views of inputs: both are there again in the backward."""
+    """Tag what rests on leaves and constants alone, and views of inputs: both are there again later."""
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    from_leaf: set[fx.Node] = set()
+    from_leaf: set[fx.Node] = set()  # and from constants: closed-over ones, and aranges and the like
     of_input: set[fx.Node] = set()
     for node, argument in zip(placeholders, source.inputs, strict=False):
         of_input.add(node)
-        if argument.kind == "leaf":
+        if argument.kind in ("leaf", "constant"):
             from_leaf.add(node)
     tangents = set(placeholders[len(source.inputs) :])
     for node in joint.graph.nodes:
         if node.op != "call_function" or node in tangents:
             continue
         sources = node.all_input_nodes
-        if sources and all(n in from_leaf for n in sources):
+        if all(n in from_leaf for n in sources):
             from_leaf.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         if _views(node) and all(n in of_input for n in sources):

@@ -16,9 +16,9 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.program import Outputs
 from fnshard.mesh import Mesh
-from fnshard.optim import LeafNorms
 from fnshard.runtime.buckets import Bucket
 from fnshard.spec import LayoutSpec
+from fnshard.transform import LeafNorms
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,11 @@ class Update(_OfBucket):
     """The optimizer on one bucket's leaves, in place."""
 
 
+def taken_over(line: Instruction) -> tuple[str, ...]:
+    """What an instruction reads last, as it may write to it: reduced gradients, scaled or summed in place."""
+    return tuple(n for n in line.reads if n.startswith("r:")) if isinstance(line, Update | AllReduce) else ()
+
+
 COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, ReduceScalars)
 
 

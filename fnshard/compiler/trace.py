@@ -161,7 +161,7 @@ def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
             report(
                 f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
                 constants,
-                "clone it first; what must live on from step to step comes with the batch and goes out in aux.",
+                "clone it first; what must live from step to step comes with the batch and goes out in aux.",
             )
         )
     found = [n for n, i in touched if i.kind == "batch"]

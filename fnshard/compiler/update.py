@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fnshard.compiler.scalars import Summary
 from fnshard.mesh import Mesh
-from fnshard.optim import Optimizer, StepInfo
 from fnshard.runtime.buckets import Bucket
 from fnshard.runtime.collectives import Collectives
 from fnshard.spec import LayoutSpec, block_shape, block_slices
+from fnshard.transform import Optimizer, StepInfo
 
 MASTER = "master"
 
@@ -75,7 +75,8 @@ class Updater:
 
     def start(self, env: dict[str, Any], step: Tensor) -> None:
         """At the beginning of a step."""
-        env["info"] = StepInfo(step, **self._moves(env))
+        info, factor = StepInfo(step, **self._moves(env)), env["rescale"](None)
+        env["info"] = info if factor is None else info.scaled(factor)
         env["skip"] = False
 
     def bind(self, bucket: Bucket) -> Callable[[Mapping[str, Tensor], dict[str, Any]], None]:

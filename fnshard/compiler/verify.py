@@ -8,7 +8,6 @@ from torch import fx
 
 from fnshard.compiler.schedule import (
     COLLECTIVES,
-    AllReduce,
     Cast,
     Free,
     Gather,
@@ -16,6 +15,7 @@ from fnshard.compiler.schedule import (
     Run,
     Schedule,
     Wait,
+    taken_over,
 )
 from fnshard.compiler.split import TERM_RATIO
 from fnshard.errors import ScheduleError, report
@@ -25,6 +25,7 @@ from fnshard.errors import ScheduleError, report
 class _Walk:
     live: set[str]
     flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)  # by the line that may have written to it
     problems: list[str] = field(default_factory=list)
 
 
@@ -36,7 +37,7 @@ def verify(schedule: Schedule) -> Schedule:
       are alive at once;
     - nothing that rests on leaves alone is saved or crosses a cut (checked on the kernels);
     - every collective is waited for, exactly once;
-    - nothing writes or frees what a collective in flight reads, or reads what it may write to;
+    - nothing writes or frees what a collective in flight reads, or reads what was taken over;
     - whatever is alive at the end is an output.
 
     Raises:
@@ -62,16 +63,15 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
     for name in line.reads:
         if name not in walk.live:
             walk.problems.append(f"{here}: reads {name}, which is not alive")
+        if name in walk.taken:
+            walk.problems.append(f"{here}: reads {name}, which line {walk.taken[name]} may overwrite")
+    walk.taken |= dict.fromkeys(taken_over(line), number)
     changed = set(line.drops) | (set(line.writes) & walk.live)
     for flight, (issued, issue) in walk.flying.items():
         touched = changed & set(issue.reads) - {flight}
         held = {n for n in touched if not _copied(issue, n)}
         if held and not (isinstance(line, Wait) and flight in line.reads):
             walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
-        for name in _overwritten(issue) & set(line.reads):
-            walk.problems.append(
-                f"{here}: reads {name}, which line {issued} may overwrite until it is waited for"
-            )
     if isinstance(line, COLLECTIVES):
         if line.writes[0] in walk.flying:
             walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
@@ -90,11 +90,6 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
 def _copied(issue: Instruction, name: str) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
     return name.startswith(("g:", "a:", "n:", "r:")) or issue.verb == "reduce_scalars"
-
-
-def _overwritten(issue: Instruction) -> set[str]:
-    """What a collective may write its result into: a sum of blocks that are not packed first."""
-    return {n for n in issue.reads if n.startswith("r:")} if isinstance(issue, AllReduce) else set()
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:

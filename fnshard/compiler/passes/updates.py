@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fnshard.compiler.schedule import Instruction, Publish, Schedule, Update, Wait
+from fnshard.compiler.schedule import Instruction, Norms, Publish, Schedule, Update, Wait, taken_over
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
     """Move each Update up, to where its gradient is there and its leaves are read no more.
 
-    So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Where
+    So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Norms move
+    up before them: an optimizer may scale its gradients in place. Where
     something global stands between, the Update reads it and stays where it is.
     """
     lines = [i for i in schedule.instructions if not _moves(i)]
@@ -18,12 +19,12 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    return isinstance(line, Update | Publish) or (isinstance(line, Wait) and line.of == "publish")
+    return isinstance(line, Norms | Update | Publish) or (isinstance(line, Wait) and line.of == "publish")
 
 
 def _earliest(lines: list[Instruction], line: Instruction) -> int:
-    """Right behind the last line that makes what it reads, or touches what it writes."""
-    reads, writes = set(line.reads), set(line.writes)
+    """Right behind the last line that makes what it reads, or touches what it writes or takes over."""
+    reads, writes = set(line.reads), {*line.writes, *taken_over(line)}
     for index in range(len(lines) - 1, -1, -1):
         other = lines[index]
         if reads.intersection(other.writes) or writes.intersection(other.reads, other.writes):
