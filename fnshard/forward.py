@@ -10,10 +10,10 @@ from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.lowered import Backend, Lowered, Lowering, Options
 from fnshard.mesh import Mesh
+from fnshard.runner import Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.shards import compare_paths
 from fnshard.state import TrainState
-from fnshard.step import Runner, default_mesh
 
 
 def shard_forward(

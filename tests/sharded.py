@@ -35,6 +35,16 @@ def specs_of(model: Model, preset: str, mesh: Mesh, **policy: Any) -> dict[str, 
     return {**specs, **{p: replace(specs[p], trainable=False) for p in model.frozen}}
 
 
+def as_float(model: Model) -> Model:
+    """The same model in fp32."""
+    kinds = {torch.nn.Parameter: torch.nn.Parameter, torch.nn.Buffer: torch.nn.Buffer}
+    params = {}
+    for path, value in model.params.items():
+        cast = value.detach().float() if value.is_floating_point() else value.detach()
+        params[path] = kinds.get(type(value), lambda t: t)(cast)
+    return replace(model, params=params)
+
+
 def part(batch: Sequence[Any], index: int, parts: int) -> tuple[Any, ...]:
     """This rank's rows of a global batch; what is no tensor, or `Whole`, goes to all."""
 

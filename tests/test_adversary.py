@@ -19,7 +19,7 @@ from models import MODELS, Model
 from torch import Tensor
 
 import fnshard as fs
-from fnshard import step as step_module
+from fnshard import runner
 from fnshard.compiler import lower as lower_module
 from fnshard.compiler.execute import Reduced
 from fnshard.compiler.schedule import AllReduce, Free, Instruction, Norms, Publish, Run, Schedule, Update, Wait
@@ -97,7 +97,7 @@ def bury(name: str, value: Any, env: Mapping[str, Any]) -> bool:
 @contextmanager
 def poisoned_frees() -> Iterator[list[str]]:
     """All steps bound in here bury what they free; yields the names of what was filled."""
-    plain, buried = step_module.bind, []
+    plain, buried = runner.bind, []
 
     def bind(context: Any) -> Callable[[Any], Any]:
         here: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def poisoned_frees() -> Iterator[list[str]]:
 
         return remember
 
-    with mock.patch.object(step_module, "bind", bind):
+    with mock.patch.object(runner, "bind", bind):
         yield buried
 
 
@@ -173,11 +173,6 @@ def update_before_its_reduction_is_waited_for(lines: list[Instruction]) -> None:
     move(lines, first(lines, Update, bucket=lines[wait].bucket), wait)
 
 
-def norms_after_the_update_that_may_scale_in_place(lines: list[Instruction]) -> None:
-    norms = first(lines, Norms)
-    move(lines, norms, first(lines, Update, bucket=lines[norms].bucket) + 1)
-
-
 def publish_before_its_update(lines: list[Instruction]) -> None:
     publish = first(lines, Publish)
     bucket = lines[publish].bucket.replace("publish", "reduce")
@@ -210,7 +205,6 @@ def saved_value_freed_before_the_backward(lines: list[Instruction]) -> None:
 BROKEN = {
     run_before_its_gather_is_waited_for: ("full_shard", r"run k\d.*reads p:.*, which is not alive"),
     update_before_its_reduction_is_waited_for: ("full_shard", r"update reduce/.*reads r:.*, which is not alive"),
-    norms_after_the_update_that_may_scale_in_place: ("full_shard", r"norms reduce/.*reads r:.*may overwrite"),
     publish_before_its_update: ("zero2", r"update reduce/.*changes \['s:.*while line \d+ reads it"),
     wait_left_out: ("full_shard", r"~gather/.* is never waited for"),
     update_with_what_an_all_reduce_may_overwrite: ("hybrid_shard", r"update reduce/.*reads r:.*may overwrite"),
@@ -252,6 +246,18 @@ def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker:
     assert caught, "verify let it pass"
     with pytest.raises(ScheduleError, match=message):
         raise caught[0]
+
+
+def test_norms_are_taken_before_an_update_may_scale_its_gradients() -> None:
+    model, mesh = MODELS["early_and_late"](), fs.make_mesh(shard=2, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, OPTIMIZERS["adamw"], grad_norm=True)
+    schedule = step.lower(model.params, *sharded.part(model.batch(0), 0, 2)).schedule
+    lines = list(schedule.instructions)
+    norms = first(lines, Norms)
+    move(lines, norms, first(lines, Update, bucket=lines[norms].bucket))
+    with pytest.raises(ScheduleError, match=r"norms reduce/.*reads r:.*may overwrite"):
+        verify(schedule.with_instructions(lines))
 
 
 def test_a_value_that_outlives_its_gathered_leaf_is_poisoned() -> None:

@@ -68,6 +68,12 @@ def test_normal_job(tmp_path, capfd):
     assert [signal.getsignal(s) for s in launch.SIGNALS] == handlers
 
 
+@pytest.mark.long
+def test_twenty_jobs_in_a_row_end_well(tmp_path):
+    for _ in range(20):
+        run(tmp_path, REDUCE)
+
+
 def test_one_rank_needs_no_group(tmp_path):
     body = """
     def main():

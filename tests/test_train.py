@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import hydra
@@ -372,18 +374,41 @@ def test_a_short_run_leaves_everything(tmp_path):
 
 
 def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path):
+    fields = ("storage", "compute", "reduce", "optimizer")
+    float64 = [f"precision.{field}=float64" for field in fields]
     losses = []
-    for number, more in enumerate((["mesh.shard=1"], ["mesh.shard=2"], ["mesh.shard=1", "run.accumulate=4"])):
-        folder = tmp_path / str(number)
+    for name, more in (("two", ["mesh.shard=2"]), ("one", ["mesh.shard=1", "run.accumulate=4"])):
+        folder = tmp_path / name
         folder.mkdir()
-        done = command(folder, *SMALL, "run.steps=3", "precision.storage=float64", *more, *FLOAT64)
+        done = command(folder, *SMALL, *float64, "run.steps=3", *more)
         assert done.returncode == 0, done.stderr
         (run,) = folder.glob("outputs/*/*")
         losses.append([row.get("loss", row.get("held_out_loss")) for row in rows_of(run)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-6)
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-6)  # 8 digits are kept
 
 
-FLOAT64 = ("precision.compute=float64", "precision.reduce=float64", "precision.optimizer=float64")
+def test_a_rank_that_is_killed_ends_the_job(tmp_path):
+    arguments = [*SMALL, "run.steps=100000", f"hydra.run.dir={tmp_path}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "experiments.train", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        deadline = time.monotonic() + 120
+        metrics = tmp_path / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert job.poll() is None and time.monotonic() < deadline, "no step was made"
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        second = [p for p in ranks if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
+        os.kill(int(second[0]), signal.SIGKILL)
+        killed = time.monotonic()
+        _, shown = job.communicate(timeout=60)
+    assert job.returncode == 1 and time.monotonic() - killed < 30
+    assert "rank 1 of 2 was killed by SIGKILL" in shown
 
 
 def test_under_torchrun_it_starts_nothing_itself(tmp_path):

@@ -30,12 +30,11 @@ from experiments.bench.contenders import (
 )
 from experiments.bench.memory import live_bytes
 from experiments.bench.phases import watched
-from experiments.model import Decoder, DecoderConfig
+from experiments.model import Decoder
 
 Batch = tuple[Tensor, Tensor]
 PHASE_STEPS = 10
-# Next to no arithmetic, as many instructions as a real decoder of eight blocks.
-TRIVIAL = DecoderConfig(width=32, layers=8, heads=2, kv_heads=1, context=16)
+MEMORY_PASSES = 2  # what a pass can get wrong (see `memory.Heap`) makes numbers larger only
 
 
 @dataclass
@@ -55,7 +54,7 @@ def run(config: BenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
         say: takes one line about what is being done.
     """
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
-    task = make_task(config, config.model)
+    task = make_task(config)
     out: dict[str, Any] = {name: {} for name in config.contenders}
     load = os.getloadavg()[0]
     # Interleaving needs all alive. A GPU drifts little, and is to hold one at a time.
@@ -72,10 +71,6 @@ def run(config: BenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
             if name in FNSHARD:
                 say(f"phases of {name}")
                 out[name]["phases"] = phases(config, task, name)
-    overhead = None
-    if config.phases and config.device == "cpu":
-        say("the executor's own cost")
-        overhead = executor_cost(config)
     reference: list[float] = []
     if config.losses:
         say("the fp64 reference")
@@ -83,19 +78,17 @@ def run(config: BenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
     return {
         "load_average": [load, os.getloadavg()[0]],
         "reference_losses": reference,
-        "executor": overhead,
         "contenders": out,
     }
 
 
-def make_task(config: BenchConfig, model: DecoderConfig) -> Task:
+def make_task(config: BenchConfig) -> Task:
     """The same initial parameters on every rank."""
     torch.manual_seed(config.seed)
     mesh = fs.make_mesh(shard=config.ranks, device=config.device)
-    return Task(
-        Decoder(model), mesh, config.compute_dtype, config.reduce_dtype, config.lr, config.weight_decay,
-        config.backend,
-    )  # fmt: skip
+    model = Decoder(config.model)
+    dtypes = (config.compute_dtype, config.reduce_dtype)
+    return Task(model, mesh, *dtypes, config.lr, config.weight_decay, config.backend)
 
 
 def batches(config: BenchConfig, task: Task, steps: range) -> Iterator[Batch]:
@@ -133,8 +126,8 @@ def race(
     out = {}
     for name, track in tracks.items():
         out[name] = {
-            "first_step_s": slowest([first[name]])[0],
-            "seconds": slowest(track.seconds),
+            "first_step_s": largest([first[name]])[0],
+            "seconds": largest(track.seconds),
             "losses": [mean_over_ranks(loss) for loss in track.losses],
         }
         track.contender.close()
@@ -164,9 +157,9 @@ def one_step(track: Track, feed: Sequence[Batch], task: Task) -> float:
     return seconds
 
 
-def slowest(seconds: list[float]) -> list[float]:
-    """Of all ranks, step by step."""
-    values = torch.tensor(seconds, dtype=torch.float64)
+def largest(numbers: list[float]) -> list[float]:
+    """Of all ranks, entry by entry."""
+    values = torch.tensor(numbers, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()
@@ -206,43 +199,41 @@ def release() -> None:
 # ------------------------------------------------------------------ memory, phases, losses
 
 
-def memory(config: BenchConfig, task: Task, name: str) -> dict[str, Any]:
+def memory(config: BenchConfig, task: Task, name: str) -> dict[str, int]:
     """Of the rank that holds most; transport slots (shared memory) are added to both numbers."""
     (tokens, targets), *_ = batches(config, task, range(1))
-    made: list[Contender] = []
+    seen: list[tuple[int, int, int]] = []
+    for _ in range(MEMORY_PASSES):
+        contender: Contender | None = None
 
-    def make() -> Callable[[], Any]:
-        made.append(CONTENDERS[name](task))
-        return lambda: made[0].step(tokens, targets)
+        def make() -> Callable[[], Any]:
+            nonlocal contender
+            contender = CONTENDERS[name](task)
+            return lambda: contender.step(tokens, targets)
 
-    seen = live_bytes(make, task.mesh.device)
-    transport = made[0].transport_bytes()
-    numbers = [seen.peak + transport, seen.between + transport, transport]
-    made[0].close()
-    made.clear()
-    release()
-    peak, between, transport = (int(n) for n in slowest([float(n) for n in numbers]))
+        live = live_bytes(make, task.mesh.device)
+        transport = contender.transport_bytes()
+        seen.append((live.peak + transport, live.between + transport, transport))
+        contender.close()
+        contender = None
+        release()
+    least = [float(min(column)) for column in zip(*seen, strict=True)]
+    peak, between, transport = (int(n) for n in largest(least))
     return {"peak_bytes": peak, "between_bytes": between, "transport_bytes": transport}
 
 
-def phases(config: BenchConfig, task: Task, name: str, steps: int = PHASE_STEPS) -> dict[str, Any]:
-    """Rank 0's milliseconds by instruction; the rank's own view, waits for the peer included."""
+def phases(config: BenchConfig, task: Task, name: str) -> dict[str, Any]:
+    """Milliseconds by instruction as rank 0 sees them, waits for its peers included."""
     with watched() as watch:
         contender = CONTENDERS[name](task)
-        track, feed = Track(contender), list(batches(config, task, range(3 + steps)))
-        for _ in range(3):
+        track, feed = Track(contender), list(batches(config, task, range(config.warmup + PHASE_STEPS)))
+        for _ in range(config.warmup):
             one_step(track, feed, task)
         watch.clear()
-        seconds = sum(one_step(track, feed, task) for _ in range(steps))
+        seconds = sum(one_step(track, feed, task) for _ in range(PHASE_STEPS))
     contender.close()
     release()
-    return watch.summary(steps, seconds)
-
-
-def executor_cost(config: BenchConfig) -> dict[str, Any]:
-    """The phases of a step whose kernels do next to nothing."""
-    trivial = make_task(config, TRIVIAL)
-    return phases(config, trivial, "full_shard", steps=100)
+    return watch.summary(PHASE_STEPS, seconds)
 
 
 def compare(config: BenchConfig, task: Task, out: dict[str, Any]) -> list[float]:

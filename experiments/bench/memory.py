@@ -123,4 +123,6 @@ def _on_accelerator(make: Callable[[], Callable[[], Any]], device: torch.device,
     for _ in range(steps):
         step()
     torch.cuda.synchronize(device)
-    return Memory(torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before)
+    return Memory(
+        torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
+    )

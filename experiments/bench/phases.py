@@ -1,8 +1,8 @@
 """Where fnshard's step goes: milliseconds by instruction, and what the executor itself costs.
 
 The schedule's actions are timed from outside, and inside them what they call: kernels, collectives,
-packing, the optimizer's kernel. What of a step is left is the executor's own. Host time, so it says
-something on a CPU alone.
+packing, the optimizer's kernel. What of a step is left is the executor's own (`experiments.executor`
+measures that by itself). Host time, so it says something on a CPU alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Watch:
 
     lines: Seconds = dataclasses.field(default_factory=lambda: defaultdict(float))
     inner: Seconds = dataclasses.field(default_factory=lambda: defaultdict(float))
-    places: set[tuple[str, str]] = dataclasses.field(default_factory=set)  # (unit, phase) of the schedule
 
     def clear(self) -> None:
         """Forget, for instance the steps that compiled."""
@@ -37,15 +36,16 @@ class Watch:
 
     def summary(self, steps: int, seconds: float) -> dict[str, Any]:
         """Means of one step, given that `steps` took `seconds` by the clock."""
-        own = seconds - sum(self.inner.values())
+
+        def milliseconds(seen: Seconds) -> dict[str, float]:
+            return {name: 1e3 * s / steps for name, s in sorted(seen.items(), key=lambda item: -item[1])}
+
         return {
             "step_ms": 1e3 * seconds / steps,
-            "lines_ms": {k: 1e3 * v / steps for k, v in sorted(self.lines.items(), key=lambda kv: -kv[1])},
-            "inside_ms": {k: 1e3 * v / steps for k, v in sorted(self.inner.items(), key=lambda kv: -kv[1])},
+            "lines_ms": milliseconds(self.lines),
+            "inside_ms": milliseconds(self.inner),
             "outside_lines_ms": 1e3 * (seconds - sum(self.lines.values())) / steps,
-            "units_times_phases": len(self.places),
-            "executor_us": 1e6 * own / steps / max(1, len(self.places)),
-            "executor_and_packing_us": 1e6 * (own + self.inner[PACKING]) / steps / max(1, len(self.places)),
+            "executor_ms": 1e3 * (seconds - sum(self.inner.values())) / steps,
         }
 
 
@@ -60,7 +60,6 @@ def watched() -> Iterator[Watch]:
 def _bind(context: Context, watch: Watch) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """`execute.bind`, with clocks."""
     lines = context.schedule.instructions
-    watch.places |= {(line.unit, line.phase) for line in lines if line.unit != "-"}
     context = _clocked(context, watch)
     actions = [_timed(execute._BIND[type(line)](line, context), watch.lines, _name(line)) for line in lines]
 

@@ -111,13 +111,13 @@ def table(result: Mapping[str, Any]) -> str:
 
 def title(result: Mapping[str, Any]) -> str:
     """What was run, one line."""
-    config = result["config"]
+    config, model = result["config"], result["model"]
     ranks = f"{config['ranks']} rank" + "s" * (config["ranks"] > 1)
     where = result["machine"]["device"] if config["device"] == "cuda" else "CPU, gloo, one thread each"
+    wire = config["reduce"] or config["dtype"]
     return (
-        f"{result['model']['parameters'] / 1e6:.1f}M parameters, {config['dtype']}, gradients sent in "
-        f"{config['reduce'] or config['dtype']}; {ranks} ({where}) x {config['rows']} x {config['length']} tokens; "
-        f"{config['rounds']} rounds"
+        f"{model['parameters'] / 1e6:.1f}M parameters, {config['dtype']}, gradients sent in {wire}; "
+        f"{ranks} ({where}) x {config['rows']} x {config['length']} tokens; {config['rounds']} rounds"
     )
 
 
@@ -139,12 +139,6 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     notes.append("transport slots counted in; loss diff: largest to an fp64 single-process reference.")
     if result["config"]["device"] == "cuda":
         notes.append(f"MFU: (6 N + 12 L d s) FLOPs per token, peak {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
-    if result.get("executor"):
-        cost = result["executor"]
-        notes.append(
-            f"executor, a schedule of trivial kernels: {cost['executor_us']:.0f} us per unit and phase, "
-            f"{cost['executor_and_packing_us']:.0f} with packing ({cost['units_times_phases']} of them)."
-        )
     before, after = result["load_average"]
     notes.append(f"load average before and after: {before:.1f}, {after:.1f}")
     for name, row in result["contenders"].items():
@@ -155,8 +149,9 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
 
 def phase_table(name: str, phases: Mapping[str, Any]) -> list[str]:
     """Where a step of fnshard goes, as rank 0 saw it."""
-    inside = ", ".join(f"{key} {ms:.1f}" for key, ms in phases["inside_ms"].items())
-    lines = [f"{name}, ms of a step of {phases['step_ms']:.1f}: {inside}; by instruction:"]
+    inside = [f"{key} {ms:.1f}" for key, ms in phases["inside_ms"].items()]
+    inside += [f"executor {phases['executor_ms']:.1f}"]
+    lines = [f"{name}, a step of {phases['step_ms']:.1f} ms: {', '.join(inside)}; by instruction:"]
     rows = [[key, f"{ms:.2f}"] for key, ms in phases["lines_ms"].items()]
     rows.append(["outside of instructions", f"{phases['outside_lines_ms']:.2f}"])
     return lines + [f"  {line}" for line in aligned(rows)]

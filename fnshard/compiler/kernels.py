@@ -76,7 +76,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     """`mode` and `options` as `torch.compile` takes them, as one dict.
 
     Raises:
-        SpecError: an unknown mode.
+        SpecError: an unknown mode, or one with CUDA graphs.
     """
     merged: dict[str, Any] = {}
     if mode not in (None, "default"):
@@ -87,4 +87,11 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             )
         merged.update(known[mode])
     merged.update(options or {})
+    if merged.get("triton.cudagraphs"):
+        raise SpecError(
+            report(
+                "CUDA graphs keep a kernel's outputs in place, and the executor frees and reuses them.",
+                fix="mode='max-autotune-no-cudagraphs', or options={'triton.cudagraphs': False}.",
+            )
+        )
     return merged

@@ -1,0 +1,136 @@
+"""Runner: binds lowered steps to ranks: agreed on, compiled, and fed with what this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fnshard import agree, tree
+from fnshard.compiler.execute import Context, bind, cut_batch
+from fnshard.compiler.program import Program
+from fnshard.compiler.random import derive_keys
+from fnshard.compiler.scalars import Scalars
+from fnshard.compiler.trace import flatten_batch
+from fnshard.compiler.update import Updater
+from fnshard.losses import Whole
+from fnshard.lowered import Lowered, Lowering
+from fnshard.mesh import Mesh, make_mesh
+from fnshard.runtime.collectives import Collectives, connect
+from fnshard.shards import check_blocks, compare_paths
+from fnshard.transform import Optimizer
+
+FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
+
+
+def default_mesh() -> Mesh:
+    """One axis "shard" over the process group's ranks, or a mesh of one."""
+    started = dist.is_available() and dist.is_initialized()
+    return make_mesh(shard=dist.get_world_size() if started else 1)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lowered step, compiled and bound to one rank."""
+
+    lowered: Lowered
+    run: Callable[[dict[str, Any]], dict[str, Any]]
+    scalars: Scalars | None
+    updater: Updater | None
+
+
+@dataclass
+class Rank:
+    """What one rank holds beside the state: its collectives, its bound steps, its flags.
+
+    `raised`: what this rank says with its next step; `flags`: what all ranks said with the last one.
+    """
+
+    comm: Collectives
+    agreement: agree.Agreement | None = None
+    bound: dict[int, Bound] = field(default_factory=dict)
+    raised: set[str] = field(default_factory=set)
+    flags: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Runner:
+    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it."""
+
+    def __init__(self, lowering: Lowering, optimizer: Optimizer | None = None):
+        self.lowering, self.optimizer = lowering, optimizer
+        self._ranks: dict[int, Rank] = {}
+
+    @property
+    def rank(self) -> Rank:
+        """This rank's; connecting is a collective."""
+        mesh = self.lowering.mesh
+        if mesh.rank not in self._ranks:
+            self._ranks[mesh.rank] = Rank(connect(mesh, timeout=self.lowering.options.timeout))
+        return self._ranks[mesh.rank]
+
+    def bind(self, batch: Sequence[Any], scalars: Callable[[Lowered], Scalars | None]) -> Bound:
+        """The step for this batch, lowered, agreed on, compiled and bound.
+
+        Raises:
+            AgreementError: at the first step, where ranks hold different programs.
+        """
+        lowered = self.lowering.of(batch)
+        rank = self.rank
+        if id(lowered) in rank.bound:
+            return rank.bound[id(lowered)]
+        first = rank.agreement is None
+        if first:
+            optimizer = repr(self.optimizer)
+            rank.agreement = agree.reach(rank.comm, lowered.schedule, optimizer, _items(lowered.program))
+        if first and lowered.options.backend != "eager":
+            agree.compile_in_turn(rank.comm, lowered.compile)
+        lowered.compile()
+        bound = self._bind(lowered, rank, scalars(lowered))
+        kept = {id(v) for v in self.lowering.cache.values()}
+        rank.bound = {k: v for k, v in rank.bound.items() if k in kept} | {id(lowered): bound}
+        return bound
+
+    def _bind(self, lowered: Lowered, rank: Rank, scalars: Scalars | None) -> Bound:
+        mesh = self.lowering.mesh
+        updater = None
+        if self.optimizer is not None:
+            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm)
+        context = Context(lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater)
+        return Bound(lowered, bind(context), scalars, updater)
+
+    def inputs(
+        self, lowered: Lowered, params: Any, batch: Sequence[Any], seed: int, step: int
+    ) -> dict[str, Any]:
+        """The environment a schedule starts from: stored blocks, batch, constants and random keys.
+
+        Raises:
+            StateError: blocks of another mesh or spec.
+        """
+        mesh, parts, program = self.lowering.mesh, lowered.options.accumulate, lowered.program
+        blocks = tree.flatten_with_paths(params)[0]
+        compare_paths(self.lowering.specs, blocks)
+        check_blocks(self.lowering.specs, blocks, mesh)
+        raw = tree.flatten_with_paths(tuple(batch))[0]
+        named = flatten_batch(batch)[0]
+        names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}
+        values = {
+            n: named[n].detach().to(mesh.device, non_blocking=True).contiguous() for n in names["batch"]
+        }
+        whole = {n for n, v in raw.items() if isinstance(v, Whole)}
+        env: dict[str, Any] = cut_batch(names["batch"], values, whole, parts)
+        env |= {f"s:{p}": blocks[p].detach() for p in self.lowering.specs}
+        env |= {f"constant:{n}": v for n, v in program.constants.items()}
+        for micro in range(parts if names["key"] else 0):
+            suffix = f"#{micro}" if parts > 1 else ""
+            keys = derive_keys(seed, step, mesh.rank, micro, len(names["key"]), mesh.device).unbind(0)
+            env |= {f"key:{n}{suffix}": k for n, k in zip(names["key"], keys, strict=True)}
+        return env
+
+
+def _items(program: Program) -> int:
+    """How many items a Mean of this rank may count: elements of the largest batch leaf, as a guess."""
+    nodes = zip(program.placeholders, program.inputs, strict=True)
+    return max([1, *(n.meta["val"].numel() for n, i in nodes if i.kind == "batch")])

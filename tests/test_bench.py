@@ -1,0 +1,179 @@
+"""The bench: its configuration, its arithmetic, and one tiny run from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.bench.config import build
+from experiments.bench.memory import Heap, Memory, follow, live_bytes
+from experiments.bench.report import aligned, flops_per_token, mfu, ratio
+from experiments.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+MB = 2**20
+COMMAND = [sys.executable, "-m", "experiments.bench"]
+
+
+def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, f"hydra.run.dir={folder}", *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+# ------------------------------------------------------------------ configuration
+
+
+def test_null_depends_on_the_device():
+    config = build({})
+    assert (config.ranks, config.size, config.dtype) == (2, "25m", "fp32")
+    assert build({"rows": 3}).rows == 3
+    assert config.reduce_dtype == torch.float32
+    assert build({"dtype": "bf16"}).reduce_dtype == torch.bfloat16
+
+
+def test_all_mistakes_in_one_error():
+    wrong = {"size": "7b", "dtype": "fp8", "contenders": ["ddp", "horovod"], "rounds": 0, "steps": 3}
+    with pytest.raises(ConfigError, match="5 problems") as caught:
+        build(wrong)
+    for key in ("size=7b", "dtype=fp8", "horovod", "rounds=0", "steps: no such key"):
+        assert key in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu_is_said_so():
+    with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
+        build({"device": "cuda"})
+
+
+@pytest.mark.parametrize("override", ["+mesh.z=1", "sizes=5m", "rounds=many", "contenders=[horovod]"])
+def test_bad_overrides_end_with_one_message(tmp_path, override):
+    done = run(tmp_path, override)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert override.lstrip("+").split("=")[0].split(".")[0] in done.stderr
+    assert not (tmp_path / "ranks").exists()
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def test_ratios_cancel_drift():
+    drift = [1.0, 3.0, 10.0, 2.0, 1.0]
+    assert ratio([2 * d for d in drift], drift) == pytest.approx(2.0)
+
+
+def test_mfu_counts_what_it_says():
+    config = replace(build({"size": "tiny", "rows": 2, "length": 64}), ranks=1)
+    model = config.model
+    per_token = 6 * model.parameters + 12 * model.layers * model.width * 64
+    assert flops_per_token(config) == per_token
+    assert mfu(config, seconds=per_token * 128 / 989e12) == pytest.approx(1.0)
+
+
+def test_columns_align():
+    assert aligned([["a", "1"], ["bcd", "22"]]) == ["a     1", "bcd  22"]
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_live_bytes_of_known_tensors():
+    def make():
+        kept = torch.zeros(3 * MB // 4)
+
+        def step():
+            once = torch.zeros(2 * MB // 4)
+            return (once + once).sum() + kept[0]  # two temporaries of 2 MB at once
+
+        return step
+
+    seen = live_bytes(make, torch.device("cpu"))
+    assert 3 * MB <= seen.between < 3.1 * MB
+    assert 7 * MB <= seen.peak < 7.1 * MB
+
+
+def test_a_block_over_another_proves_it_freed():
+    heap = Heap()
+    heap.apply(1000, 100)
+    heap.apply(1200, 50)
+    heap.apply(1050, 10)  # inside the first one
+    assert heap.live == 60
+    heap.apply(900, 400)  # over both
+    assert heap.live == 400
+    heap.apply(1234, -50)  # of a block that is not known
+    heap.apply(900, -400)
+    assert heap.live == 0
+
+
+def test_only_the_steps_themselves_count():
+    before = [(0.0, 0, 100), (1.0, 1000, 900), (2.0, 1000, -900)]
+    step = [(5.0, 200, 30), (6.0, 300, 40), (7.0, 200, -30)]
+    assert follow([(4.0, 8.0)], before + step) == Memory(peak=170, between=140)
+
+
+# ------------------------------------------------------------------ the whole
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    done = run(
+        folder, "size=tiny", "length=32", "rounds=2", "warmup=1", "losses=3", "backend=eager",
+        "contenders=[ddp,fsdp2,full_shard,no_shard]",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "bench.json").read_text()), folder
+
+
+def test_table_shows_every_contender(result):
+    shown, written, folder = result
+    for name in ("ddp", "fsdp2", "full_shard", "no_shard"):
+        assert f"\n{name} " in shown
+    for column in (
+        "step ms",
+        "/ ddp",
+        "/ fsdp2",
+        "tokens/s",
+        "peak MB",
+        "between MB",
+        "first step s",
+        "loss diff",
+    ):
+        assert column in shown
+    assert f"{written['model']['parameters'] / 1e6:.1f}M parameters" in shown
+    assert (folder / "bench.txt").read_text().strip() in shown
+
+
+def test_json_fields(result):
+    _, written, _ = result
+    for name, row in written["contenders"].items():
+        assert len(row["seconds"]) == 2 and len(row["losses"]) == 3
+        assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["step_ms"] * 1e3)
+        assert row["peak_bytes"] > row["between_bytes"] > 0 and row["first_step_s"] > 0
+        assert set(row["ratios"]) == {"ddp", "fsdp2"} - {name}
+    phases = written["contenders"]["full_shard"]["phases"]
+    assert {"forward run", "backward run", "update update"} <= set(phases["lines_ms"])
+    assert sum(phases["lines_ms"].values()) <= phases["step_ms"]
+
+
+def test_all_agree_with_the_reference(result):
+    _, written, _ = result
+    assert len(written["reference_losses"]) == 3
+    for row in written["contenders"].values():
+        assert row["max_loss_difference"] < 1e-5
+
+
+def test_state_is_as_large_as_it_must_be(result):
+    """Parameters and two moments in fp32, whole or halved; DDP keeps its buckets of gradients, too."""
+    _, written, _ = result
+    whole = 4 * written["model"]["parameters"]
+    rows = written["contenders"]
+    for name, least in {"ddp": 4, "no_shard": 3, "full_shard": 1.5, "fsdp2": 1.5}.items():
+        resting = rows[name]["between_bytes"] - rows[name]["transport_bytes"]
+        assert least * whole <= resting < (least + 0.3) * whole, name

@@ -1,0 +1,141 @@
+"""Real gloo processes: a good part of the matrix, ranks that differ, and Inductor beside eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import sharded
+import torch
+from models import MODELS, tokens
+from test_numerics import CLIP, LR, truth
+
+import fnshard as fs
+
+ADAMW = f"adamw({LR}, weight_decay=0.1)"
+CLIPPED = f"chain(clip_by_global_norm({CLIP}), {ADAMW})"
+
+# (model, preset, optimizer, options): one run of a warm pool each
+CASES: dict[int, dict[str, tuple[str, str, str, dict[str, Any]]]] = {
+    2: {
+        "full_shard": ("gpt", "full_shard", ADAMW, {}),
+        "shard_grad_op_tied": ("tied", "shard_grad_op", ADAMW, {"prefetch": 2}),
+        "zero2_clip": ("gpt", "zero2", CLIPPED, {"accumulate": 3}),
+        "zero1_frozen": ("frozen", "zero1", ADAMW, {"prefetch": 0, "overlap": 0}),
+        "no_shard": ("gpt", "no_shard", ADAMW, {"accumulate": 3, "accumulate_mode": "local"}),
+        "encoder_decoder": ("encoder_decoder", "full_shard", ADAMW, {"overlap": 2}),
+        "odd_leaves": ("odd_leaves", "full_shard", ADAMW, {}),
+    },
+    4: {
+        "hybrid_clip": ("gpt", "hybrid_shard", CLIPPED, {"prefetch": 2}),
+        "full_shard_tied": ("tied", "full_shard", ADAMW, {"accumulate": 3}),
+        "zero2": ("gpt", "zero2", ADAMW, {"overlap": 0}),
+        "masked_mean": ("masked_mean", "full_shard", ADAMW, {}),
+    },
+}
+FLAT = [(world, name) for world, cases in CASES.items() for name in cases]
+
+
+@pytest.mark.parametrize(("world", "case"), FLAT)
+def test_processes_equal_the_naive_loop(ranks: Any, world: int, case: str) -> None:
+    name, preset, optimizer, options = CASES[world][case]
+    expected = truth(name, CLIP if optimizer == CLIPPED else None)
+    for got in ranks(world).run(sharded.on_rank, name, preset, world, optimizer, options):
+        sharded.assert_same(got, expected)
+
+
+def in_both_backends(rank: int) -> list[reference.Trained]:
+    model = sharded.as_float(MODELS["tied"]())
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    chained = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1, momentum=0.9))
+    return [
+        sharded.train(rank, mesh, model, specs, chained, backend=backend) for backend in ("eager", "inductor")
+    ]
+
+
+def test_inductor_follows_eager(ranks: Any) -> None:
+    for eager, compiled in ranks(2).run(in_both_backends, timeout=300.0):
+        sharded.assert_same(compiled, eager, atol=2e-5)
+        assert compiled.losses[-1] < compiled.losses[0]
+
+
+# ------------------------------------------------------------------ ranks that differ
+
+
+def with_shapes(rank: int, lengths: list[list[int]]) -> reference.Trained:
+    """This rank's batch of step i is `lengths[i][rank]` tokens long."""
+    model = MODELS["gpt"]()
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, fs.optim.sgd(0.1), timeout=30.0)
+    state, out = step.init(model.params), reference.Trained()
+    for number, by_rank in enumerate(lengths):
+        ids, targets = sharded.part(tokens(number), rank, 2)
+        state, metrics = step(state, ids[:, : by_rank[rank]], targets[:, : by_rank[rank]])
+        out.losses.append(metrics["loss"].item())
+    out.params = fs.unshard(state.params, specs, mesh)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore:compiling again")
+def test_ranks_may_have_batches_of_different_shapes(ranks: Any) -> None:
+    """One rank compiles a new shape at a step where the other does not; nobody waits for ever."""
+    lengths = [[5, 5], [3, 5], [5, 2], [3, 2]]
+    model = MODELS["gpt"]()
+    steps = []
+    for number, by_rank in enumerate(lengths):
+        parts = [sharded.part(tokens(number), r, 2) for r in range(2)]
+        steps.append([(i[:, :n], t[:, :n]) for (i, t), n in zip(parts, by_rank, strict=True)])
+    expected = reference.train(model.loss, model.params, steps, reference.sgd(0.1), frozen=model.frozen)
+    for got in ranks(2).run(with_shapes, lengths):
+        sharded.assert_same(got, expected)
+
+
+def disagree(rank: int, how: str) -> str:
+    """Build something else on rank 1; returns what the step said."""
+    model = MODELS["gpt"]()
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    odd = rank == 1
+    specs = sharded.specs_of(model, "zero2" if odd and how == "specs" else "full_shard", mesh)
+    rate = 0.2 if odd and how == "optimizer" else 0.1
+    options = {"accumulate": 2 if odd and how == "accumulate" else 1}
+
+    def loss(params: Any, ids: Any, targets: Any) -> Any:
+        value = model.loss(params, ids, targets)
+        return value * params["norm.weight"].mean() if odd and how == "program" else value
+
+    def more(params: Any, ids: Any, targets: Any) -> Any:
+        value = model.loss(params, ids, targets)
+        return (value, {"extra": value * 2}) if odd else value
+
+    chosen = {"program": loss, "aux": more}.get(how, model.loss)
+    step = sharded.make_step(
+        mesh, model, specs, fs.optim.sgd(rate), loss=chosen, timeout=20.0, grad_norm=odd and how == "norm", **options
+    )
+    try:
+        state = step.init(model.params)
+        step(state, *sharded.part(model.batch(0), rank, 2))
+    except fs.FnshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["specs", "optimizer", "accumulate", "aux", "norm"])
+def test_ranks_that_hold_different_programs_are_told_at_once(ranks: Any, how: str) -> None:
+    for said in ranks(2).run(disagree, how, timeout=60.0):
+        assert said.startswith("AgreementError: rank(s) 1 hold another program than rank 0."), said
+        assert "rank 0:" in said and "rank 1:" in said and "Fix:" in said, said
+        if how == "optimizer":
+            assert "sgd(lr=0.1" in said and "sgd(lr=0.2" in said, said
+
+
+def test_a_pool_is_as_good_as_simulated_ranks(ranks: Any) -> None:
+    """The same bits or nearly: sums of two ranks have one order."""
+    simulated = sharded.simulate(MODELS["unet"](), "full_shard", 2, fs.optim.sgd(0.1))
+    for got, expected in zip(
+        ranks(2).run(sharded.on_rank, "unet", "full_shard", 2, "sgd(0.1)", {}), simulated, strict=True
+    ):
+        assert all(torch.equal(got.params[p], v) for p, v in expected.params.items())
+        assert got.losses == expected.losses
