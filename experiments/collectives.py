@@ -24,7 +24,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from fnshard.mesh import make_mesh
-from fnshard.runtime.collectives import Collectives, connect, sum_rows
+from fnshard.runtime.collectives import Collectives, sum_rows
+from fnshard.runtime.connect import connect
 
 AXES = ("shard",)
 

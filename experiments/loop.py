@@ -91,9 +91,8 @@ def prepare(config: TrainConfig) -> tuple[Setup, fs.TrainState]:
     forward = fs.shard_forward(loss_fn, specs, **how)
     next_byte = fs.shard_forward(last_logits(apply), specs, **how)
     sampler = Sampler(next_byte, config.model.context, mesh.device)
-    return Setup(config, mesh, data.corpus_of(config), step, forward, sampler), step.init(
-        model, seed=run.seed
-    )
+    setup = Setup(config, mesh, data.corpus_of(config), step, forward, sampler)
+    return setup, step.init(model, seed=run.seed)
 
 
 def make_optimizer(config: TrainConfig) -> fs.optim.Optimizer:

@@ -22,9 +22,10 @@ from fnshard.functional import make_functional
 from fnshard.lockstep import lockstep
 from fnshard.losses import Mean, Whole
 from fnshard.mesh import Mesh, make_mesh
+from fnshard.rules import match_specs
 from fnshard.runtime.simulated import simulate
 from fnshard.shards import shard, unshard
-from fnshard.spec import LayoutSpec, P, match_specs
+from fnshard.spec import LayoutSpec, P
 from fnshard.state import TrainState
 from fnshard.step import shard_step
 

@@ -41,6 +41,9 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
             seen.add(id(leaf))
             params[path] = leaf if isinstance(leaf, nn.Buffer) else _mark(leaf)
 
+    for other, path in aliases(model).items():
+        params[path].tied_names = (*getattr(params[path], "tied_names", ()), other)
+
     def apply(params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         held = dict(params)  # functional_call writes what the module assigns to its own names back here
         result = functional_call(model, held, args, kwargs, tie_weights=True)

@@ -152,7 +152,7 @@ def describe_failure(failures: Mapping[int, ProcessFailure], ranks: int, logs: P
     log = logs / f"rank{rank}.log"
     told = _traceback(failure)
     if told:
-        head = f"rank {rank} of {ranks} failed: {told.rstrip().splitlines()[-1]}"
+        head = f"rank {rank} of {ranks} failed: {_raised(told)[0]}"
         body = told.rstrip()
     else:
         ended = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "ended"
@@ -168,11 +168,17 @@ def _traceback(failure: ProcessFailure) -> str:
     return ""
 
 
+def _raised(told: str) -> list[str]:
+    """A traceback's last lines: the exception's type and message, which may be of several lines."""
+    lines = told.rstrip().splitlines()
+    frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    return [line for i, line in enumerate(lines) if i > frame and not line.startswith("    ")]
+
+
 def _echo(failure: ProcessFailure) -> int:
     told = _traceback(failure)
     if told:
-        last = told.rstrip().splitlines()[-1]
-        return 2 if any(sign in last for sign in ECHOES) else 0
+        return 2 if any(sign in line for sign in ECHOES for line in _raised(told)) else 0
     if failure.exitcode < 0:
         return 3 if -failure.exitcode == signal.SIGTERM else 0
     return 1

@@ -8,8 +8,10 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fnshard import tree
@@ -19,10 +21,11 @@ from fnshard.compiler.lower import Passes, PlanOf, Stages, lower
 from fnshard.compiler.program import Program
 from fnshard.compiler.schedule import Schedule, wire_bytes
 from fnshard.compiler.split import Segments
-from fnshard.errors import SpecError, StateError, report
+from fnshard.errors import SpecError, StateError, TraceError, report
 from fnshard.losses import Whole
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
+from fnshard.scaling import LossScale
 from fnshard.shards import resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 
@@ -52,12 +55,26 @@ class Options:
             wrong.append(f"accumulate_mode={self.accumulate_mode!r}: 'reduce' or 'local'")
         if self.backend not in ("inductor", "eager"):
             wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
-        if min(*self.passes.prefetch, self.passes.overlap) < 0:
-            wrong.append(f"prefetch={self.passes.prefetch}, overlap={self.passes.overlap}: 0 (none) or more")
-        if self.cache < 1:
-            wrong.append(f"cache={self.cache!r}: at least 1")
+        if not _counts(self.passes.prefetch, 2):
+            wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
+        if not _counts((self.passes.overlap,), 1):
+            wrong.append(f"overlap={self.passes.overlap!r}: a whole number of kernels, 0 (none) or more")
+        if not _counts((self.cache,), 1) or self.cache < 1:
+            wrong.append(f"cache={self.cache!r}: a whole number of batch shapes, at least 1")
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            wrong.append(f"timeout={self.timeout!r}: seconds, more than 0")
         if wrong:
             raise SpecError(report("these options of a step are not to be had:", wrong))
+        LossScale.choose(self.loss_scale, fp16=False)
+
+
+def _counts(values: Any, length: int) -> bool:
+    """Whether these are so many whole numbers, none negative."""
+    return (
+        isinstance(values, tuple)
+        and len(values) == length
+        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+    )
 
 
 @dataclass
@@ -123,6 +140,10 @@ class Lowering:
     """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache)."""
 
     def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options, plan: PlanOf | None):
+        if not callable(fn):
+            raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
+        if not isinstance(mesh, Mesh):
+            raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
         self.tree = specs
         self.specs: Mapping[str, LayoutSpec]
@@ -151,6 +172,7 @@ class Lowering:
             StateError: the batch does not fit `fn`, or cannot be cut into micro-batches.
         """
         check_arguments(self.fn, batch)
+        check_leaves(batch)
         micro = micro_batch(batch, self.options.accumulate)
         with self.lock:
             stages = lower(
@@ -160,6 +182,7 @@ class Lowering:
 
     def of(self, batch: Sequence[Any]) -> Lowered:
         """From the cache, or lowered now; a second shape comes with a warning that says what changed."""
+        check_leaves(batch)
         key = batch_key(batch)
         with self.lock:
             if key in self.cache:
@@ -232,6 +255,31 @@ def batch_key(batch: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
         return (type(value).__name__, repr(value))
 
     return tuple((n, describe(v)) for n, v in tree.flatten_with_paths(tuple(batch))[0].items())
+
+
+_CONSTANTS = (
+    bool, int, float, complex, str, bytes, type(None), Enum, slice, torch.dtype, torch.device, torch.layout,
+)  # fmt: skip
+
+
+def check_leaves(batch: Sequence[Any]) -> None:
+    """Refuse batch leaves that are neither tensors nor constants: they would be baked in, as they are."""
+    named = tree.flatten_with_paths(tuple(batch))[0]
+    inner = {n: v.value if isinstance(v, Whole) else v for n, v in named.items()}
+    wrong = [
+        f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
+        for n, v in inner.items()
+        if not isinstance(v, Tensor) and not isinstance(v, _CONSTANTS)
+    ]
+    if wrong:
+        raise StateError(
+            report(
+                f"{len(wrong)} batch leaves are neither tensors nor plain Python constants:",
+                wrong,
+                "torch.as_tensor(array) for an array; for an object its tensors, in a dict; fs.Whole around "
+                "each tensor, not around a tree of them.",
+            )
+        )
 
 
 def check_arguments(fn: Callable[..., Any], batch: Sequence[Any]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from fnshard import tree
 from fnshard.mesh import Mesh
-from fnshard.spec import LayoutSpec, P, Rule, is_buffer, match_specs
+from fnshard.rules import Rule, match_specs
+from fnshard.spec import LayoutSpec, P, is_buffer
 
 Layouts = Callable[[P], dict[str, Any]]
 

@@ -19,7 +19,8 @@ from fnshard.compiler.update import Updater
 from fnshard.losses import Whole
 from fnshard.lowered import Lowered, Lowering
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.runtime.collectives import Collectives, connect
+from fnshard.runtime.collectives import Collectives
+from fnshard.runtime.connect import connect
 from fnshard.shards import check_blocks, compare_paths
 from fnshard.transform import Optimizer
 

@@ -11,7 +11,8 @@ from fnshard import tree
 from fnshard.errors import SpecError, StateError, leaves, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer, local_block, make_buckets
-from fnshard.runtime.collectives import Collectives, connect
+from fnshard.runtime.collectives import Collectives
+from fnshard.runtime.connect import connect
 from fnshard.spec import LayoutSpec, block_shape, check_specs, is_spec
 
 
@@ -119,7 +120,9 @@ def check_blocks(specs: dict[str, LayoutSpec], blocks: dict[str, Any], mesh: Mes
     for path, spec in specs.items():
         expected = block_shape(spec.shape, spec.storage, mesh)
         block = blocks[path]
-        if tuple(block.shape) != expected or block.dtype != spec.storage_dtype:
+        if not isinstance(block, Tensor):
+            wrong.append(f"params[{path!r}] is {type(block).__name__}, expected a tensor")
+        elif tuple(block.shape) != expected or block.dtype != spec.storage_dtype:
             wrong.append(
                 f"params[{path!r}] is {list(block.shape)} {block.dtype}, expected a block "
                 f"{list(expected)} {spec.storage_dtype} of {list(spec.shape)} with {spec.storage!r}"

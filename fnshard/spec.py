@@ -1,4 +1,4 @@
-"""`P`, `LayoutSpec` and rules: what one leaf's layout *means*.
+"""`P` and `LayoutSpec`: what one leaf's layout *means*.
 
 Four tensors per leaf
 ---------------------
@@ -18,15 +18,13 @@ master copy). ZeRO 1, 2 and 3 differ in these fields alone.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
 from fnshard.mesh import Mesh
 
@@ -46,7 +44,8 @@ class P:
     def __init__(self, *parts: Axes):
         cleaned: list[Axes] = []
         for part in parts:
-            axes = (part,) if isinstance(part, str) else tuple(part or ())
+            axes = (part,) if isinstance(part, str) or not isinstance(part, Iterable) else tuple(part)
+            axes = () if part is None else axes
             if not all(isinstance(a, str) and a for a in axes):
                 raise SpecError(f"P{parts!r}: each dim takes an axis name, a tuple of names, or None.")
             cleaned.append(None if not axes else axes[0] if len(axes) == 1 else axes)
@@ -199,88 +198,6 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, LayoutSpec)
 
 
-# ------------------------------------------------------------------ rules
-
-Rule = tuple[str, LayoutSpec]
-
-
-def match_specs(
-    params: Any,
-    rules: Sequence[Rule],
-    *,
-    units: Callable[[Any], Mapping[str, str]] | None = None,
-) -> Any:
-    """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
-
-    Buffers and non-float leaves are replicated and keep their dtype unless the rule says
-    `buffers=True`. `units`: a policy of `fnshard.units` (default: by numeric path part).
-
-    Args:
-        params: pytree of real, meta or fake tensors, full shapes.
-        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight".
-
-    Raises:
-        SpecError: a rule that matches no leaf, a leaf that no rule covers, or a dtype that a rule
-            casts to a non-float.
-
-    >>> specs = match_specs({"w": torch.zeros(4, 2)}, [("*", LayoutSpec(P("shard")))])
-    >>> specs["w"].storage, specs["w"].shape
-    (P('shard'), (4, 2))
-    """
-    from fnshard.units import numeric
-
-    named, structure = tree.flatten_with_paths(params)
-    _tensors_only(named)
-    unit_of = (units or numeric)(params)
-    used: set[int] = set()
-    uncovered: list[str] = []
-    specs: list[LayoutSpec] = []
-    for path, leaf in named.items():
-        hit = next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
-        if hit is None:
-            uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
-            continue
-        used.add(hit)
-        specs.append(_apply_rule(rules[hit][1], leaf).resolve(leaf, unit_of[path]))
-    unused = [f"rule {glob!r}" for i, (glob, _) in enumerate(rules) if i not in used]
-    if uncovered:
-        raise SpecError(
-            report(
-                f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
-                uncovered,
-                'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
-            )
-        )
-    if unused:
-        shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
-        raise SpecError(
-            report(
-                f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
-                unused,
-                f"mend or delete them; the leaves are: {shown}",
-            )
-        )
-    return tree.unflatten(specs, structure)
-
-
-def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
-    if spec.buffers or not (is_buffer(leaf) or not leaf.dtype.is_floating_point):
-        return spec
-    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard)
-
-
-def _tensors_only(named: Mapping[str, Any]) -> None:
-    wrong = [f"params[{p!r}] is {type(v).__name__}" for p, v in named.items() if not isinstance(v, Tensor)]
-    if wrong:
-        raise SpecError(
-            report(
-                f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
-                wrong,
-                "keep tensors alone in the tree (a number: torch.tensor(x)); close over the rest.",
-            )
-        )
-
-
 # ------------------------------------------------------------------ blocks: P on a shape and a mesh
 
 
@@ -334,6 +251,11 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 
 
 def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
+    """(what is wrong, the way out) of one leaf."""
+    return _unfit_layouts(spec, mesh) or [*_unfit_policy(spec), *_unjoined_layouts(spec)]
+
+
+def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
     out: list[tuple[str, str]] = []
     has = ", ".join(mesh.names)
     for field in ("storage", "gradient", "optimizer"):
@@ -362,6 +284,11 @@ def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
             )
         if out:
             return out
+    return out
+
+
+def _unfit_policy(spec: LayoutSpec) -> list[tuple[str, str]]:
+    out: list[tuple[str, str]] = []
     if spec.trainable and not spec.compute_dtype.is_floating_point:
         out.append(
             (
@@ -370,6 +297,12 @@ def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
                 "(torch.view_as_real).",
             )
         )
+    places = {"memory": spec.memory, "optimizer_memory": spec.optimizer_memory}
+    for name, place in places.items():
+        if place != "device":
+            out.append((f"{name}={place!r}, which is not built yet", f"leave {name}='device'."))
+    if spec.codec and not spec.trainable:
+        out.append((f"codec={spec.codec!r}, which is not built yet", "leave codec=None."))
     if spec.codec and spec.trainable:
         out.append(
             (
@@ -377,6 +310,12 @@ def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
                 "a code has no gradient: trainable=False, or train an adapter beside it.",
             )
         )
+    return out
+
+
+def _unjoined_layouts(spec: LayoutSpec) -> list[tuple[str, str]]:
+    """Layouts that no collective leads from one to the other."""
+    out: list[tuple[str, str]] = []
     if spec.optimizer != spec.gradient and spec.gradient.axes:
         out.append(
             (

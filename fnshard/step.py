@@ -15,7 +15,7 @@ from fnshard.compiler.lower import Passes
 from fnshard.compiler.program import Program
 from fnshard.compiler.scalars import Scalars, Summary
 from fnshard.compiler.update import init_slots
-from fnshard.errors import StateError, report
+from fnshard.errors import OptimizerError, StateError, report
 from fnshard.functional import make_functional
 from fnshard.init import InitFn, init_params
 from fnshard.lowered import Backend, Lowered, Lowering, Options
@@ -77,7 +77,7 @@ def shard_step(
     >>> step(params, torch.arange(3.0))
     (tensor(3.), {'w': tensor([0., 1., 2.])})
     """
-    depth = (prefetch, prefetch) if isinstance(prefetch, int) else tuple(prefetch)
+    depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
     chosen = Options(
         accumulate, accumulate_mode, Passes(depth, overlap), backend, inductor_options(mode, options),
         loss_scale, grad_norm, cache, timeout,
@@ -91,6 +91,10 @@ class Step:
     def __init__(
         self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options
     ):
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise OptimizerError(
+                f"optimizer={optimizer!r} is no optimizer: make one with fs.optim, as adamw(3e-4)."
+            )
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan)
         self._runner = Runner(self._lowering, optimizer)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
+from fnshard.errors import SpecError, report
+
 TreeDef = pytree.TreeSpec
 
 
@@ -40,7 +42,13 @@ def flatten_with_paths(
         for keys, _ in pairs:
             path = ".".join(_key(k) for k in keys)
             (double.append(path) if path in seen else seen.add(path))
-        raise ValueError(f"two leaves have the same path: {', '.join(double)}")
+        raise SpecError(
+            report(
+                "two leaves have the same path:",
+                [repr(path) for path in double],
+                "leave dots out of the keys of nested dicts.",
+            )
+        )
     return named, structure
 
 

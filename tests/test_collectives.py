@@ -14,7 +14,8 @@ import torch
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime import messages, shm
-from fnshard.runtime.collectives import Group, connect, sum_rows
+from fnshard.runtime.collectives import Group, sum_rows
+from fnshard.runtime.connect import connect
 from fnshard.runtime.simulated import simulate
 
 REDUCED = (torch.float32, torch.bfloat16, torch.float64)

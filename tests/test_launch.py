@@ -86,7 +86,7 @@ def test_one_rank_needs_no_group(tmp_path):
 def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path, capfd):
     body = """
     def burst():
-        raise ValueError("seven is not even")
+        raise ValueError("seven is not even\\n  it is odd\\nFix: take eight")
 
     def main():
         if rank == 1:
@@ -192,6 +192,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in main\n    main()\n    ^^^^^^\n'
+
+
 def test_an_echo_is_never_the_cause():
     """Both ranks failed within one poll: the one whose peer died is not to blame."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -200,10 +203,10 @@ def test_an_echo_is_never_the_cause():
         made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
         made.timestamp = at
         if last is not None:
-            made.error_file_data = {"message": {"extraInfo": {"py_callstack": f"Traceback\n{last}\n"}}}
+            made.error_file_data = {"message": {"extraInfo": {"py_callstack": FRAMES + last + "\n"}}}
         return made
 
-    echo = failure(0, 1, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:1", 1)
+    echo = failure(0, 1, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:1\nFix: look there", 1)
     told = failure(3, -signal.SIGTERM, None, 1)
     for cause in (
         failure(2, -signal.SIGKILL, None, 9),

@@ -93,9 +93,11 @@ def test_training_equals_the_naive_loop(preset: str, world: int, feature: str) -
 def test_every_model(name: str, preset: str) -> None:
     world = 4 if spread(name, preset) else 2
     ranks = sharded.simulate(
-        model_of(name), preset, world, ADAMW, prefetch=spread(name, preset), accumulate=1 + spread(preset)
+        model_of(name), preset, world, ADAMW, prefetch=spread(name, preset), accumulate=3 if spread(preset) else 1
     )
-    expected = truth(name)
+    # torch recomputes a checkpointed module with the values that functional_call has put back by then:
+    # the truth of `checkpoint` is the same model without it.
+    expected = truth("gpt" if name == "checkpoint" else name)
     for got in ranks:
         sharded.assert_same(got, expected)
 

@@ -34,7 +34,6 @@ from experiments.model import Decoder
 
 Batch = tuple[Tensor, Tensor]
 PHASE_STEPS = 10
-MEMORY_PASSES = 2  # what a pass can get wrong (see `memory.Heap`) makes numbers larger only
 
 
 @dataclass
@@ -203,7 +202,7 @@ def memory(config: BenchConfig, task: Task, name: str) -> dict[str, int]:
     """Of the rank that holds most; transport slots (shared memory) are added to both numbers."""
     (tokens, targets), *_ = batches(config, task, range(1))
     seen: list[tuple[int, int, int]] = []
-    for _ in range(MEMORY_PASSES):
+    for _ in range(config.memory):
         contender: Contender | None = None
 
         def make() -> Callable[[], Any]:

@@ -53,22 +53,18 @@ class Watch:
 def watched() -> Iterator[Watch]:
     """Steps that are called for the first time within are watched, as long as they live."""
     watch = Watch()
-    with mock.patch("fnshard.step.bind", lambda context: _bind(context, watch)):
+    clocked: dict[int, tuple[Context, Context]] = {}  # by id, which the first keeps from being taken again
+
+    def clocks(make: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+        def bind(line: Any, context: Context) -> Any:
+            if id(context) not in clocked:
+                clocked[id(context)] = (context, _clocked(context, watch))
+            return _timed(make(line, clocked[id(context)][1]), watch.lines, _name(line))
+
+        return bind
+
+    with mock.patch.dict(execute._BIND, {kind: clocks(make) for kind, make in execute._BIND.items()}):
         yield watch
-
-
-def _bind(context: Context, watch: Watch) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """`execute.bind`, with clocks."""
-    lines = context.schedule.instructions
-    context = _clocked(context, watch)
-    actions = [_timed(execute._BIND[type(line)](line, context), watch.lines, _name(line)) for line in lines]
-
-    def run(env: dict[str, Any]) -> dict[str, Any]:
-        for action in actions:
-            action(env)
-        return env
-
-    return run
 
 
 def _name(line: Any) -> str:

@@ -89,7 +89,7 @@ def differentiate(source: Source, name: str, *, trainable: bool = True, budget: 
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
     with _export_context(mode):
         joint = aot_export_joint_simple(
-            lambda *values: source(*values),
+            lambda *values: tuple(map(_own, source(*values))),
             args,
             trace_joint=differentiable,
             decompositions=select_decomp_table(),
@@ -119,6 +119,11 @@ def differentiate_all(
         key: differentiate(source, f"k{i}", trainable=trainable, budget=budget)
         for i, (key, source) in enumerate(sources.items())
     }
+
+
+def _own(value: Tensor) -> Tensor:
+    """A composite op may end in a view (some attention does); the export refuses to return one."""
+    return value if value._base is None else value.clone()
 
 
 def _export_context(mode: FakeTensorMode):

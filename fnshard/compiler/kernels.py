@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options
+from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.virtualized import V
 
@@ -59,7 +59,9 @@ def _eager(module: fx.GraphModule) -> Boxed:
         values = list(args)
         args.clear()
         with torch.no_grad():
-            return interpreter.boxed_run(values)
+            results = interpreter.boxed_run(values)
+        interpreter.env = {}  # or it would keep them until the next call
+        return results
 
     return run
 
@@ -76,7 +78,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     """`mode` and `options` as `torch.compile` takes them, as one dict.
 
     Raises:
-        SpecError: an unknown mode, or one with CUDA graphs.
+        SpecError: an unknown mode or option, or one with CUDA graphs.
     """
     merged: dict[str, Any] = {}
     if mode not in (None, "default"):
@@ -87,6 +89,15 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             )
         merged.update(known[mode])
     merged.update(options or {})
+    unknown = [f"options[{name!r}]" for name in merged if name not in list_options()]
+    if unknown:
+        raise SpecError(
+            report(
+                f"{len(unknown)} option(s) that torch.compile does not have:",
+                unknown,
+                "torch._inductor.list_options() names them all.",
+            )
+        )
     if merged.get("triton.cudagraphs"):
         raise SpecError(
             report(

@@ -233,7 +233,9 @@ class Schedule:
         for i in self.instructions:
             if isinstance(i, COLLECTIVES):
                 bucket = self.buckets.get(getattr(i, "bucket", ""))
-                what = f"{bucket.axes} {bucket.dtype} {bucket.numel} {bucket.paths}" if bucket else ""
+                what = f"{len(i.reads)} values"  # of the scalars: as many aux, norms and micro-batches
+                if bucket:
+                    what = f"{bucket.axes} {bucket.dtype} {bucket.numel} {bucket.paths}"
                 out.append(f"{i.verb} {getattr(i, 'axes', '')} {what}")
         return tuple(out)
 

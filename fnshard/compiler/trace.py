@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.causal import recognise_causal
+from fnshard.compiler.inplace import settle
 from fnshard.compiler.normalize import normalize
 from fnshard.compiler.program import Input, Outputs, Program, describe, mutated_args, storage_id
 from fnshard.compiler.refuse import higher_order, refusals
@@ -96,6 +97,8 @@ def trace(
         constants = {n: v.detach().to(device) for n, v in constants.items()}
         program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
         _check_program(program, differentiate)
+        with mode, torch.set_grad_enabled(differentiate):
+            settle(graph, lambda: propagate(graph, [values[i] for i in inputs]))
         return program
 
 

@@ -93,7 +93,11 @@ def _copied(issue: Instruction, name: str) -> bool:
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:
-    """More gathers alive than planned, counting resharded units, from issue to free."""
+    """A resharded unit alive, from issue to free, that none of the next `planned` kernels reads.
+
+    So at most the units of that many kernels are alive; a kernel may read several.
+    """
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
     problems = []
@@ -105,8 +109,9 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            own = set(line.unit.split("+"))
-            if len(units - own) + 1 > schedule.planned:
+            wanted = {unit for run in runs[: schedule.planned] for unit in run.unit.split("+")}
+            runs.pop(0)
+            if not units <= wanted:
                 problems.append(
                     f"{number}: {len(units)} units are gathered ({', '.join(sorted(units))}), "
                     f"planned are {schedule.planned}"

@@ -1,6 +1,6 @@
 """Collectives as an argument of the executor: what a rank can ask of its peers, flat tensors only.
 
-`connect(mesh)` picks the implementation: `Local` (one rank), `Group` (a `torch.distributed` process
+`fnshard.runtime.connect` picks the implementation: `Local` (one rank), `Group` (a `torch.distributed` process
 group), `Simulated` (ranks are threads, `fnshard.runtime.simulated`), `Shared` (CPU ranks that share
 hosts, `fnshard.runtime.shm`), `Abstract` (nothing can run). All of them keep one contract:
 
@@ -85,41 +85,6 @@ class Collectives(Protocol):
 
     def close(self) -> None:
         """Give groups and shared memory back. Leaving without it is clean too."""
-
-
-def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transport = "auto") -> Collectives:
-    """The collectives of `mesh`. On a process group this is itself a collective call.
-
-    Args:
-        timeout: seconds after which a silent peer is a `CollectiveError`.
-        transport: how CPU ranks move bytes. "auto": shared memory for groups on one host, else
-            "p2p": gathers and reduce-scatters as sends from rank to rank. "native": torch's own
-            collectives throughout (what a CUDA mesh always does).
-
-    >>> from fnshard.mesh import make_mesh
-    >>> connect(make_mesh(shard=1)).all_gather(torch.arange(3), ("shard",)).wait()
-    [tensor([0, 1, 2])]
-    """
-    if mesh.kind == "abstract":
-        return Abstract(mesh)
-    if mesh.kind == "simulated":
-        from fnshard.runtime.simulated import Simulated
-
-        return Simulated(mesh)
-    if mesh.size == 1:
-        return Local(mesh)
-    # CPU, 32 MiB fp32, median ms of gather / reduce-scatter / all-reduce, packing and unpacking
-    # included (2 cores; `python -m experiments.collectives` measures anew):
-    #   ranks   native          p2p            shared memory
-    #   2       51 / 46 / 24    28 / 26 / 24   4 / 5 / 10
-    #   4       110 / 94 / 50   45 / 59 / 50   6 / 10 / 21
-    on_cpu = mesh.device_type == "cpu"
-    group = Group(mesh, timeout, peer_to_peer=on_cpu and transport != "native")
-    if on_cpu and transport == "auto":
-        from fnshard.runtime.shm import connect_shared
-
-        return connect_shared(group) or group
-    return group
 
 
 # ------------------------------------------------------------------ handles and errors

@@ -54,7 +54,7 @@ def simulate(
             or nothing happened for `timeout` seconds.
 
     >>> from fnshard.mesh import make_mesh
-    >>> from fnshard.runtime.collectives import connect
+    >>> from fnshard.runtime.connect import connect
     >>> mesh = make_mesh(shard=2, simulated=True)
     >>> def total(rank):
     ...     return connect(mesh).all_reduce(torch.tensor([float(rank)]), ("shard",)).wait().item()

@@ -1,0 +1,153 @@
+"""Rules: globs on paths -> a spec for every leaf. What nobody used, and what is left over, is an error."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.errors import SpecError, leaves, report
+from fnshard.spec import LayoutSpec, is_buffer, is_spec
+from fnshard.units import numeric
+
+Rule = tuple[str, LayoutSpec]
+
+
+def match_specs(
+    params: Any,
+    rules: Sequence[Rule],
+    *,
+    units: Callable[[Any], Mapping[str, str]] | None = None,
+) -> Any:
+    """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
+
+    Buffers and non-float leaves are replicated and keep their dtype unless the rule says
+    `buffers=True`. `units`: a policy of `fnshard.units` (default: by numeric path part).
+
+    Args:
+        params: pytree of real, meta or fake tensors, full shapes.
+        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight".
+
+    Raises:
+        SpecError: a rule that matches no leaf, a leaf that no rule covers, rules that differ on the
+            names of one tied weight.
+
+    >>> import torch
+    >>> from fnshard.spec import P
+    >>> specs = match_specs({"w": torch.zeros(4, 2)}, [("*", LayoutSpec(P("shard")))])
+    >>> specs["w"].storage, specs["w"].shape
+    (P('shard'), (4, 2))
+    """
+    named, structure = tree.flatten_with_paths(params)
+    _tensors_only(named)
+    _check_rules(rules)
+    unit_of = (units or numeric)(params)
+    tied = tied_names(named)
+    used: set[int] = _tied_hits(tied, named, rules)
+    uncovered: list[str] = []
+    specs: list[LayoutSpec] = []
+    for path, leaf in named.items():
+        hit = next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+        if hit is None:
+            uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
+            continue
+        used.add(hit)
+        specs.append(_apply_rule(rules[hit][1], leaf).resolve(leaf, unit_of[path]))
+    unused = [_unused(glob, tied) for i, (glob, _) in enumerate(rules) if i not in used]
+    if uncovered:
+        raise SpecError(
+            report(
+                f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
+                uncovered,
+                'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
+            )
+        )
+    if unused:
+        shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
+        raise SpecError(
+            report(
+                f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
+                unused,
+                f"mend or delete them; the leaves are: {shown}",
+            )
+        )
+    return tree.unflatten(specs, structure)
+
+
+def _check_rules(rules: Any) -> None:
+    good = isinstance(rules, Sequence) and all(
+        isinstance(r, tuple | list) and len(r) == 2 and isinstance(r[0], str) and is_spec(r[1]) for r in rules
+    )
+    if not good:
+        raise SpecError(
+            report(
+                "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; "
+                f"these are {type(rules).__name__} {str(rules)[:80]}.",
+                fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
+            )
+        )
+
+
+def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """`{other name: the path it is stored under}` of the weights that `make_functional` found tied."""
+    return {other: path for path, leaf in named.items() for other in getattr(leaf, "tied_names", ())}
+
+
+def _tied_hits(tied: Mapping[str, str], named: Mapping[str, Tensor], rules: Sequence[Rule]) -> set[int]:
+    """Rules that a tied weight takes by another of its names; they must say what its path's rule says."""
+
+    def first(path: str) -> int | None:
+        return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+
+    hits = {other: first(other) for other in tied}
+    differ = [
+        f"params[{path!r}] takes {_show(rules, first(path))}, its other name {other!r} takes "
+        f"{_show(rules, hits[other])}"
+        for other, path in tied.items()
+        if hits[other] is not None and _layout(rules, hits[other]) != _layout(rules, first(path))
+    ]
+    if differ:
+        raise SpecError(
+            report(
+                f"{leaves(len(differ))} tied under several names whose rules differ:",
+                differ,
+                "a tied weight is stored once, under the first of its names: give all names one rule.",
+            )
+        )
+    return {i for i in hits.values() if i is not None}
+
+
+def _layout(rules: Sequence[Rule], index: int | None) -> LayoutSpec | None:
+    return None if index is None else rules[index][1]
+
+
+def _show(rules: Sequence[Rule], index: int | None) -> str:
+    return "no rule" if index is None else f"rule {rules[index][0]!r}"
+
+
+def _unused(glob: str, tied: Mapping[str, str]) -> str:
+    other = next((o for o in tied if fnmatch.fnmatchcase(o, glob)), None)
+    stored = f": {other!r} is tied and stored as {tied[other]!r}" if other else ""
+    return f"rule {glob!r}{stored}"
+
+
+def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
+    floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    if spec.buffers or (floating and not is_buffer(leaf)):
+        return spec
+    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard)
+
+
+def _tensors_only(named: Mapping[str, Any]) -> None:
+    wrong = [f"params[{p!r}] is {type(v).__name__}" for p, v in named.items() if not isinstance(v, Tensor)]
+    if wrong:
+        raise SpecError(
+            report(
+                f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
+                wrong,
+                "keep tensors alone in the tree (a number: torch.tensor(x)); close over the rest.",
+            )
+        )

@@ -1,0 +1,286 @@
+"""Initialisation: each rank its own shards, values that do not depend on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Llama, chain, run_chain
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, StateError
+
+
+class Block(nn.Module):
+    """A float, an int and a bool buffer, all set by its reset."""
+
+    def __init__(self, width: int = 6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, width))
+        self.register_buffer("scale", torch.empty(width))
+        self.register_buffer("steps", torch.empty((), dtype=torch.int64))
+        self.register_buffer("mask", torch.empty(width, dtype=torch.bool))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.scale.fill_(0.5)
+        self.steps.zero_()
+        self.mask.copy_(torch.arange(len(self.mask)) % 2 == 0)
+
+
+class Net(nn.Module):
+    """Two blocks and a tied pair of linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.layers:
+            x = torch.tanh(x @ block.weight) * block.scale * block.mask + block.steps
+        return self.last(x)
+
+
+def on_meta(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def whole(
+    source: Any, world: int, *, preset: str = "full_shard", params: Any = None, **options: Any
+) -> dict[str, Tensor]:
+    """What `step.init(source)` makes on a simulated mesh, put together again; all ranks must agree."""
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    params = params if params is not None else fs.make_functional(source)[1]
+    specs = fs.presets.PRESETS[preset](params, mesh)
+    step = fs.shard_step(
+        lambda p, x: x.sum(), specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager"
+    )
+
+    def run(rank: int) -> dict[str, Tensor]:
+        state = step.init(source, **options)
+        for path, spec in specs.items():
+            assert state.params[path].shape == fs.spec.block_shape(spec.shape, spec.storage, mesh)
+        return fs.unshard(state.params, specs, mesh)
+
+    first, *others = fs.simulate(mesh, run)
+    for other in others:
+        assert_equal(first, other)
+    return first
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert list(a) == list(b)
+    assert [p for p in a if not torch.equal(a[p], b[p])] == []
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard"])
+def test_a_meta_module_resets_to_the_same_values_on_every_mesh(preset: str) -> None:
+    once = whole(on_meta(), 1, preset=preset, seed=3)
+    for world in (2, 4):
+        assert_equal(whole(on_meta(), world, preset=preset, seed=3), once)
+    assert once["layers.0.mask"].tolist() == [True, False] * 3
+    assert once["layers.1.scale"].tolist() == [0.5] * 6
+    assert int(once["layers.0.steps"]) == 0
+    assert "last.weight" not in once
+
+
+def test_values_are_of_the_seed_and_the_path() -> None:
+    a, again, b = (whole(on_meta(), 2, seed=s) for s in (0, 0, 1))
+    assert_equal(a, again)
+    assert not torch.equal(a["first.weight"], b["first.weight"])
+    assert not torch.equal(a["layers.0.weight"], a["layers.1.weight"])
+    # As torch makes them: a Linear of 6 inputs is uniform within 1/sqrt(6).
+    assert a["first.weight"].abs().max() <= 6**-0.5
+    assert 0.1 < a["first.weight"].std() < 0.4
+
+
+def test_init_leaves_torchs_own_generator_alone() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    whole(on_meta(), 2)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_meta_tree_and_a_function() -> None:
+    params = fs.make_functional(on_meta())[1]
+
+    def fill(path: str, leaf: Tensor) -> None:
+        assert leaf.shape == params[path].shape
+        leaf.normal_() if leaf.is_floating_point() else leaf.fill_(len(path) % 2)
+
+    once = whole(params, 1, params=params, init=fill)
+    assert_equal(whole(params, 4, params=params, init=fill), once)
+    assert_equal(whole(on_meta(), 2, init=fill), once)  # a meta module, too
+    assert once["first.weight"].std() > 0.5
+
+
+def test_a_full_tree_and_a_real_module_keep_their_values() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    params = {p: v.detach().clone() for p, v in fs.make_functional(model)[1].items()}
+    for world in (1, 2, 4):
+        assert_equal(whole(model, world), params)
+        assert_equal(whole(params, world, params=fs.make_functional(model)[1]), params)
+
+
+def test_leaves_that_have_values_keep_them() -> None:
+    model = on_meta()
+    model.layers[0].scale = torch.full((6,), 7.0)
+    assert whole(model, 2)["layers.0.scale"].tolist() == [7.0] * 6
+
+    params = fs.make_functional(model)[1]
+    filled = whole(params, 2, params=params, init=lambda path, leaf: leaf.fill_(1))
+    assert filled["layers.0.scale"].tolist() == [7.0] * 6
+    assert filled["layers.1.scale"].tolist() == [1.0] * 6
+
+
+def test_the_given_tree_is_not_the_states() -> None:
+    params = chain(2)
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, x: run_chain(p, x).sum(), specs, optimizer=fs.optim.sgd(1.0), backend="eager"
+    )
+    state = step.init(params)
+    state.params["layers.0.w"].zero_()
+    assert params["layers.0.w"].abs().sum() > 0
+
+
+def test_frozen_parameters_have_no_optimizer_state() -> None:
+    model = on_meta()
+    model.first.weight.requires_grad_(False)
+    params = fs.make_functional(model)[1]
+    mesh = fs.make_mesh(shard=2, abstract=True, device="cpu")
+    specs = fs.presets.full_shard(params, mesh)
+    assert not specs["first.weight"].trainable and specs["first.bias"].trainable
+    step = fs.shard_step(
+        lambda p, x: x.sum(), specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager"
+    )
+    assert set(step.init(model).opt_state) == {"first.bias", "layers.0.weight", "layers.1.weight"}
+
+
+def test_dtypes_and_master_weights() -> None:
+    params = fs.make_functional(on_meta())[1]
+    mesh = fs.make_mesh(shard=2, abstract=True, device="cpu")
+    policy = {"storage_dtype": torch.bfloat16, "optimizer_dtype": torch.float32}
+    specs = fs.presets.full_shard(params, mesh, **policy)
+    step = fs.shard_step(
+        lambda p, x: x.sum(), specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager"
+    )
+    state = step.init(on_meta())
+    assert state.params["first.weight"].dtype == torch.bfloat16
+    assert state.params["layers.0.scale"].dtype == torch.float32  # a buffer keeps its own
+    slots = state.opt_state["first.weight"]
+    assert {s.dtype for s in slots.values()} == {torch.float32}
+    assert torch.equal(slots["master"], state.params["first.weight"].float())
+
+
+def test_without_an_optimizer_init_gives_the_shards_alone() -> None:
+    params = chain(2)
+    mesh = fs.make_mesh(shard=4, abstract=True, device="cpu")
+    specs = fs.presets.full_shard(params, mesh)
+    shards = fs.shard_step(lambda p, x: x.sum(), specs, mesh=mesh).init(params)
+    assert {p: tuple(v.shape) for p, v in shards.items()} == {"layers.0.w": (2, 8), "layers.1.w": (2, 8)}
+
+
+def test_handwritten_specs_are_completed_by_what_init_sees() -> None:
+    params = chain(2)
+    step = fs.shard_step(
+        lambda p, x: run_chain(p, x).sum(),
+        dict.fromkeys(params, LayoutSpec(P("shard"))),
+        optimizer=fs.optim.sgd(0.1),
+        backend="eager",
+    )
+    step.init(params)
+    assert step.specs["layers.0.w"].shape == (8, 8) and step.specs["layers.0.w"].unit == "layers.0"
+
+
+# ------------------------------------------------------------------ what cannot be initialised
+
+
+def init_on_one(source: Any, **options: Any) -> Any:
+    params = fs.make_functional(source)[1] if isinstance(source, nn.Module) else source
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    return fs.shard_step(lambda p, x: x.sum(), specs, backend="eager").init(source, **options)
+
+
+def test_a_meta_tree_without_a_function_names_all_leaves_and_both_ways_out() -> None:
+    params = {p: v.to("meta") for p, v in chain(2).items()}
+    with pytest.raises(
+        StateError,
+        match=r"(?s)2 leaves are on the meta.*'layers.0.w'.*'layers.1.w'.*init=lambda.*reset_parameters",
+    ):
+        init_on_one(params)
+
+
+def test_modules_without_a_reset_are_named() -> None:
+    with pytest.raises(
+        StateError,
+        match=r"(?s)layers.0.norm1.RMSNorm has no reset_parameters \(owns layers.0.norm1.weight\).*"
+        r"Llama has no reset_parameters \(owns frequencies\)|"
+        r"Llama has no reset_parameters \(owns frequencies\).*layers.0.norm1.RMSNorm has no reset_parameters",
+    ):
+        init_on_one(on_meta(lambda: Llama(1)))
+
+
+class _Forgets(Block):
+    forgotten = "scale"
+
+    def reset_parameters(self) -> None:
+        before = getattr(self, self.forgotten).clone()
+        super().reset_parameters()
+        getattr(self, self.forgotten).copy_(before)
+
+
+class _ForgetsInt(_Forgets):
+    forgotten = "steps"
+
+
+class _ForgetsBool(_Forgets):
+    forgotten = "mask"
+
+
+@pytest.mark.parametrize("kind", [_Forgets, _ForgetsInt, _ForgetsBool])
+def test_leaves_that_a_reset_leaves_unset_are_named(kind: type[_Forgets]) -> None:
+    model = on_meta(lambda: nn.Sequential(kind()))
+    with pytest.raises(
+        StateError, match=rf"(?s){kind.__name__}.reset_parameters left {kind.forgotten} .*buffers too"
+    ):
+        init_on_one(model)
+
+
+def test_a_function_that_leaves_a_leaf_unset_is_refused() -> None:
+    params = {p: v.to("meta") for p, v in chain(2).items()}
+    with pytest.raises(StateError, match=r"(?s)left 2 leaves unset.*'layers.0.w'.*in place"):
+        init_on_one(params, init=lambda path, leaf: torch.randn(leaf.shape))
+    with pytest.raises(StateError, match=r"(?s)left 1 leaves unset.*'layers.1.w'"):
+        init_on_one(params, init=lambda path, leaf: leaf.fill_(0) if "0" in path else leaf[:2].fill_(0))
+
+
+def test_a_function_that_nothing_needs_is_refused() -> None:
+    with pytest.raises(StateError, match=r"(?s)no leaf is on the meta device.*leave init= out"):
+        init_on_one(chain(2), init=lambda path, leaf: leaf.zero_())
+
+
+def test_a_tree_of_other_shapes_is_refused() -> None:
+    step = fs.shard_step(
+        lambda p, x: x.sum(), fs.match_specs(chain(2), [("*", LayoutSpec())]), backend="eager"
+    )
+    with pytest.raises(
+        StateError, match=r"params\['layers.0.w'\] is \[3, 3\], its spec was made for \[8, 8\]"
+    ):
+        step.init({**chain(2), "layers.0.w": torch.zeros(3, 3)})
+
+
+def test_tied_weights_are_made_once() -> None:
+    made = whole(on_meta(), 2)
+    assert [p for p in made if p.endswith(("first.weight", "last.weight"))] == ["first.weight"]

@@ -1,0 +1,82 @@
+"""Unit policies: which leaves travel together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from toys import Block, Llama
+
+import fnshard as fs
+from fnshard import units
+
+
+def params(*paths: str) -> dict[str, torch.Tensor]:
+    return {p: torch.zeros(10) for p in paths}
+
+
+def test_by_number_in_the_path() -> None:
+    assert units.numeric(params("layers.0.a.w", "layers.0.b.w", "layers.10.a.w")) == {
+        "layers.0.a.w": "layers.0",
+        "layers.0.b.w": "layers.0",
+        "layers.10.a.w": "layers.10",
+    }
+
+
+def test_leaves_without_a_number_go_to_the_shortest_module_without_numbered_units() -> None:
+    found = units.numeric(
+        params("model.embed.w", "model.norm.w", "model.norm.b", "model.layers.0.w", "head.w", "scale")
+    )
+    assert found == {
+        "model.embed.w": "model.embed",
+        "model.norm.w": "model.norm",
+        "model.norm.b": "model.norm",
+        "model.layers.0.w": "model.layers.0",
+        "head.w": "head",
+        "scale": "scale",
+    }
+
+
+def test_the_first_number_counts() -> None:
+    assert units.numeric(params("blocks.1.experts.2.w"))["blocks.1.experts.2.w"] == "blocks.1"
+
+
+def test_a_number_at_the_end_is_a_leaf_and_no_module() -> None:
+    assert units.numeric(params("weights.0", "weights.1")) == {"weights.0": "weights", "weights.1": "weights"}
+
+
+def test_by_class_the_innermost_holds() -> None:
+    model = Llama(2)
+    _, leaves = fs.make_functional(model)
+    blocks = units.by_class(model, Block)(leaves)
+    assert {blocks[p] for p in leaves if p.startswith("layers.1.")} == {"layers.1"}
+    assert (blocks["embed.weight"], blocks["head.weight"], blocks["norm.weight"]) == ("embed", "head", "norm")
+    inner = units.by_class(model, Block, nn.Linear)(leaves)
+    assert inner["layers.0.q.weight"] == "layers.0.q" and inner["layers.0.norm1.weight"] == "layers.0"
+
+
+def test_by_class_refuses_a_class_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="no module of class Conv2d in Llama"):
+        units.by_class(Llama(1), nn.Conv2d)
+
+
+def test_by_size_takes_the_smallest_modules_that_are_large_enough() -> None:
+    leaves = params("a.b.x", "a.b.y", "a.c.x", "d.x")
+    assert units.by_size(20)(leaves) == {"a.b.x": "a.b", "a.b.y": "a.b", "a.c.x": "root", "d.x": "root"}
+    assert units.by_size(10)(leaves) == {"a.b.x": "a.b", "a.b.y": "a.b", "a.c.x": "a.c", "d.x": "d"}
+    assert set(units.by_size(1000)(leaves).values()) == {"root"}
+
+
+def test_a_rule_may_name_the_unit() -> None:
+    specs = fs.match_specs(
+        params("a.x", "b.x"), [("a.*", fs.LayoutSpec(unit="both")), ("*", fs.LayoutSpec())]
+    )
+    assert (specs["a.x"].unit, specs["b.x"].unit) == ("both", "b")
+
+
+def test_policies_are_taken_by_match_specs_and_presets() -> None:
+    leaves = params("a.b.x", "a.c.x")
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    one = units.by_size(20)
+    assert {s.unit for s in fs.presets.full_shard(leaves, mesh, units=one).values()} == {"a"}
+    assert {s.unit for s in fs.match_specs(leaves, [("*", fs.LayoutSpec())], units=one).values()} == {"a"}
