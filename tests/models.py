@@ -323,6 +323,26 @@ def several_outputs() -> Model:
     return Model(params, loss, vectors)
 
 
+def in_place() -> Model:
+    """Residuals and activations written in place, under views and across units."""
+    params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(4)})
+
+    def loss(params, x, y):
+        w = list(params.values())
+        h = x @ w[0]
+        h += x
+        h = F.relu(h, inplace=True)
+        g = h @ w[1]
+        g.mul_(1.5).add_(h).clamp_(-2.0, 2.0)
+        x = torch.sin(g @ w[2]) @ w[3]
+        x += g
+        view = x[:, 3:7]
+        view *= 2.0
+        return F.mse_loss(x, y) + view.square().mean()
+
+    return Model(params, loss, vectors)
+
+
 def masked_mean() -> Model:
     """A Mean over unpadded items: row i of a batch counts i % TIME of its TIME items."""
     base = gpt()
@@ -355,5 +375,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     "islands": islands,
     "derived_weights": derived_weights,
     "several_outputs": several_outputs,
+    "in_place": in_place,
     "masked_mean": masked_mean,
 }

@@ -22,7 +22,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fnshard.compiler.program import describe
+from fnshard.compiler.program import OpOverload, describe
 from fnshard.compiler.source import Argument, Source
 from fnshard.errors import TraceError, report
 
@@ -197,7 +197,7 @@ def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
 
 def _views(node: fx.Node) -> bool:
     target = node.target
-    if target.__class__ is torch._ops.OpOverload:
+    if isinstance(target, OpOverload):
         return target.is_view
     return getattr(target, "__name__", "") == "getitem" and _views(node.args[0])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import mutated_args, storage_id
+from fnshard.compiler.program import OpOverload, mutated_args, storage_id
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def settle(graph: fx.Graph, propagate: Callable[[], None]) -> None:
         propagate()
 
 
-def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def out_of_place(target: OpOverload) -> OpOverload | None:
     """The op that returns what this one writes into its first argument, if there is one."""
     namespace, name = target._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name[-1] == "_" else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.program import OpOverload
 from fnshard.compiler.random import ops
 from fnshard.compiler.refuse import higher_order
 from fnshard.errors import TraceError, report
@@ -83,10 +84,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if old.target is _MODES["_exit_autocast"]:
             autocast = [pair for pair in autocast if pair[0] is not old.args[0]]
             continue
-        if (
-            not isinstance(old.target, torch._ops.OpOverload)
-            and getattr(old.target, "__module__", "") != "_operator"
-        ):
+        if not isinstance(old.target, OpOverload) and getattr(old.target, "__module__", "") != "_operator":
             raise higher_order(str(old.target))
         read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
         args, kwargs = fx.map_arg((old.args, old.kwargs), read)
@@ -117,7 +115,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_random(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node.target is aten.scaled_dot_product_attention.default:
         return _argument(node, "dropout_p") not in (None, 0, 0.0)

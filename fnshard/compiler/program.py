@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from fnshard.tree import TreeDef
 
@@ -109,7 +110,7 @@ def storage_id(value: Tensor) -> int:
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments that this node's op writes to."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
     schema = node.target._schema
     if not schema.is_mutable:

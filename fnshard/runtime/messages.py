@@ -81,10 +81,12 @@ class Arena:
 
 
 def control_bytes(groups: int) -> int:
+    """Bytes at the head of an arena that hold the counters of so many groups, in whole pages."""
     return -(-8 * (HEADER + groups * 5 * RING) // PAGE) * PAGE
 
 
 def map_arena(fd: int, rank: int, pid: int, control: int) -> Arena:
+    """Map an open arena of `rank`, a process `pid`, with `control` bytes of counters."""
     memory = mmap.mmap(fd, ARENA_BYTES)
     words = np.frombuffer(memory, dtype=np.int64, count=control // 8)
     return Arena(rank, pid, memory, words, words.ctypes.data)
