@@ -157,7 +157,11 @@ def gpt(**kwargs: Any) -> Model:
 def frozen_gpt() -> Model:
     """Frozen: the embedding, and all of one block but its norms."""
     module = seeded(GPT)
-    names = [p for p, _ in module.named_parameters() if p == "embed.weight" or (p[:9] == "layers.0." and "norm" not in p)]
+    names = [
+        p
+        for p, _ in module.named_parameters()
+        if p == "embed.weight" or (p[:9] == "layers.0." and "norm" not in p)
+    ]
     for name in names:
         module.get_parameter(name).requires_grad_(False)
     return language_model(module, tuple(names))
@@ -229,8 +233,10 @@ def dense_skips() -> Model:
 
 def odd_leaves() -> Model:
     """Frozen and unused leaves, int and bool leaves, scalars, leaves smaller than any mesh, an empty one."""
-    params = noise({"layers.0.w": (WIDTH, 3), "layers.0.unused": (5, 2), "layers.0.scale": (), "layers.1.w": (3, WIDTH),
-                    "layers.1.bias": (1,), "layers.1.frozen": (WIDTH,), "layers.1.empty": (0, 4), "never": (7,)})  # fmt: skip
+    shapes = {"layers.0.w": (WIDTH, 3), "layers.0.unused": (5, 2), "layers.0.scale": (), "never": (7,),
+              "layers.1.w": (3, WIDTH), "layers.1.bias": (1,), "layers.1.frozen": (WIDTH,),
+              "layers.1.empty": (0, 4)}  # fmt: skip
+    params = noise(shapes)
     params["layers.0.order"] = torch.randperm(WIDTH, generator=generator(3))
     params["layers.1.mask"] = torch.arange(3) != 1
     params["count"] = torch.tensor(3)
@@ -246,7 +252,9 @@ def odd_leaves() -> Model:
 
 def early_and_late() -> Model:
     """Leaves of one unit read at both ends of the program, another unit between."""
-    params = noise({"ends.0.first": (WIDTH, 7), "ends.0.last": (7, WIDTH), "mid.0.w": (7, 7), "mid.1.w": (7, 7)})
+    params = noise(
+        {"ends.0.first": (WIDTH, 7), "ends.0.last": (7, WIDTH), "mid.0.w": (7, 7), "mid.1.w": (7, 7)}
+    )
 
     def loss(params, x, y):
         x = torch.tanh(x @ params["ends.0.first"])
@@ -287,10 +295,24 @@ def islands() -> Model:
     return Model(params, loss, vectors)
 
 
+def detached_early() -> Model:
+    """A leaf whose gradient is complete long before its last use: an early update would be seen."""
+    params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(3)})
+
+    def loss(params, x, y):
+        w = list(params.values())
+        x = torch.tanh(x @ w[0])
+        x = torch.tanh(x @ w[1].detach())
+        x = torch.tanh(x @ w[2])
+        return F.mse_loss(x @ w[1], y)
+
+    return Model(params, loss, vectors)
+
+
 def derived_weights() -> Model:
     """Weights made from leaves alone: casts at the top, weight norm, a sum and a cat over two units."""
-    params = noise({"layers.0.v": (7, WIDTH), "layers.0.g": (7, 1), "layers.1.w": (7, 7), "layers.2.w": (7, 7),
-                    "head.w": (WIDTH, 7)})  # fmt: skip
+    first = {"layers.0.v": (7, WIDTH), "layers.0.g": (7, 1)}
+    params = noise({**first, "layers.1.w": (7, 7), "layers.2.w": (7, 7), "head.w": (WIDTH, 7)})
 
     def loss(params, x, y):
         params = {p: v.to(torch.float64) * 1.0 for p, v in params.items()}
@@ -373,6 +395,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "early_and_late": early_and_late,
     "penalty": penalty,
     "islands": islands,
+    "detached_early": detached_early,
     "derived_weights": derived_weights,
     "several_outputs": several_outputs,
     "in_place": in_place,

@@ -1,4 +1,4 @@
-"""The naive truth: one process, whole tensors, plain autograd and torch.optim. Everything is compared with it.
+"""The naive truth that everything is compared with: one process, whole tensors, plain autograd, torch.optim.
 
 Knows nothing of fnshard but the name `Mean`, whose meaning it spells out.
 """
@@ -86,7 +86,9 @@ def total_loss(results: Sequence[Any]) -> Tensor:
     return torch.stack([each.total for each in losses]).sum() / (count or 1.0)
 
 
-def gradients(loss_fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any) -> tuple[Params, Tensor]:
+def gradients(
+    loss_fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any
+) -> tuple[Params, Tensor]:
     """`torch.func.grad_and_value` over the float leaves."""
     floats = {p: v.detach() for p, v in params.items() if v.is_floating_point()}
     rest = {p: v.detach() for p, v in params.items() if p not in floats}

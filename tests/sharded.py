@@ -1,4 +1,4 @@
-"""The loop of `reference.train` through fnshard, on one rank of any mesh; and what to call on a pool of ranks."""
+"""The loop of `reference.train` through fnshard, on one rank of any mesh, simulated or in a pool."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def train(
     return out
 
 
-def make_step(mesh: Mesh, model: Model, specs: Any, optimizer: Any, *, loss: Any = None, **options: Any) -> Any:
+def make_step(
+    mesh: Mesh, model: Model, specs: Any, optimizer: Any, *, loss: Any = None, **options: Any
+) -> Any:
     """`shard_step` on the eager backend unless `options` say otherwise."""
     options = {"backend": "eager", **options}
     return fs.shard_step(loss or model.loss, specs, mesh=mesh, optimizer=optimizer, **options)
@@ -133,7 +135,9 @@ def remembered_kernels() -> Iterator[None]:
         yield
 
 
-def on_rank(rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]) -> Trained:
+def on_rank(
+    rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]
+) -> Trained:
     """`train` in a process of a pool: everything by name, for pickling."""
     model = MODELS[name]()
     mesh = fs.make_mesh(**meshes(world, preset), device="cpu")
@@ -156,4 +160,3 @@ def assert_same(got: Trained, expected: Trained, atol: float = ATOL) -> None:
         torch.testing.assert_close(
             got.params[path], value, rtol=0, atol=atol, msg=lambda m, path=path: f"{path}: {m}"
         )
-

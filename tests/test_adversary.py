@@ -22,7 +22,17 @@ import fnshard as fs
 from fnshard import runner
 from fnshard.compiler import lower as lower_module
 from fnshard.compiler.execute import Reduced
-from fnshard.compiler.schedule import AllReduce, Free, Instruction, Norms, Publish, Run, Schedule, Update, Wait
+from fnshard.compiler.schedule import (
+    AllReduce,
+    Free,
+    Instruction,
+    Norms,
+    Publish,
+    Run,
+    Schedule,
+    Update,
+    Wait,
+)
 from fnshard.compiler.verify import verify
 from fnshard.errors import ScheduleError
 from fnshard.runtime.simulated import poison
@@ -132,7 +142,9 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
         with poisoned_frees() as buried:
             got = states(model, preset, optimizer, prefetch=prefetch, overlap=overlap, **MODES[mode])
         assert any(n.startswith("g:") for n in buried)
-        assert any(n.startswith("p:") for n in buried) == (preset in ("full_shard", "shard_grad_op", "hybrid_shard"))
+        assert any(n.startswith("p:") for n in buried) == (
+            preset in ("full_shard", "shard_grad_op", "hybrid_shard")
+        )
         for adversary, ranks in zip(ADVERSARIES, got, strict=True):
             for rank, state in enumerate(ranks):
                 assert same_bits(state, truth[rank]), (prefetch, overlap, adversary, rank)
@@ -204,10 +216,16 @@ def saved_value_freed_before_the_backward(lines: list[Instruction]) -> None:
 
 BROKEN = {
     run_before_its_gather_is_waited_for: ("full_shard", r"run k\d.*reads p:.*, which is not alive"),
-    update_before_its_reduction_is_waited_for: ("full_shard", r"update reduce/.*reads r:.*, which is not alive"),
+    update_before_its_reduction_is_waited_for: (
+        "full_shard",
+        r"update reduce/.*reads r:.*, which is not alive",
+    ),
     publish_before_its_update: ("zero2", r"update reduce/.*changes \['s:.*while line \d+ reads it"),
     wait_left_out: ("full_shard", r"~gather/.* is never waited for"),
-    update_with_what_an_all_reduce_may_overwrite: ("hybrid_shard", r"update reduce/.*reads r:.*may overwrite"),
+    update_with_what_an_all_reduce_may_overwrite: (
+        "hybrid_shard",
+        r"update reduce/.*reads r:.*may overwrite",
+    ),
     saved_value_freed_before_the_backward: ("full_shard", r"run k\d.bwd.*reads x.*, which is not alive"),
 }
 

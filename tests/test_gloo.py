@@ -112,7 +112,14 @@ def disagree(rank: int, how: str) -> str:
 
     chosen = {"program": loss, "aux": more}.get(how, model.loss)
     step = sharded.make_step(
-        mesh, model, specs, fs.optim.sgd(rate), loss=chosen, timeout=20.0, grad_norm=odd and how == "norm", **options
+        mesh,
+        model,
+        specs,
+        fs.optim.sgd(rate),
+        loss=chosen,
+        timeout=20.0,
+        grad_norm=odd and how == "norm",
+        **options,
     )
     try:
         state = step.init(model.params)

@@ -40,8 +40,8 @@ def measure() -> dict[str, float]:
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
-    from toys import Llama
     from torch import nn
+    from toys import Llama
 
     import fnshard as fs
 

@@ -19,10 +19,24 @@ import fnshard as fs
 from fnshard import LayoutSpec, P
 
 AXES: list[Mapping[str, int]] = [
-    {"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 1},
+    {"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2},
+    {"replicate": 3, "shard": 1},
 ]  # fmt: skip
 ROWS = 12
-KINDS = ("linear", "linear", "bias", "scale", "again", "skip", "cat", "island", "norm", "penalty", "in_place", "buried")
+KINDS = (
+    "linear",
+    "linear",
+    "bias",
+    "scale",
+    "again",
+    "skip",
+    "cat",
+    "island",
+    "norm",
+    "penalty",
+    "in_place",
+    "buried",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Program:
                 x = torch.cat([x, other[:, :2]], -1)
             elif op.kind == "island":
                 with torch.no_grad():
-                    shift = torch.tanh(x.mean(0) * leaf.sum())
+                    shift = torch.tanh(x.mean(-1, keepdim=True) * leaf.sum())
                 x = x * (1 + shift)
             elif op.kind == "in_place":
                 x = x * 1.0
@@ -131,7 +145,9 @@ def cases(draw: Any) -> Case:
     specs = {p: draw(layouts(s, tuple(axes))) for p, s in shapes.items()}
     linear = ops[0].leaf
     specs[linear] = LayoutSpec(**{**vars(specs[linear]), "trainable": True})
-    accumulate = draw(st.sampled_from([n for n in (1, 2, 3) if ROWS // (axes.get("replicate", 1) * axes["shard"]) % n == 0]))
+    accumulate = draw(
+        st.sampled_from([n for n in (1, 2, 3) if ROWS // (axes.get("replicate", 1) * axes["shard"]) % n == 0])
+    )
     options = {
         "prefetch": (draw(st.integers(0, 3)), draw(st.integers(0, 3))),
         "overlap": draw(st.integers(0, 3)),
@@ -200,7 +216,9 @@ def test_training_of_sampled_programs(case: Case) -> None:
         model.loss, model.params, [[b] for b in model.batches(2)], reference.sgd(0.05, 0.9), frozen=frozen
     )
     mesh = fs.make_mesh(**case.axes, simulated=True)
-    step = sharded.make_step(mesh, model, specs, fs.optim.sgd(0.05, momentum=0.9), grad_norm=True, **case.options)
+    step = sharded.make_step(
+        mesh, model, specs, fs.optim.sgd(0.05, momentum=0.9), grad_norm=True, **case.options
+    )
     for got in fs.simulate(mesh, lambda rank: sharded.train(rank, mesh, model, specs, None, 2, step=step)):
         sharded.assert_same(got, expected)
         sharded.assert_floats(got.norms, expected.norms)
@@ -215,7 +233,7 @@ def test_a_residual_written_in_place_does_not_stop_the_cuts() -> None:
     specs = sharded.specs_of(model, "full_shard", mesh)
     lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))
     assert [s.units for s in lowered.segments.segments] == [(f"layers.{i}",) for i in range(4)]
-    assert "add_" not in lowered.program.as_text()
+    assert "aten.add_" not in lowered.program.as_text()
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:

@@ -308,7 +308,11 @@ def test_what_is_global_stands_before_all_updates(fn: Callable[..., Any], optimi
 def test_clipping_costs_no_collective_of_its_own() -> None:
     clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
     plain, clipped = (lower(loss, chain(5), rows(), optimizer=o) for o in (fs.optim.adamw(1e-3), clip))
-    assert sorted(plain.schedule.communication()) == sorted(clipped.schedule.communication())
+
+    def collectives(low: Lowered) -> list[str]:
+        return sorted(line.split(" values")[0].rstrip("0123456789 ") for line in low.schedule.communication())
+
+    assert collectives(plain) == collectives(clipped)  # the scalars' vector is longer, that is all
     assert clipped.schedule.counts()["norms"] == 5
 
 

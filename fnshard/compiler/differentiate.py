@@ -101,7 +101,9 @@ def differentiate(source: Source, name: str, *, trainable: bool = True, budget: 
             _flatten_signature(joint)
             return Kernel(name, source, joint, None, (), (), ())
         _must_recompute(joint, source)
-        with functorch_config.patch(activation_memory_budget=max(budget, 1e-6)):
+        with functorch_config.patch(
+            activation_memory_budget=max(budget, 1e-6), ban_recompute_materialized_backward=False
+        ):
             forward, backward = min_cut_rematerialization_partition(
                 joint,
                 (),

@@ -23,7 +23,8 @@ def settle(graph: fx.Graph, propagate: Callable[[], None]) -> None:
     >>> out_of_place(torch.ops.aten.add_.Tensor)
     <OpOverload(op='aten.add', overload='Tensor')>
     """
-    if any([_replace(graph, node) for node in list(graph.nodes) if mutated_args(node)]):
+    replaced = [_replace(graph, node) for node in list(graph.nodes) if mutated_args(node)]
+    if any(replaced):
         propagate()
     if _copy_views(graph):
         propagate()

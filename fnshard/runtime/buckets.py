@@ -141,16 +141,6 @@ class Packer:
         filled = sum(p.numel for p in bucket.pieces)
         self._dense = filled == bucket.numel
         self._unpadded = self._dense and self.rows * filled == sum(map(sum, extents))
-        starts, total = _aligned([math.prod(p.shape) for p in bucket.pieces], bucket.dtype)
-        self._buffer = _Cuts.of(
-            [(s, math.prod(p.shape)) for s, p in zip(starts, bucket.pieces, strict=True)], total
-        )
-        runs_at = [
-            (starts[i] + sum(self._leaf_runs[i][:r]), n)
-            for i in self._runs
-            for r, n in enumerate(self._leaf_runs[i])
-        ]
-        self._buffer_runs = _Cuts.of(runs_at, total)
 
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a row [numel], one padded block per leaf."""
@@ -165,18 +155,14 @@ class Packer:
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
 
     def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """One row per rank -> full leaves in `dtype`, padding cut off: views of one buffer."""
-        pieces = self.bucket.pieces
-        buffer = torch.empty(self._buffer.total, dtype=dtype, device=rows[0].device)
-        parts = self._buffer.of_flat(buffer)
-        leaves = {p.path: part.view(p.shape) for p, part in zip(pieces, parts, strict=True)}
-        to = list(self._buffer_runs.of_flat(buffer))
-        of_rows = self._of_rows(rows)
-        out_of = [of_rows[r][k] for k, i in enumerate(self._runs) for r in self._order[i]]
-        for i, windows in self._strided:
-            to += [w.of_full(leaves[pieces[i].path]) for w in windows]
-            out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
-        torch._foreach_copy_(to, out_of)
+        """One row per rank -> full leaves in `dtype`, padding cut off.
+
+        Each is a tensor of its own: a backward kernel lets go of one leaf while it makes the
+        gradient of the next.
+        """
+        device = rows[0].device
+        leaves = {p.path: torch.empty(p.shape, dtype=dtype, device=device) for p in self.bucket.pieces}
+        self.unpack_into(rows, leaves)
         return leaves
 
     def unpack_into(self, rows: Sequence[Tensor], fulls: Mapping[str, Tensor]) -> None:
@@ -231,7 +217,6 @@ class _Cuts:
 
     sizes: tuple[int, ...]
     wanted: tuple[int, ...] | None  # None: all of them
-    total: int
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int]], total: int) -> _Cuts:
@@ -245,7 +230,7 @@ class _Cuts:
             at = start + length
         if total > at:
             sizes.append(total - at)
-        return _Cuts(tuple(sizes), None if len(wanted) == len(sizes) else tuple(wanted), total)
+        return _Cuts(tuple(sizes), None if len(wanted) == len(sizes) else tuple(wanted))
 
     def of_flat(self, flat: Tensor) -> Sequence[Tensor]:
         parts = flat.split_with_sizes(self.sizes)

@@ -29,7 +29,9 @@ TOKEN, CLOSED, HEADER = 0, 1, 8  # the first control words of an arena
 PUBLISHED, OFFSET, KIND, REDUCED, DONE = range(5)  # rows of a group's control words; a column a message
 RING = 64  # messages of one group that may be in flight
 PAGE = 4096
-PATIENCE_S = 0.002  # how long a peer may take to free a slot before more memory is used
+# How long a peer may take to free a slot before more memory is used. What this rank is done with, its
+# peers can finish without it, so that waiting for them cannot block anybody.
+PATIENCE_S = 0.25
 SPINS = 200  # polls that only yield the processor; then sleeps, and looks whether the peer lives
 ARENA_BYTES = 1 << 36  # of address space; memory is used only where something was packed
 
@@ -138,7 +140,7 @@ class Slots:
             owed = any(s.message is not None and s.message.owed() for s in self.live)
             if start + size <= self.top or not owed or time.monotonic() > deadline:
                 break
-            os.sched_yield()
+            time.sleep(5e-5)
         if start + size > ARENA_BYTES:
             raise CollectiveError(f"more than {ARENA_BYTES >> 30} GiB are in flight in shared memory.")
         slot = Slot(start, start + size)

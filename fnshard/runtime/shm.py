@@ -123,22 +123,6 @@ class _InFlight(Generic[T]):
         self._message.mark(DONE)
 
 
-# ------------------------------------------------------------------ the collectives
-
-
-class _InFlight(Generic[T]):
-    """A handle: `take` makes the result of a message."""
-
-    def __init__(self, message: Message, take: Callable[[Message], T]):
-        self._message, self._take = message, take
-
-    def wait(self) -> T:
-        return self._take(self._message)
-
-    def release(self) -> None:
-        self._message.mark(DONE)
-
-
 @dataclass(eq=False)
 class Shared:
     """Shared memory for groups whose ranks share a host; what spans hosts goes through `base`."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from fnshard.compiler.schedule import Instruction, Norms, Publish, Schedule, Update, Wait, taken_over
+from fnshard.compiler.schedule import (
+    COLLECTIVES,
+    Instruction,
+    Norms,
+    Publish,
+    Schedule,
+    Update,
+    Wait,
+    taken_over,
+)
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
@@ -23,10 +32,17 @@ def _moves(line: Instruction) -> bool:
 
 
 def _earliest(lines: list[Instruction], line: Instruction) -> int:
-    """Right behind the last line that makes what it reads, or touches what it writes or takes over."""
-    reads, writes = set(line.reads), {*line.writes, *taken_over(line)}
+    """Right behind the last line that makes what it reads, or touches state that it changes.
+
+    A collective touches what it reads until it has been waited for.
+    """
+    reads = set(line.reads)
+    changes = {n for n in (*line.writes, *taken_over(line)) if n.startswith(("s:", "r:"))}
+    issued = {i.writes[0]: i.reads for i in lines if isinstance(i, COLLECTIVES)}
     for index in range(len(lines) - 1, -1, -1):
         other = lines[index]
-        if reads.intersection(other.writes) or writes.intersection(other.reads, other.writes):
+        under_way = issued.get(other.reads[0], ()) if isinstance(other, Wait) else ()
+        touched = (*other.reads, *other.writes, *under_way)
+        if reads.intersection(other.writes) or changes.intersection(touched):
             return index + 1
     return 0

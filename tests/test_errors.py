@@ -1,0 +1,294 @@
+"""A user's mistakes: one clear error, all failing leaves by path, and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from toys import ROWS, WIDTH, chain, rows, run_chain
+
+import fnshard as fs
+from fnshard import LayoutSpec, OptimizerError, P, SpecError, StateError, TraceError
+from fnshard.errors import report
+
+SGD = fs.optim.sgd(0.1)
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    return run_chain(p, x).sum()
+
+
+def step(fn: Any = loss, params: Any = None, **options: Any) -> Any:
+    specs = fs.match_specs(params or chain(2), [("*", LayoutSpec())])
+    return fs.shard_step(fn, specs, **{"backend": "eager", **options})
+
+
+# ------------------------------------------------------------------ the form
+
+
+def test_every_error_is_of_one_family_and_of_pythons() -> None:
+    python = {
+        "SpecError": ValueError,
+        "TraceError": TypeError,
+        "StateError": ValueError,
+        "OptimizerError": TypeError,
+        "ScheduleError": AssertionError,
+        "AgreementError": RuntimeError,
+        "CollectiveError": RuntimeError,
+    }
+    for name, base in python.items():
+        assert issubclass(getattr(fs, name), (base, fs.FnshardError))
+        assert issubclass(getattr(fs, name), base) and issubclass(getattr(fs, name), fs.FnshardError)
+
+
+def test_report_has_a_headline_failures_and_a_fix() -> None:
+    assert (
+        report("2 leaves are wrong:", ["a", "b"], "mend them.")
+        == "2 leaves are wrong:\n  a\n  b\nFix: mend them."
+    )
+
+
+def test_the_design_s_example() -> None:
+    mesh = fs.make_mesh(shard=8, tensor=2, abstract=True)
+    params = {"wte.weight": torch.zeros(50257, 768, device="meta")}
+    specs = fs.match_specs(params, [("*", LayoutSpec(P("model")))])
+    with pytest.raises(SpecError, match="1 leaf cannot take its spec") as error:
+        fs.shard_step(loss, specs, mesh=mesh)
+    assert str(error.value) == (
+        "1 leaf cannot take its spec on mesh (shard=8, tensor=2):\n"
+        "  params['wte.weight'] [50257, 768] with P('model'): the mesh has no axis 'model' "
+        "(it has: shard, tensor).\n"
+        "Fix: name one of the mesh's axes, or make the mesh with an axis 'model'."
+    )
+
+
+# ------------------------------------------------------------------ making a step
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate=0: a whole number"),
+        ({"accumulate": 1.5}, "accumulate=1.5: a whole number"),
+        ({"accumulate_mode": "often"}, "accumulate_mode='often': 'reduce' or 'local'"),
+        ({"backend": "jit"}, "backend='jit': 'inductor' or 'eager'"),
+        ({"prefetch": -1}, r"prefetch=\(-1, -1\)"),
+        ({"prefetch": (1, 2, 3)}, r"prefetch=\(1, 2, 3\): a number of kernels, or \(forward, backward\)"),
+        ({"prefetch": "deep"}, "prefetch='deep'"),
+        ({"overlap": 0.5}, "overlap=0.5"),
+        ({"cache": 0}, "cache=0: a whole number"),
+        ({"timeout": 0}, "timeout=0: seconds"),
+        ({"loss_scale": "dynmaic"}, "loss_scale='dynmaic': a positive number, 'dynamic', or None"),
+        ({"loss_scale": -1.0}, "loss_scale=-1.0"),
+        ({"mode": "fastest"}, r"(?s)mode='fastest' is not a mode of torch.compile.*Fix: one of: default"),
+        ({"mode": "reduce-overhead"}, "(?s)CUDA graphs.*Fix"),
+        ({"options": {"max_autotun": True}}, r"(?s)1 option.*options\['max_autotun'\].*Fix"),
+        ({"mesh": 8}, r"mesh=8 is no mesh.*make_mesh\(shard=8\)"),
+    ],
+)  # fmt: skip
+def test_options_are_checked_when_the_step_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        step(**options)
+
+
+def test_all_wrong_options_are_named_at_once() -> None:
+    with pytest.raises(SpecError, match=r"(?s)accumulate=0.*backend='jit'.*cache=-1"):
+        step(accumulate=0, backend="jit", cache=-1)
+
+
+def test_an_unknown_option_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prefech'"):
+        step(prefech=1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW, 1e-3])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(OptimizerError, match=r"is no optimizer.*adamw\(3e-4\)"):
+        step(optimizer=optimizer)
+
+
+@pytest.mark.parametrize("specs", [None, {"a": 1}, [P()]])
+def test_what_is_no_tree_of_specs_is_refused(specs: Any) -> None:
+    with pytest.raises(SpecError, match=r"(?s)a spec tree holds LayoutSpecs alone.*match_specs"):
+        fs.shard_step(loss, specs)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"a function of \(params, \*batch\), not int"):
+        step(3)
+
+
+def test_specs_and_parameters_must_be_of_one_tree() -> None:
+    with pytest.raises(
+        SpecError,
+        match=r"(?s)differ in 2 leaves.*params\['b'\] has no spec.*specs\['layers.1.w'\] has no leaf.*Fix",
+    ):
+        step().lower({"layers.0.w": torch.zeros(WIDTH, WIDTH), "b": torch.zeros(1)}, rows())
+
+
+def test_two_leaves_of_one_path() -> None:
+    with pytest.raises(SpecError, match=r"(?s)two leaves have the same path.*'a.b'.*Fix"):
+        fs.match_specs({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, [("*", LayoutSpec())])
+
+
+# ------------------------------------------------------------------ batches
+
+
+def test_a_missing_argument_of_the_batch() -> None:
+    with pytest.raises(
+        StateError, match=r"(?s)missing a required argument: 'x'.*fn\(p.*0 batch arguments.*Fix: "
+    ):
+        step()(chain(2))
+
+
+def test_a_surplus_argument_of_the_batch() -> None:
+    with pytest.raises(StateError, match=r"(?s)too many positional arguments.*2 batch arguments.*Fix: "):
+        step()(chain(2), rows(), rows())
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (np.zeros((ROWS, WIDTH)), "ndarray"),
+        ([object()], "object"),
+        (fs.Whole({"x": torch.zeros(1)}), "fs.Whole of dict"),
+    ],
+)
+def test_batch_leaves_that_would_be_baked_in_are_refused(value: Any, what: str) -> None:
+    with pytest.raises(StateError, match=rf"(?s)batch\['\d.*is {what}.*torch.as_tensor"):
+        step(lambda p, x: run_chain(p, rows()).sum())(chain(2), value)
+
+
+def test_constants_of_all_kinds_are_taken() -> None:
+    def fn(p, x, options):
+        assert options["none"] is None and options["name"] == "a"
+        return (run_chain(p, x) * options["scale"]).sum().to(options["dtype"])
+
+    options = {"none": None, "name": "a", "scale": 2.0, "dtype": torch.float64}
+    assert step(fn)(chain(2), rows(), options)[0].dtype == torch.float64
+
+
+def test_a_batch_that_cannot_be_cut() -> None:
+    with pytest.raises(
+        StateError,
+        match=r"(?s)2 batch leaves cannot be cut into 3.*batch\['0'\] \[4, 8\].*batch\['1'\] \[\].*fs.Whole",
+    ):
+        step(lambda p, x, s: loss(p, x) * s, accumulate=3)(chain(2), rows(), torch.tensor(1.0))
+
+
+def test_whole_leaves_are_not_cut() -> None:
+    fn = lambda p, x, s: loss(p, x) * s.sum()  # noqa: E731
+    got, _ = step(fn, accumulate=2)(chain(2), rows(), fs.Whole(torch.ones(3)))
+    torch.testing.assert_close(got, loss(chain(2), rows()) * 3 / 2)
+
+
+def test_a_new_batch_shape_warns_with_the_argument_that_changed() -> None:
+    one = step()
+    one(chain(2), rows())
+    with pytest.warns(UserWarning, match=r"(?s)new batch.*batch\['0'\] from \(\(4, 8\).* to \(\(2, 8\)"):
+        one(chain(2), rows()[:2])
+
+
+def test_a_batch_that_makes_another_program_is_refused() -> None:
+    """Other collectives than the batches before: ranks would hang."""
+    params = chain(2)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def fn(p, x):
+        return (x @ p["layers.0.w"]).sum() if x.shape[0] == ROWS else loss(p, x)
+
+    one = fs.shard_step(fn, fs.presets.full_shard(params, mesh), mesh=mesh, backend="eager")
+
+    def run(rank: int) -> None:
+        one(fs.shard(params, one.specs, mesh), rows())
+        one(fs.shard(params, one.specs, mesh), rows()[:2])
+
+    with pytest.raises(StateError, match=r"(?s)other collectives than the batches before.*Fix: let `fn`"):
+        fs.simulate(mesh, run)
+
+
+# ------------------------------------------------------------------ states
+
+
+def test_a_consumed_state_says_which_step_took_it() -> None:
+    one = step(optimizer=SGD)
+    state = one.init(chain(2))
+    after, _ = one(state, rows())
+    with pytest.raises(StateError, match=r"(?s)consumed by step 0.*state, metrics = step\(state"):
+        _ = state.params
+    with pytest.raises(StateError, match="consumed by step 0"):
+        one(state, rows())
+    assert repr(state) == "TrainState(consumed by step 0)"
+    copied = after.copy()
+    one(after, rows())
+    assert int(copied.step) == 1
+
+
+def test_a_state_has_no_other_fields() -> None:
+    with pytest.raises(AttributeError, match="no 'parameters'; it has step, params"):
+        _ = step(optimizer=SGD).init(chain(2)).parameters
+
+
+def test_a_train_step_takes_a_state_and_a_gradient_step_a_tree() -> None:
+    with pytest.raises(StateError, match=r"(?s)is a TrainState, not dict.*step.init"):
+        step(optimizer=SGD)(chain(2), rows())
+    with pytest.raises(StateError, match=r"has no optimizer: pass state.params"):
+        step()(step(optimizer=SGD).init(chain(2)), rows())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layers.0.w": torch.zeros(3, 3)}, r"'layers.0.w'\] is \[3, 3\] .*expected a block \[8, 8\]"),
+        ({"layers.1.w": torch.zeros(WIDTH, WIDTH).half()}, r"'layers.1.w'\] is \[8, 8\] torch.float16"),
+        ({"layers.0.w": None, "layers.1.w": 3}, r"2 leaves.*'layers.0.w'\] is None.*'layers.1.w'\] is int"),
+    ],
+)  # fmt: skip
+def test_blocks_of_another_shape_or_dtype_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(StateError, match=rf"(?s){message}.*Fix: pass fs.shard"):
+        step()({**chain(2), **wrong}, rows())
+
+
+def test_whole_leaves_where_shards_are_meant() -> None:
+    params = chain(2)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(params, mesh)
+    one = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
+    with pytest.raises(StateError, match=r"(?s)2 leaves.*\[8, 8\].*expected a block \[4, 8\].*fs.shard"):
+        fs.simulate(mesh, lambda rank: one(params, rows()))
+
+
+def test_handwritten_specs_on_several_ranks_need_the_full_shapes() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    one = fs.shard_step(loss, dict.fromkeys(chain(2), LayoutSpec(P("shard"))), mesh=mesh, backend="eager")
+    with pytest.raises(StateError, match=r"(?s)do not know the leaves' full shapes.*match_specs.*step.init"):
+        fs.simulate(mesh, lambda rank: one(chain(2), rows()))
+
+
+def test_an_abstract_mesh_can_be_lowered_on_not_run() -> None:
+    mesh = fs.make_mesh(shard=4, abstract=True, device="cpu")
+    one = fs.shard_step(
+        loss, fs.presets.full_shard(chain(2), mesh), mesh=mesh, optimizer=SGD, backend="eager"
+    )
+    with pytest.raises(
+        fs.CollectiveError, match=r"(?s)is abstract: it can be lowered on, not run.*simulated=True"
+    ):
+        one(one.init(chain(2)), rows())
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def test_an_optimizer_that_cannot_see_shards_names_them() -> None:
+    def leaf(path, grad, slots, param, info):
+        return -grad / grad.norm(), {}
+
+    blind = fs.optim.Optimizer("blind()", leaf, elementwise=False)
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(chain(2), mesh)
+    with pytest.raises(OptimizerError, match=r"(?s)not elementwise, and 2 leaves.*'layers.0.w'.*leaf_norms"):
+        fs.shard_step(loss, specs, mesh=mesh, optimizer=blind)
+    fs.shard_step(loss, fs.presets.no_shard(chain(2), mesh), mesh=mesh, optimizer=blind)

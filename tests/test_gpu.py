@@ -1,0 +1,224 @@
+"""On one GPU, a mesh of one over NCCL: the same step as single-process torch. Skipped without CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, ROWS, TIME, VOCAB, gpt
+from reference import adamw, train
+from sharded import assert_floats, assert_same, make_step, specs_of
+from sharded import train as shard_train
+from torch import Tensor
+
+import fnshard as fs
+from experiments.model import Decoder, DecoderConfig, next_token_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RATE = 1e-3
+CONFIG = DecoderConfig(width=128, layers=4, heads=4, kv_heads=2, context=64)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of one over a real NCCL group."""
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield fs.make_mesh(shard=1, device="cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+def on_gpu(model):
+    """The same model with its parameters and batches on the GPU."""
+
+    def batch(seed: int) -> tuple[Tensor, ...]:
+        return tuple(part.cuda() for part in model.batch(seed))
+
+    return replace(model, params={p: v.detach().cuda() for p, v in model.params.items()}, batch=batch)
+
+
+def expected(model, steps: int):
+    parts = [[batch] for batch in model.batches(steps)]
+    return train(model.loss, model.params, parts, adamw(RATE), frozen=model.frozen)
+
+
+# ------------------------------------------------------------------ fp64: exact
+
+
+@pytest.mark.parametrize("preset", sorted(fs.presets.PRESETS))
+def test_presets_equal_torch(mesh, preset):
+    model = on_gpu(gpt())
+    specs = specs_of(model, preset, mesh)
+    got = shard_train(0, mesh, model, specs, fs.optim.adamw(RATE, weight_decay=0.1))
+    assert_same(got, expected(model, len(got.losses)))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_equal_torch(mesh, name):
+    model = on_gpu(MODELS[name]())
+    specs = specs_of(model, "full_shard", mesh)
+    got = shard_train(0, mesh, model, specs, fs.optim.adamw(RATE, weight_decay=0.1), steps=3)
+    # Torch recomputes a checkpointed module with the values that functional_call has put back by then.
+    truth = on_gpu(MODELS["gpt"]()) if name == "checkpoint" else model
+    assert_same(got, expected(truth, 3))
+
+
+def test_without_a_process_group_it_is_the_same(mesh):
+    model = on_gpu(gpt())
+    local = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
+    runs = [
+        shard_train(0, m, model, specs_of(model, "full_shard", m), fs.optim.adamw(RATE), steps=2)
+        for m in (mesh, local)
+    ]
+    assert_same(runs[0], runs[1], atol=0.0)
+
+
+def test_prefetch_changes_nothing(mesh):
+    model = on_gpu(gpt(layers=4))
+    specs = specs_of(model, "full_shard", mesh)
+    runs = [
+        shard_train(0, mesh, model, specs, fs.optim.adamw(RATE), prefetch=p, overlap=o)
+        for p, o in ((0, 0), (1, 1), (3, 2))
+    ]
+    for other in runs[1:]:
+        assert_same(other, runs[0], atol=0.0)
+
+
+# ------------------------------------------------------------------ Inductor, and shorter dtypes
+
+
+def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
+    """A seeded decoder in fp32 on the GPU, and batches."""
+    torch.manual_seed(0)
+    model = Decoder(CONFIG).cuda()
+    drawn = torch.randint(CONFIG.vocab, (10, 4, CONFIG.context + 1), device="cuda")
+    return model, [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in drawn]
+
+
+def torch_losses(dtype: torch.dtype | None) -> list[float]:
+    """Plain torch: fused AdamW, autocast where a dtype is given."""
+    model, batches = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
+    losses = []
+    for tokens, targets in batches:
+        with torch.autocast("cuda", dtype or torch.float32, enabled=dtype is not None):
+            logits = model(tokens)
+        loss = next_token_loss(logits, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded_losses(mesh, metrics_of=lambda metrics: None, **how):
+    """Losses, and what `metrics_of` makes of each step's metrics."""
+    policy = {name: how.pop(name) for name in ("compute_dtype", "reduce_dtype") if name in how}
+    model, batches = decoder()
+    apply, params = fs.make_functional(model)
+    step = fs.shard_step(
+        lambda p, tokens, targets: next_token_loss(apply(p, tokens), targets),
+        fs.presets.full_shard(params, mesh, **policy),
+        mesh=mesh,
+        optimizer=fs.optim.adamw(RATE, weight_decay=0.1),
+        **how,
+    )
+    state = step.init({p: v.detach() for p, v in params.items()})
+    losses, seen = [], []
+    for tokens, targets in batches:
+        state, metrics = step(state, tokens, targets)
+        losses.append(metrics["loss"].item())
+        seen.append(metrics_of(metrics))
+    return losses, seen
+
+
+def test_inductor_equals_torch_in_fp32(mesh):
+    losses, _ = sharded_losses(mesh)
+    assert_floats(losses, torch_losses(None), atol=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_bf16_stays_near_autocast(mesh, backend):
+    short = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    losses, _ = sharded_losses(mesh, backend=backend, **short)
+    exact, autocast = torch_losses(None), torch_losses(torch.bfloat16)
+    worst = max(abs(a - b) for a, b in zip(autocast, exact, strict=True))
+    assert_floats(losses, exact, atol=max(3 * worst, 2e-2))
+
+
+def test_fp16_scales_its_loss(mesh):
+    short = {"compute_dtype": torch.float16, "reduce_dtype": torch.float32}
+    losses, scales = sharded_losses(mesh, lambda metrics: metrics["loss_scale"].item(), **short)
+    assert all(scale >= 1 for scale in scales)
+    assert_floats(losses, torch_losses(None), atol=5e-2)
+
+
+def test_overflow_skips_the_update_and_halves_the_scale(mesh):
+    model = on_gpu(gpt())
+
+    def loss(params, ids, targets, factor):
+        return model.loss(params, ids, targets) * factor
+
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE), loss=loss, loss_scale="dynamic")
+    state = step.init(model.params)
+    batch = model.batch(0)
+    state, before = step(state, *batch, torch.ones((), device="cuda", dtype=torch.float64))
+    kept = {p: v.clone() for p, v in state.params.items()}
+    state, after = step(state, *batch, torch.full((), float("inf"), device="cuda", dtype=torch.float64))
+    assert after["loss_scale"].item() == before["loss_scale"].item() / 2
+    assert after["skipped_steps"].item() == 1
+    for path, value in kept.items():
+        assert torch.equal(value, state.params[path]), path
+
+
+def test_batches_may_come_from_the_host(mesh):
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE))
+    ids = torch.randint(VOCAB, (ROWS, TIME)).pin_memory()
+    state, metrics = step(step.init(model.params), ids, ids)
+    assert metrics["loss"].isfinite() and state.params["embed.weight"].is_cuda
+
+
+def test_nothing_is_left_behind(mesh):
+    """The same bytes are held after two steps as after eight."""
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE))
+    state, held = step.init(model.params), []
+    for batch in model.batches(8):
+        state, metrics = step(state, *batch)
+        del metrics
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[1]
+
+
+def test_bench_on_the_gpu(tmp_path):
+    command = [
+        sys.executable, "-m", "experiments.bench", f"hydra.run.dir={tmp_path}", "device=cuda", "size=tiny",
+        "length=128", "rounds=2", "warmup=1", "losses=2", "memory=1", "contenders=[ddp,fsdp2,full_shard]",
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["contenders"]
+    for row in rows.values():
+        assert 0 < row["mfu"] < 1 and row["peak_bytes"] > row["between_bytes"] > 0
+        assert row["max_loss_difference"] < 0.1
