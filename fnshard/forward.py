@@ -8,6 +8,7 @@ from typing import Any
 from fnshard import tree
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
+from fnshard.losses import Mean
 from fnshard.lowered import Backend, Lowered, Lowering, Options
 from fnshard.mesh import Mesh
 from fnshard.runner import Runner, default_mesh
@@ -74,8 +75,9 @@ class Forward:
         blocks = params.params if training else params
         if self.mesh.size == 1:
             self._lowering.resolve(blocks)
-        bound = self._runner.bind(batch, lambda lowered: None)
+        bound = self._runner.bind(batch, blocks, lambda lowered: None)
         env = bound.run(self._runner.inputs(bound.lowered, blocks, batch, seed, number))
         outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results
-        leaves = [rest[0] if kind == "python" else env[results[rest[0]]] for kind, *rest in outputs.aux]
-        return tree.unflatten(leaves, outputs.aux_structure)
+        made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
+                "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
+        return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)

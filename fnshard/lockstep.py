@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from fnshard.errors import StateError, report
 from fnshard.step import Step
 
 T = TypeVar("T")
@@ -25,10 +26,22 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
     upcoming = next(source, _END)
     if "0" in step.gather_text("0" if upcoming is _END else "1"):
         return
-    while upcoming is not _END:
-        batch, upcoming = upcoming, next(source, _END)
-        if upcoming is _END:
-            step.tell("out_of_data")
-        yield batch
-        if step.heard("out_of_data"):
-            return
+    step.forget("out_of_data")
+    try:
+        while upcoming is not _END:
+            batch, upcoming = upcoming, next(source, _END)
+            if upcoming is _END:
+                step.tell("out_of_data")
+            made = step.count
+            yield batch
+            if step.count == made:
+                raise StateError(
+                    report(
+                        "the loop over lockstep went on to the next batch without a step.",
+                        fix="call the step once for each batch; filter batches before lockstep sees them.",
+                    )
+                )
+            if step.heard("out_of_data"):
+                return
+    finally:
+        step.forget("out_of_data")  # the loop was left early: what it meant to say is void

@@ -16,6 +16,8 @@ class Mean:
         total: 0-d, the sum of the items' losses on this rank.
         count: 0-d, how many items that were (a padding mask's sum). A global count of zero gives
             zero gradients.
+        bound: the most items that a micro-batch of this rank can count, where that is known. Gradients
+            are divided by it before they are summed; without it by the size of the batch leaves.
 
     >>> import torch
     >>> Mean(torch.tensor(6.0), torch.tensor(3)).total
@@ -24,6 +26,7 @@ class Mean:
 
     total: Tensor
     count: Tensor | int | float
+    bound: float | None = None
 
 
 @dataclass(frozen=True)

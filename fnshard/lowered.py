@@ -259,7 +259,8 @@ def batch_key(batch: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
             return (tuple(value.shape), value.dtype)
         return (type(value).__name__, repr(value))
 
-    return tuple((n, describe(v)) for n, v in tree.flatten_with_paths(tuple(batch))[0].items())
+    named, structure = tree.flatten_with_paths(tuple(batch))
+    return (("(structure)", str(structure)), *((n, describe(v)) for n, v in named.items()))
 
 
 _CONSTANTS = (

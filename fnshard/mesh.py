@@ -35,6 +35,7 @@ class Mesh:
     device_type: str = "cpu"
     kind: Kind = "local"
     device_mesh: Any = field(default=None, compare=False, repr=False)
+    connections: dict[float, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from fnshard.losses import Whole
 from fnshard.lowered import Lowered, Lowering
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives import Collectives
-from fnshard.runtime.connect import connect
+from fnshard.runtime.connect import connection
 from fnshard.shards import check_blocks, compare_paths
 from fnshard.transform import Optimizer
 
@@ -55,6 +55,7 @@ class Rank:
     bound: dict[int, Bound] = field(default_factory=dict)
     raised: set[str] = field(default_factory=set)
     flags: Mapping[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
 
 
 class Runner:
@@ -69,14 +70,24 @@ class Runner:
         """This rank's; connecting is a collective."""
         mesh = self.lowering.mesh
         if mesh.rank not in self._ranks:
-            self._ranks[mesh.rank] = Rank(connect(mesh, timeout=self.lowering.options.timeout))
+            self._ranks[mesh.rank] = Rank(connection(mesh, timeout=self.lowering.options.timeout))
         return self._ranks[mesh.rank]
 
-    def bind(self, batch: Sequence[Any], scalars: Callable[[Lowered], Scalars | None]) -> Bound:
+    def bind(
+        self,
+        batch: Sequence[Any],
+        params: Any,
+        scalars: Callable[[Lowered], Scalars | None],
+        policy: Sequence[str] = (),
+    ) -> Bound:
         """The step for this batch, lowered, agreed on, compiled and bound.
 
+        Args:
+            params: this rank's stored blocks; at the first step replicas are compared.
+            policy: lines that must be alike on all ranks, beside the schedule.
+
         Raises:
-            AgreementError: at the first step, where ranks hold different programs.
+            AgreementError: at the first step, where ranks hold different programs or values.
         """
         lowered = self.lowering.of(batch)
         rank = self.rank
@@ -84,8 +95,8 @@ class Runner:
             return rank.bound[id(lowered)]
         first = rank.agreement is None
         if first:
-            optimizer = repr(self.optimizer)
-            rank.agreement = agree.reach(rank.comm, lowered.schedule, optimizer, _items(lowered.program))
+            rank.agreement = agree.reach(rank.comm, lowered.schedule, policy, _items(lowered.program))
+            agree.compare_replicas(rank.comm, self.blocks(params), self.lowering.specs)
         if first and lowered.options.backend != "eager":
             agree.compile_in_turn(rank.comm, lowered.compile)
         lowered.compile()
@@ -102,6 +113,17 @@ class Runner:
         context = Context(lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater)
         return Bound(lowered, bind(context), scalars, updater)
 
+    def blocks(self, params: Any) -> dict[str, Tensor]:
+        """This rank's stored blocks by path, in the order of the specs.
+
+        Raises:
+            StateError: blocks of another mesh or spec.
+        """
+        given = tree.flatten_with_paths(params)[0]
+        compare_paths(self.lowering.specs, given)
+        check_blocks(self.lowering.specs, given, self.lowering.mesh)
+        return {p: given[p].detach() for p in self.lowering.specs}
+
     def inputs(
         self, lowered: Lowered, params: Any, batch: Sequence[Any], seed: int, step: int
     ) -> dict[str, Any]:
@@ -111,9 +133,7 @@ class Runner:
             StateError: blocks of another mesh or spec.
         """
         mesh, parts, program = self.lowering.mesh, lowered.options.accumulate, lowered.program
-        blocks = tree.flatten_with_paths(params)[0]
-        compare_paths(self.lowering.specs, blocks)
-        check_blocks(self.lowering.specs, blocks, mesh)
+        blocks = self.blocks(params)
         raw = tree.flatten_with_paths(tuple(batch))[0]
         named = flatten_batch(batch)[0]
         names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}
@@ -122,16 +142,30 @@ class Runner:
         }
         whole = {n for n, v in raw.items() if isinstance(v, Whole)}
         env: dict[str, Any] = cut_batch(names["batch"], values, whole, parts)
-        env |= {f"s:{p}": blocks[p].detach() for p in self.lowering.specs}
+        env |= {f"s:{p}": b for p, b in blocks.items()}
         env |= {f"constant:{n}": v for n, v in program.constants.items()}
         for micro in range(parts if names["key"] else 0):
             suffix = f"#{micro}" if parts > 1 else ""
-            keys = derive_keys(seed, step, mesh.rank, micro, len(names["key"]), mesh.device).unbind(0)
+            keys = derive_keys(seed, step, data_rank(mesh), micro, len(names["key"]), mesh.device).unbind(0)
             env |= {f"key:{n}{suffix}": k for n, k in zip(names["key"], keys, strict=True)}
         return env
 
 
+def data_rank(mesh: Mesh) -> int:
+    """Which slice of the batch this rank sees: ranks that differ along other axes draw the same."""
+    here, index = mesh.coordinate(), 0
+    for axis in mesh.data_axes:
+        index = index * mesh.axis_size(axis) + here[axis]
+    return index
+
+
 def _items(program: Program) -> int:
-    """How many items a Mean of this rank may count: elements of the largest batch leaf, as a guess."""
+    """How many items a Mean of this rank may count at most, as a guess: targets and masks are integers.
+
+    Gradients travel divided by it: too large a guess costs digits in fp16, never correctness.
+    """
     nodes = zip(program.placeholders, program.inputs, strict=True)
-    return max([1, *(n.meta["val"].numel() for n, i in nodes if i.kind == "batch")])
+    values = [n.meta["val"] for n, i in nodes if i.kind == "batch"]
+    whole = [v.numel() for v in values if not v.is_floating_point()]
+    rows = [v.shape[0] for v in values if v.dim()]
+    return max([1, *(whole or rows)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fnshard.errors import SpecError
+from fnshard.errors import SpecError, StateError, report
 
 State = Mapping[str, Tensor]
 
@@ -30,14 +31,26 @@ class LossScale:
     growth_interval: int = 2000
 
     @staticmethod
-    def choose(given: float | Literal["dynamic"] | None, fp16: bool) -> LossScale:
-        """From `shard_step(loss_scale=)`; None is dynamic where a leaf trains in fp16."""
-        if given == "dynamic" or (given is None and fp16):
-            return LossScale(2.0**16, dynamic=True)
+    def choose(given: float | Literal["dynamic"] | None, fp16: bool, has_optimizer: bool = True) -> LossScale:
+        """From `shard_step(loss_scale=)`; None is dynamic where a leaf trains in fp16 and a state keeps it.
+
+        Raises:
+            SpecError: no positive finite number; "dynamic" without an optimizer.
+        """
         if given is None:
-            return LossScale()
-        if not isinstance(given, int | float) or not given > 0:
-            raise SpecError(f"loss_scale={given!r}: a positive number, 'dynamic', or None.")
+            return LossScale(2.0**16, dynamic=True) if fp16 and has_optimizer else LossScale()
+        if isinstance(given, str) and given == "dynamic":
+            if not has_optimizer:
+                raise SpecError(
+                    report(
+                        "loss_scale='dynamic' needs a state to live in, and this step has no optimizer.",
+                        fix="pass optimizer=, or a number as loss_scale.",
+                    )
+                )
+            return LossScale(2.0**16, dynamic=True)
+        number = isinstance(given, int | float) and not isinstance(given, bool)
+        if not number or not 0 < given < math.inf:
+            raise SpecError(f"loss_scale={given!r}: a positive finite number, 'dynamic', or None.")
         return LossScale(float(given))
 
     @property
@@ -57,7 +70,26 @@ class LossScale:
 
     def scale(self, state: State) -> Tensor:
         """0-d fp32, what the loss is multiplied by."""
-        return state["scale"] if state else torch.tensor(self.initial, dtype=torch.float32)
+        return state["scale"] if self.dynamic else torch.tensor(self.initial, dtype=torch.float32)
+
+    def check(self, state: State) -> None:
+        """Refuse a `TrainState.loss_scale` that another policy made.
+
+        Raises:
+            StateError: no dynamic scale where the step needs one, or one that it would not use.
+        """
+        wanted = set(self.init())
+        if set(state) == wanted:
+            return
+        raise StateError(
+            report(
+                f"the state's loss_scale holds {', '.join(sorted(state)) or 'nothing'}; this step's is "
+                f"{'dynamic' if self.dynamic else f'constant ({self.initial:g})'} and needs "
+                f"{', '.join(sorted(wanted)) or 'nothing'}.",
+                fix="make the step with the loss_scale= that the state was made with, or carry on from "
+                "TrainState(state.step, state.params, state.opt_state, step.init(...).loss_scale, state.seed).",
+            )
+        )
 
     def after(self, state: State, skipped: bool) -> dict[str, Tensor]:
         """The state behind a step."""

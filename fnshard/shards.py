@@ -12,7 +12,7 @@ from fnshard.errors import SpecError, StateError, leaves, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer, local_block, make_buckets
 from fnshard.runtime.collectives import Collectives
-from fnshard.runtime.connect import connect
+from fnshard.runtime.connect import connection
 from fnshard.spec import LayoutSpec, block_shape, check_specs, is_spec
 
 
@@ -90,13 +90,13 @@ def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = N
     """This rank's stored blocks -> the full tree, on every rank, in storage dtype. A collective.
 
     Args:
-        comm: the collectives to use; default those of `connect(mesh)`.
+        comm: the collectives to use; default those that all steps on the mesh share.
     """
     named, structure = spec_paths(specs)
     given = tree.flatten_with_paths(shards)[0]
     compare_paths(named, given)
     check_blocks(named, given, mesh)
-    comm = comm or connect(mesh)
+    comm = comm or connection(mesh)
     out: dict[str, Tensor] = {}
     moved = {p: s for p, s in named.items() if mesh.ordered(s.storage.axes)}
     with torch.no_grad():

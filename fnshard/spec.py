@@ -297,6 +297,15 @@ def _unfit_policy(spec: LayoutSpec) -> list[tuple[str, str]]:
                 "(torch.view_as_real).",
             )
         )
+    for name in ("reduce_dtype", "optimizer_dtype", "storage_dtype"):
+        dtype = getattr(spec, name)
+        if spec.trainable and spec.compute_dtype.is_floating_point and not dtype.is_floating_point:
+            out.append(
+                (
+                    f"trainable=True and {name}={dtype}",
+                    f"a trainable leaf is reduced, updated and kept in floats: {name}=torch.float32 or None.",
+                )
+            )
     places = {"memory": spec.memory, "optimizer_memory": spec.optimizer_memory}
     for name, place in places.items():
         if place != "device":

@@ -49,7 +49,7 @@ class TrainState:
             raise StateError(
                 report(
                     f"this TrainState was consumed by step {self._consumed_at}: its tensors were updated "
-                    "in place and belong to the state that step returned.",
+                    "in place and belong to the state that step returned (or are lost, if it failed).",
                     fix="write `state, metrics = step(state, ...)`; to keep an old one, clone its tensors "
                     "before the step (state.copy()).",
                 )
@@ -68,7 +68,10 @@ class TrainState:
         return TrainState(**fields)
 
     def consume(self) -> TrainState:
-        """Hand the tensors on: a new state that holds them; this one becomes unreadable."""
+        """Hand the tensors on: a new state that holds them; this one becomes unreadable.
+
+        A step does so before it runs: one that fails half way leaves no state that looks whole.
+        """
         fields = self.as_dict()
         self._consumed_at = int(fields["step"])
         self._values = {}

@@ -76,6 +76,8 @@ def shard_step(
     >>> step = shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
     >>> step(params, torch.arange(3.0))
     (tensor(3.), {'w': tensor([0., 1., 2.])})
+
+    Gradients come in `storage_dtype`; leaves that do not train have None.
     """
     depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
     chosen = Options(
@@ -143,8 +145,12 @@ class Step:
             self._lowering.resolve(params)
         return self._lowering.lower(batch)
 
-    def __call__(self, state: Any, *batch: Any) -> Any:
+    def __call__(self, state: Any, *batch: Any, rng: tuple[int, int] = (0, 0)) -> Any:
         """One step; see `shard_step` for what comes in and goes out.
+
+        Args:
+            rng: without an optimizer, the (seed, step) that random ops draw from: the same numbers
+                for the same pair. With one, the state holds it.
 
         Raises:
             StateError: a consumed state, blocks of another mesh or spec, a batch that `fn` does not
@@ -155,21 +161,23 @@ class Step:
         training = self._check_state(state)
         params = state.params if training else state
         self._resolve_from_blocks(params)
-        bound = self._runner.bind(batch, self._scalars)
-        seed, number = (int(state.seed), int(state.step)) if training else (0, 0)
+        seed, number = (int(state.seed), int(state.step)) if training else rng
+        policy = [f"optimizer {self.optimizer!r}", f"{self._scale!r}", f"seed {seed}, step {number}"]
+        bound = self._runner.bind(batch, params, self._scalars, policy)
         env = self._runner.inputs(bound.lowered, params, batch, seed, number)
         scale = self._scale.scale(state.loss_scale if training else {})
         program = bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
-        env["seed"] = (scale.double() / self._bound_of(program)).to(self.mesh.device, loss.dtype)
+        seed_value = float(scale) / self._bound_of(program)
+        env["seed"] = torch.full((), seed_value, dtype=loss.dtype, device=self.mesh.device)
         env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
-        self._runner.rank.raised.clear()
         env["rescale"] = lambda summary: self._rescale(program, summary, scale)
         if not training:
             return self._gradients(bound, bound.run(env))
+        state = state.consume()
         env["opt_state"] = state.opt_state
         env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
-        bound.updater.start(env, state.step.to(self.mesh.device))
+        bound.updater.start(env, torch.full((), number, dtype=torch.int64, device=self.mesh.device))
         bound.run(env)
         return self._advance(state, bound, env)
 
@@ -180,6 +188,21 @@ class Step:
         if flag not in FLAGS:
             raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
         self._runner.rank.raised.add(flag)
+
+    def forget(self, flag: str) -> None:
+        """Withdraw a flag that was raised and not heard yet, and forget what was heard of it."""
+        self._runner.rank.raised.discard(flag)
+        self._runner.rank.flags = {k: v for k, v in self._runner.rank.flags.items() if k != flag}
+
+    @property
+    def count(self) -> int:
+        """Steps made by this object on this rank."""
+        return self._runner.rank.steps
+
+    def _heard(self, summary: Summary) -> None:
+        self._runner.rank.flags = summary.flags
+        self._runner.rank.raised.clear()
+        self._runner.rank.steps += 1
 
     def heard(self, flag: str) -> bool:
         """Whether any rank had raised the flag when the last step began; the same on all ranks."""
@@ -239,7 +262,7 @@ class Step:
             safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
             factor = torch.where(summary.count > 0, self._bound_of(program) / safe, 0.0)
         if self._scale.active:
-            unscale = 1.0 / scale.to(self.mesh.device, torch.float64)
+            unscale = torch.full((), 1.0 / float(scale), dtype=torch.float64, device=self.mesh.device)
             factor = unscale if factor is None else factor * unscale
         return factor
 
@@ -282,7 +305,7 @@ class Step:
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
         summary: Summary = env["scalars"]
-        self._runner.rank.flags = summary.flags
+        self._heard(summary)
         factor = env["rescale"](summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.results["reduced"].values():
@@ -302,8 +325,8 @@ class Step:
         self, state: TrainState, bound: Bound, env: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
         summary: Summary = env["scalars"]
-        self._runner.rank.flags = summary.flags
-        fields = state.consume().as_dict()
+        self._heard(summary)
+        fields = state.as_dict()
         fields["loss_scale"] = self._scale.after(fields["loss_scale"], env["skip"])
         # A skipped step counts: the data has moved on, and the schedule of the rate goes with it.
         fields["step"] = fields["step"] + 1

@@ -80,3 +80,32 @@ def test_a_batch_that_changes_the_collectives_is_refused():
 
     with pytest.raises(fs.StateError, match="other collectives than the batches before"):
         fs.simulate(mesh, run)
+
+
+def test_different_loss_scales_are_refused():
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(PARAMS, mesh)
+
+    def run(rank):
+        step = fs.shard_step(
+            plain(rank), specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager", loss_scale=1.0 + rank
+        )
+        step(step.init(PARAMS), torch.ones(2))
+
+    with pytest.raises(fs.AgreementError, match="LossScale"):
+        fs.simulate(mesh, run)
+
+
+@pytest.mark.parametrize("preset", ["no_shard", "zero2", "hybrid_shard"])
+def test_replicas_that_start_out_different_are_refused_by_name(preset):
+    axes = {"replicate": 2, "shard": 2} if preset == "hybrid_shard" else {"shard": 2}
+    mesh = fs.make_mesh(**axes, simulated=True)
+    specs = fs.presets.PRESETS[preset](PARAMS, mesh)
+
+    def run(rank):
+        step = fs.shard_step(plain(0), specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+        params = {"a": PARAMS["a"], "b": PARAMS["b"] + (rank == mesh.size - 1)}
+        step(step.init(params), torch.ones(2))
+
+    with pytest.raises(fs.AgreementError, match=r"1 leaf replicated over ranks .*\n  params\['b'\] on rank"):
+        fs.simulate(mesh, run)

@@ -76,3 +76,28 @@ def test_without_lockstep_a_rank_that_leaves_is_an_error_and_not_a_hang():
 
     with pytest.raises(fs.CollectiveError, match="line 1 of the schedule, forward w wait gather"):
         fs.simulate(mesh, run)
+
+
+def test_a_loop_left_early_leaves_nothing_behind():
+    mesh, step = make(2)
+
+    def run(rank):
+        state, counts = step.init(PARAMS), []
+        for leave in (True, False):
+            before = int(state.step)
+            for i, x in enumerate(fs.lockstep([torch.ones(4)] * 3, step)):
+                if leave and i == 2:
+                    break
+                state, _ = step(state, x)
+            counts.append(int(state.step) - before)
+        return counts
+
+    assert fs.simulate(mesh, run) == [[2, 3]] * 2
+
+
+def test_a_batch_without_a_step_is_an_error():
+    specs = fs.match_specs(PARAMS, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
+    with pytest.raises(fs.StateError, match="went on to the next batch without a step"):
+        for _ in fs.lockstep([torch.ones(4)] * 2, step):
+            pass

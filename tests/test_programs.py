@@ -236,6 +236,18 @@ def test_a_residual_written_in_place_does_not_stop_the_cuts() -> None:
     assert "aten.add_" not in lowered.program.as_text()
 
 
+@pytest.mark.parametrize("name", ["several_outputs", "in_place", "unet", "islands"])
+def test_what_crosses_a_cut_fills_its_memory(name: str) -> None:
+    """A view of a larger tensor would keep all of it alive, and its copy would have other strides."""
+    model = MODELS[name]()
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))
+    for segment in lowered.segments.segments:
+        for value in (lowered.segments.values[n] for n in segment.outputs):
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), segment
+
+
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     """Slices of one buffer filled by several units: the write is through views."""
     params = {f"layers.{i}.w": torch.ones(4, 4) for i in range(2)}

@@ -21,6 +21,7 @@ from fnshard.compiler.schedule import (
     Gather,
     Instruction,
     Local,
+    Names,
     Norms,
     Publish,
     ReduceScalars,
@@ -189,7 +190,15 @@ class _Builder:
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
             writes += tuple(f"_{n}" for n in self.saved(segment, micro)) if not saved else ()
             self.lines.append(
-                Run(self.unit(segment), phase, reads, writes, kernel=kernel.name, segment=segment.index)
+                Run(
+                    self.unit(segment),
+                    phase,
+                    reads,
+                    writes,
+                    kernel=kernel.name,
+                    segment=segment.index,
+                    units=segment.units,
+                )
             )
 
     def read(self, name: str, leaves: Mapping[str, str], micro: int) -> str:
@@ -260,6 +269,7 @@ class _Builder:
                 kernel=kernel.name,
                 backward=True,
                 segment=segment.index,
+                units=segment.units,
             )
         )
         self.lines.extend(adds)
@@ -279,19 +289,22 @@ class _Builder:
 
     def reduce(self, bucket: Bucket, micro: int, phase: str, grads: Mapping[str, str]) -> None:
         last = micro == self.plan.accumulate - 1
-        reads = tuple(grads[p] for p in bucket.paths if p in grads)
+        paths = tuple(p for p in bucket.paths if p in grads)
+        reads = tuple(grads[p] for p in paths)
         if self.plan.accumulate > 1 and self.plan.accumulate_mode == "local":
             before = self.local.get(bucket.name)
             name = f"a:{bucket.name}#{micro}"
             reads += (before,) if before else ()
             self.lines.append(
-                Accumulate(bucket.unit, phase, reads, (name,), bucket=bucket.name, first=before is None)
+                Accumulate(
+                    bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths, first=before is None
+                )
             )
             self.local[bucket.name] = name
-            reads = (name,)
+            reads, paths = (name,), ()
             if not last:
                 return
-        name = self.sum_over_ranks(bucket, phase, reads, micro)
+        name = self.sum_over_ranks(bucket, phase, reads, paths, micro)
         if self.plan.accumulate > 1 and self.plan.accumulate_mode == "reduce":
             before = self.reduced.get(bucket.name)
             total = f"r:{bucket.name}+{micro}"
@@ -304,23 +317,27 @@ class _Builder:
             name = total
         self.reduced[bucket.name] = name
 
-    def sum_over_ranks(self, bucket: Bucket, phase: str, reads: tuple[str, ...], micro: int) -> str:
+    def sum_over_ranks(self, bucket: Bucket, phase: str, reads: Names, paths: Names, micro: int) -> str:
         """ReduceScatter over the gradient's own axes, AllReduce over the other data axes."""
         rest = tuple(a for a in self.mesh.ordered(self.mesh.data_axes) if a not in bucket.axes)
         name = f"r:{bucket.name}#{micro}"
         if not bucket.axes and not rest:
-            self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name))
+            self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
             return name
         if bucket.axes:
             flight, part = f"~{bucket.name}#{micro}", f"{name}." if rest else name
-            self.lines.append(ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name))
+            self.lines.append(
+                ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
+            )
             self.lines.append(
                 Wait(bucket.unit, phase, (flight,), (part,), bucket=bucket.name, of="reduce_scatter")
             )
-            reads = (part,)
+            reads, paths = (part,), ()
         if rest:
             flight = f"~{bucket.name}#{micro}.sum"
-            self.lines.append(AllReduce(bucket.unit, phase, reads, (flight,), bucket=bucket.name, axes=rest))
+            self.lines.append(
+                AllReduce(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths, axes=rest)
+            )
             self.lines.append(
                 Wait(bucket.unit, phase, (flight,), (name,), bucket=bucket.name, of="all_reduce")
             )
@@ -376,7 +393,8 @@ class _Builder:
 
     def schedule(self) -> Schedule:
         last = self.plan.accumulate - 1
-        aux = [self.segments.results[i] for kind, *rest in self.outputs.aux if kind == "tensor" for i in rest]
+        local = ("tensor",) if self.plan.differentiate else ("tensor", "mean")
+        aux = [self.segments.results[i] for kind, *rest in self.outputs.aux if kind in local for i in rest]
         outputs = [self.value(n, last) for n in aux]
         if self.plan.differentiate:
             outputs.append("scalars")

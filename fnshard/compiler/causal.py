@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.compiler.program import mutated_args
+from fnshard.compiler.program import mutated_args, storage_id
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
@@ -22,6 +22,7 @@ _LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
 def recognise_causal(graph: fx.Graph) -> int:
     """Rewrite each attention whose mask is causal (or lets all through); returns how many were."""
     known: dict[fx.Node, str | None] = {}
+    written = {storage_id(a.meta["val"]) for n in graph.nodes for a in mutated_args(n)}
     found = 0
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not _ATTENTION or len(node.args) < 4:
@@ -33,7 +34,7 @@ def recognise_causal(graph: fx.Graph) -> int:
         if not isinstance(mask, fx.Node) or causal:
             continue
         if mask not in known:
-            known[mask] = _kind(mask)
+            known[mask] = _kind(mask, written)
         if known[mask] is None:
             continue
         args = [*node.args[:3], None, *node.args[4:]]
@@ -48,11 +49,11 @@ def recognise_causal(graph: fx.Graph) -> int:
     return found
 
 
-def _kind(mask: fx.Node) -> str | None:
+def _kind(mask: fx.Node, written: set[int]) -> str | None:
     """ "causal", "all", or None for any other mask."""
     if mask.meta["val"].numel() > _LIMIT:
         return None
-    value = _constant(mask)
+    value = _constant(mask, written)
     if value is None or value.dim() < 2:
         return None
     t, s = value.shape[-2:]
@@ -67,8 +68,8 @@ def _kind(mask: fx.Node) -> str | None:
     return "causal" if bool((value == below).all()) else None
 
 
-def _constant(mask: fx.Node) -> Tensor | None:
-    """The mask's value if it depends on no input and draws or writes nothing, else None."""
+def _constant(mask: fx.Node, written: set[int]) -> Tensor | None:
+    """The mask's value if it depends on no input, and nobody writes to what it is made of; else None."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
 
@@ -76,7 +77,9 @@ def _constant(mask: fx.Node) -> Tensor | None:
         if node in seen:
             return True
         seen.add(node)
-        if node.op != "call_function" or mutated_args(node):
+        value = node.meta.get("val")
+        values = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+        if node.op != "call_function" or any(storage_id(v) in written for v in values):
             return False
         if not all(visit(n) for n in node.all_input_nodes):
             return False

@@ -7,7 +7,6 @@ are issued from it; a handle's wait makes that stream wait, not the host.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +40,7 @@ from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer
 from fnshard.runtime.collectives import Collectives
+from fnshard.spec import LayoutSpec
 
 Env = dict[str, Any]
 Action = Callable[[Env], None]
@@ -251,15 +251,13 @@ def _wait_publish(line: Wait, context: Context) -> Action:
 
 # ------------------------------------------------------------------ gradients
 
-_GRADIENT = re.compile(r"g:(.*?)(#\d+)?@\d+\+?$")
-
 
 def _fulls(line: Instruction) -> Callable[[Env], Mapping[str, Tensor]]:
     """How to read full gradients: one value per leaf, or an accumulator of all."""
-    if len(line.reads) == 1 and line.reads[0].startswith("a:"):
+    if line.reads and not line.paths:
         (name,) = line.reads
         return lambda env: env[name]
-    named = {_GRADIENT.match(n).group(1): n for n in line.reads if n.startswith("g:")}
+    named = dict(zip(line.paths, line.reads, strict=False))  # behind them, an accumulator's earlier value
     return lambda env: {p: env[n] for p, n in named.items()}
 
 
@@ -340,9 +338,7 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
         value: Reduced = env[new]
         if first:
             copy = value.flat is None  # a local gradient may be somebody else's tensor too
-            env[out] = Reduced(
-                {p: b.to(specs[p].optimizer_dtype, copy=copy) for p, b in value.blocks.items()}
-            )
+            env[out] = Reduced({p: b.to(_accumulator(specs[p]), copy=copy) for p, b in value.blocks.items()})
             return
         total: Reduced = env[before[0]]
         for path, block in value.blocks.items():
@@ -350,6 +346,11 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
         env[out] = total
 
     return run
+
+
+def _accumulator(spec: LayoutSpec) -> torch.dtype:
+    """What micro-batches are summed in: no narrower than the wire, no narrower than the optimizer."""
+    return torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
 
 
 def _accumulate_local(line: Accumulate, context: Context) -> Action:
@@ -360,7 +361,7 @@ def _accumulate_local(line: Accumulate, context: Context) -> Action:
     def run(env: Env) -> None:
         new = fulls(env)
         if before is None:
-            env[out] = {p: g.to(specs[p].optimizer_dtype, copy=True) for p, g in new.items()}
+            env[out] = {p: g.to(_accumulator(specs[p]), copy=True) for p, g in new.items()}
             return
         total = env[before]
         for path, gradient in new.items():

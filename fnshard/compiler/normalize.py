@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import OpOverload
+from fnshard.compiler.program import OpOverload, mutated_args
 from fnshard.compiler.random import ops
 from fnshard.compiler.refuse import higher_order
 from fnshard.errors import TraceError, report
@@ -89,11 +89,19 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
         args, kwargs = fx.map_arg((old.args, old.kwargs), read)
         before = set(graph.nodes) if old in keys else set()
-        env[old] = _emit(graph, old, args, kwargs, keys.get(old))
-        fresh = [n for n in graph.nodes if n not in before] if old in keys else [env[old]]
+        made = _emit(graph, old, args, kwargs, keys.get(old))
+        fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]
+        # A write under no_grad goes to an alias: what is read behind it is the tensor itself, whose
+        # gradient passes the write as if it were not there, as in torch.
+        written = [] if grad else mutated_args(old)
+        env[old] = env[written[0]] if _returns_written(old, written) else made
         for node in fresh:
             if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
                 node.meta["autocast"] = tuple(state for _, state in autocast)
+
+
+def _returns_written(old: fx.Node, written: list[fx.Node]) -> bool:
+    return len(written) == 1 and len(old.target._schema.returns) == 1
 
 
 def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.Node]) -> fx.Node:

@@ -102,7 +102,12 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
         scores = scores.masked_fill(~ok, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return _dropout(torch.softmax(scores, -1), key, p) @ v
+        # A query that may look at nothing gives zero, as in torch; zero scores keep its gradient finite.
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        shares = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    else:
+        shares = torch.softmax(scores, -1)
+    return _dropout(shares, key, p) @ v
 
 
 for _name, _impl in {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,9 @@ import torch._functorch.apis as functorch_apis
 import torch.autograd.forward_ad as forward_ad
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
+from fnshard import errors as fnshard_errors
 from fnshard.errors import TraceError, report
 
 _AUTOGRAD_FUNCTION = report(
@@ -74,6 +78,11 @@ _HIGHER_ORDER = report(
     "turns), or wrap it as a torch.library.custom_op with register_autograd.",
 )
 
+_DEVICE = report(
+    "`fn` puts a tensor on {asked} by {name}; this step is traced on {device}.",
+    fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
+)
+
 Guard = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 
 
@@ -83,8 +92,12 @@ def higher_order(name: str) -> TraceError:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """While tracing on this thread, calls that would be lost in silence raise a TraceError."""
+def refusals(device: torch.device) -> Iterator[None]:
+    """While tracing on this thread, calls that would be lost in silence raise a TraceError.
+
+    `device`: the trace's own. Any other but the host is refused: torch may know it by name alone, and
+    aborts the process where such a fake tensor meets autograd.
+    """
     tracer = threading.get_ident()
 
     def here() -> bool:
@@ -96,7 +109,37 @@ def refusals() -> Iterator[None]:
         for owner, name, guard in _guards():
             original = inspect.getattr_static(owner, name)
             stack.enter_context(mock.patch.object(owner, name, guard(original, here)))
+        stack.enter_context(_OneDevice(device))
         yield
+
+
+def user_frame(error: BaseException) -> str:
+    """`file:line` of the innermost frame that is neither torch's nor ours; "" where there is none."""
+    ours = tuple(f"{Path(m).parent}/" for m in (torch.__file__, fnshard_errors.__file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+class _OneDevice(TorchFunctionMode):
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        asked = kwargs.get("device")
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
+            asked = args[1]
+        elif name in ("cuda", "xpu") and func is getattr(torch.Tensor, name):
+            asked = name
+        if asked is not None:
+            kind = torch.device(asked).type
+            if kind not in (self.device.type, "cpu", "meta"):
+                raise TraceError(_DEVICE.format(asked=kind, name=name, device=self.device.type))
+        return func(*args, **kwargs)
 
 
 def _guards() -> Iterator[tuple[Any, str, Guard]]:

@@ -86,8 +86,10 @@ class Scalars:
             found = {p: v for n in norms for p, v in n.items() if p != "total"}
             parts += [found[p][i].double() for p in self.leaf_norms for i in (0, 1)]
         device = parts[0].device
-        parts += [torch.tensor(float(env["flags"].get(f, 0.0)), dtype=torch.float64, device=device)
-                  for f in self.flags]  # fmt: skip
+        # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
+        parts += [
+            torch.full((), env["flags"].get(f, 0.0), dtype=torch.float64, device=device) for f in self.flags
+        ]
         return torch.stack(parts)
 
     def _wanted(self) -> list[int]:
@@ -109,14 +111,14 @@ class Scalars:
         parts = self.mesh.data_size * self.accumulate
         loss = next(feed)
         count = next(feed) if self.outputs.count is not None else None
-        loss = loss / parts if count is None else loss / count.clamp(min=torch.finfo(torch.float64).tiny)
+        loss = loss / (parts if count is None else _positive(count))
         aux = []
         for kind, *_ in self.outputs.aux:
             if kind == "scalar":
                 aux.append(next(feed) / parts)
             elif kind == "mean":
                 total = next(feed)
-                aux.append(total / next(feed))
+                aux.append(total / _positive(next(feed)))
         norm = next(feed).sqrt() if self.norms else None
         leaf_norms = {p: LeafNorms(next(feed).sqrt(), next(feed).sqrt()) for p in self.leaf_norms}
         flags = {f: next(feed) for f in self.flags}
@@ -135,6 +137,11 @@ class Scalars:
             else:
                 leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]] + last])
         return tree.unflatten(leaves, self.outputs.aux_structure)
+
+
+def _positive(count: Tensor) -> Tensor:
+    """A count of zero divides a total of zero: the mean of nothing is zero here."""
+    return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _square(block: Tensor) -> Tensor:

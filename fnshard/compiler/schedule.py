@@ -47,6 +47,7 @@ class Instruction:
 @dataclass(frozen=True)
 class _OfBucket(Instruction):
     bucket: str = ""
+    paths: Names = ()  # of the leaves whose full gradients are read, in the order of `reads`
 
     @property
     def detail(self) -> str:
@@ -107,6 +108,7 @@ class Run(Instruction):
     kernel: str = ""
     backward: bool = False
     segment: int = 0
+    units: Names = ()
 
     @property
     def detail(self) -> str:

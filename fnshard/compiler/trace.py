@@ -1,13 +1,13 @@
 """Trace: `fn` on fake leaves -> Program. What a tracer would lose in silence is refused here.
 
-The only module that uses torch's proxy tracer (`make_fx` before autograd dispatch) and fake tensors.
+The only module that uses torch's proxy tracer before autograd dispatch, and that makes fake tensors.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +25,16 @@ from fnshard import tree
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.inplace import settle
 from fnshard.compiler.normalize import normalize
-from fnshard.compiler.program import Input, Outputs, Program, describe, mutated_args, storage_id
-from fnshard.compiler.refuse import higher_order, refusals
+from fnshard.compiler.program import (
+    Input,
+    OpOverload,
+    Outputs,
+    Program,
+    describe,
+    mutated_args,
+    storage_id,
+)
+from fnshard.compiler.refuse import higher_order, refusals, user_frame
 from fnshard.errors import TraceError, leaves, report
 from fnshard.losses import Mean, Whole
 from fnshard.spec import LayoutSpec
@@ -47,6 +55,9 @@ def trace(
 ) -> Program:
     """Capture `fn(params, *batch)`.
 
+    Autocast counts where `fn` itself enters it. The mode that the caller happens to be in does not:
+    what is traced once must not depend on where it was called from first.
+
     Args:
         shapes: `{path: (full shape, compute dtype)}`.
         structure: the parameter tree's, in the order of `shapes`.
@@ -57,7 +68,7 @@ def trace(
     Raises:
         TraceError: `fn` does what cannot be captured; the message shows the way out.
     """
-    with _lock:
+    with _lock, without_autocast():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = {
             path: _fake(mode, shape, dtype, device, differentiate and bool(specs[path].trainable))
@@ -78,7 +89,7 @@ def trace(
             collected["outputs"] = outputs
             return values
 
-        graph_module = _capture(flat, list(fakes.values()), list(tensors.values()), differentiate)
+        graph_module = _capture(flat, list(fakes.values()), list(tensors.values()), differentiate, device)
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
         values |= {Input("batch", n): v for n, v in tensors.items()}
@@ -100,6 +111,22 @@ def trace(
         with mode, torch.set_grad_enabled(differentiate):
             settle(graph, lambda: propagate(graph, [values[i] for i in inputs]))
         return program
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off on every kind of device, and restored behind it."""
+    on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+
+
+_AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
 
 
 def flatten_batch(batch: Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
@@ -178,20 +205,22 @@ def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
 # ------------------------------------------------------------------ capture
 
 
-def _capture(flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool) -> fx.GraphModule:
+def _capture(
+    flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool, device: torch.device
+) -> fx.GraphModule:
     try:
-        with refusals(), torch.set_grad_enabled(differentiate):
+        with refusals(device), torch.set_grad_enabled(differentiate):
             return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
     except TraceError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise TraceError(_data_dependent(str(error))) from error
+        raise TraceError(_data_dependent(str(error), error)) from error
     except UnsupportedOperatorException as error:
         raise TraceError(_no_fake(error)) from error
     except RuntimeError as error:
         said = str(error)
         if any(w in said for w in _DATA_DEPENDENT) or "GuardOnDataDependent" in type(error).__name__:
-            raise TraceError(_data_dependent(said.splitlines()[0])) from error
+            raise TraceError(_data_dependent(said.splitlines()[0], error)) from error
         if "no fake impl" in said:
             raise TraceError(_no_fake(error)) from error
         if type(error).__module__ == "torch._dynamo.exc":
@@ -213,9 +242,10 @@ def _no_fake(error: Exception) -> str:
     )
 
 
-def _data_dependent(what: str) -> str:
+def _data_dependent(what: str, error: Exception) -> str:
+    where = user_frame(error)
     return report(
-        f"control flow or a shape in `fn` depends on a tensor's value ({what}).",
+        f"control flow or a shape in `fn` depends on a tensor's value ({what}){where and f', at {where}'}.",
         fix="choose with torch.where, mask instead of indexing by a condition, and pass numbers that "
         "are known before the step as plain Python arguments.",
     )
@@ -233,6 +263,7 @@ def _outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
 
     def aux_entry(leaf: Any) -> tuple[Any, ...]:
         if isinstance(leaf, Mean):
+            _check_mean(leaf, "aux")
             return ("mean", add(leaf.total), add(_count(leaf)))
         if isinstance(leaf, Tensor):
             kind = "scalar" if loss and leaf.dim() == 0 else "tensor"
@@ -243,6 +274,8 @@ def _outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
         flat, structure = tree.flatten(result)
         return Outputs(None, None, structure, tuple(aux_entry(leaf) for leaf in flat)), values
     head, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if isinstance(head, Mean):
+        _check_mean(head, "the loss")
     total = head.total if isinstance(head, Mean) else head
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
         what = describe(total) if isinstance(total, Tensor) else type(total).__name__
@@ -256,6 +289,34 @@ def _outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
     count = add(_count(head)) if isinstance(head, Mean) else None
     flat, structure = tree.flatten(aux) if aux is not None else ([], None)
     return Outputs(index, count, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+
+
+def _check_mean(mean: Mean, place: str) -> None:
+    wrong = []
+    total, count, bound = mean.total, mean.count, mean.bound
+    if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
+        wrong.append(f"total is {_kind(total)}, not a 0-d float tensor")
+    counted = isinstance(count, Tensor) and count.dim() == 0 and not count.dtype.is_complex
+    if not counted and not _is_number(count):
+        wrong.append(f"count is {_kind(count)}, not a 0-d tensor or a number")
+    if bound is not None and not (_is_number(bound) and 0 < bound < float("inf")):
+        wrong.append(f"bound is {_kind(bound)}, not a positive finite number or None")
+    if wrong:
+        raise TraceError(
+            report(
+                f"`fn` returns in {place} a Mean that is none:",
+                wrong,
+                "fs.Mean(losses.sum(), mask.sum()): sums over this rank's items, not vectors of them.",
+            )
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else f"{type(value).__name__} {str(value)[:40]}"
 
 
 def _count(mean: Mean) -> Tensor:
@@ -321,23 +382,7 @@ def _check_program(program: Program, differentiate: bool) -> None:
                 fix="use dense ones: gather and scatter by index.",
             )
         )
-    names = dict(zip(program.placeholders, program.inputs, strict=True))
-    leaf_storage = {storage_id(n.meta["val"]): i.name for n, i in names.items() if i.kind == "leaf"}
-    written: dict[str, str] = {}
-    for node in program.graph.nodes:
-        for arg in mutated_args(node):
-            path = leaf_storage.get(storage_id(arg.meta["val"]))
-            if path is not None:
-                written.setdefault(path, str(node.target).removesuffix(".default"))
-    if written:
-        raise TraceError(
-            report(
-                f"`fn` changes {leaves(len(written))} in place:",
-                [f"params[{p!r}] by {op}" for p, op in written.items()],
-                "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model) "
-                "or GroupNorm; else return the new value in aux.",
-            )
-        )
+    _check_written(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
         raise TraceError(
             report(
@@ -345,3 +390,42 @@ def _check_program(program: Program, differentiate: bool) -> None:
                 fix="set trainable=True in the spec of a leaf it reads, and look for detach or no_grad.",
             )
         )
+
+
+def _check_written(program: Program) -> None:
+    """Refuse writes to leaves, and to running statistics wherever they are kept."""
+    named: dict[int, str] = {}
+    for node, place in zip(program.placeholders, program.inputs, strict=True):
+        if place.kind == "leaf":
+            named[storage_id(node.meta["val"])] = f"params[{place.name!r}]"
+        elif place.kind == "constant":
+            named[storage_id(node.meta["val"])] = f"{describe(node.meta['val'])} that it closes over"
+    written: dict[str, str] = {}
+    for node in program.graph.nodes:
+        for arg in [*mutated_args(node), *_running_stats(node)]:
+            name = named.get(storage_id(arg.meta["val"]))
+            if name is not None:
+                written.setdefault(name, str(node.target).removesuffix(".default"))
+    if written:
+        raise TraceError(
+            report(
+                f"`fn` changes {leaves(len(written))} in place:",
+                [f"{name} by {op}" for name, op in written.items()],
+                "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model) "
+                "or GroupNorm; InstanceNorm: track_running_stats=False; spectral_norm: in eval mode, or "
+                "another norm; Embedding: max_norm=None; else return the new value in aux.",
+            )
+        )
+
+
+def _running_stats(node: fx.Node) -> list[fx.Node]:
+    """What a batch or instance norm in train mode updates, though its schema does not say so."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return []
+    given = {
+        a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+        for i, a in enumerate(node.target._schema.arguments)
+    }
+    if not (given.get("training") or given.get("use_input_stats")):
+        return []
+    return [v for k in ("running_mean", "running_var") if isinstance(v := given.get(k), fx.Node)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fnshard.compiler.scalars import Summary
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Bucket
-from fnshard.runtime.collectives import Collectives
+from fnshard.runtime.collectives import Collectives, Done
 from fnshard.spec import LayoutSpec, block_shape, block_slices
 from fnshard.transform import Optimizer, StepInfo
 
@@ -124,11 +124,12 @@ class Updater:
         block = block_shape(spec.shape, spec.optimizer, self.mesh)
         flat = shard.new_zeros(block)
         flat[tuple(slice(0, n) for n in shard.shape)] = shard
-        rows = self.comm.all_gather(flat.flatten(), axes).wait() if axes else [flat.flatten()]
+        handle = self.comm.all_gather(flat.flatten(), axes) if axes else Done([flat.flatten()])
         full = shard.new_empty(spec.shape)
-        for rank, row in zip(self.mesh.group_ranks(axes, self.rank), rows, strict=True):
+        for rank, row in zip(self.mesh.group_ranks(axes, self.rank), handle.wait(), strict=True):
             slices = block_slices(spec.shape, spec.optimizer, self.mesh, self.mesh.coordinate(rank))
             full[slices] = row.view(block)[tuple(slice(0, s.stop - s.start) for s in slices)]
+        handle.release()
         return full
 
     def _cut(self, path: str, whole: Tensor) -> Tensor:

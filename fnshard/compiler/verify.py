@@ -109,7 +109,7 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            wanted = {unit for run in runs[: schedule.planned] for unit in run.unit.split("+")}
+            wanted = {unit for run in runs[: schedule.planned] for unit in run.units}
             runs.pop(0)
             if not units <= wanted:
                 problems.append(

@@ -77,14 +77,17 @@ def make_buckets(
     for path, spec in specs.items():
         key = (spec.unit, mesh.ordered(layout(spec).axes), dtype(spec), apart(spec))
         groups.setdefault(key, []).append(path)
-    count: dict[str, int] = {}
-    out = []
+    out: list[Bucket] = []
     for (unit, axes, wire, _), paths in groups.items():
-        index = count[unit] = count.get(unit, -1) + 1
         pieces, numel = _place({p: specs[p] for p in paths}, mesh, layout, wire)
-        name = f"{purpose}/{unit}" + (f".{index}" if index else "")
+        name = _unused(f"{purpose}/{unit}", {b.name for b in out})
         out.append(Bucket(name, unit, axes, wire, pieces, numel))
     return tuple(out)
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, or the first of `name:1`, `name:2`, ... that no other bucket has."""
+    return next(n for n in (name, *(f"{name}:{i}" for i in range(1, len(taken) + 2))) if n not in taken)
 
 
 def _place(

@@ -38,3 +38,20 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
     if on_cpu and transport == "auto":
         return connect_shared(group) or group
     return group
+
+
+def connection(mesh: Mesh, *, timeout: float | None = None) -> Collectives:
+    """The collectives that all steps on this mesh share; connected at the first call, a collective.
+
+    Groups and shared memory are dear: a thread, sockets and address space each.
+
+    Args:
+        timeout: of the connection to be made; None takes any there is.
+    """
+    known = mesh.connections
+    if timeout is None and known:
+        return next(iter(known.values()))
+    chosen = DEFAULT_TIMEOUT if timeout is None else timeout
+    if chosen not in known:
+        known[chosen] = connect(mesh, timeout=chosen)
+    return known[chosen]

@@ -1,0 +1,171 @@
+"""What a step does beside the gradient: names it must carry, randomness, batches, failures, dtypes."""
+
+import collections
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, P
+
+X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+
+
+def grads_on(world, loss, params, specs_of, *batch, **options):
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    specs = specs_of(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager", **options)
+
+    def run(rank):
+        rows = [b[rank * (len(b) // world) : (rank + 1) * (len(b) // world)] for b in batch]
+        _, grads = step(fs.shard(params, specs, mesh), *rows)
+        return fs.unshard(grads, specs, mesh)
+
+    return fs.simulate(mesh, run)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("mode", ["reduce", "local"])
+def test_any_leaf_name_is_carried(world, mode):
+    names = ["w#1", "w", "a+b", "l.0.w@3", "l.0.w@3+", "g:x", "l.1.a#0@2"]
+    params = {n: torch.randn(3, 3, dtype=torch.float64) for n in names}
+
+    def loss(p, x, t):
+        for w in p.values():
+            x = torch.tanh(x @ w)
+        return (x - t).pow(2).mean()
+
+    truth = torch.func.grad(loss)(params, X, T)
+    got = grads_on(world, loss, params, fs.presets.full_shard, X, T, accumulate=2, accumulate_mode=mode)
+    assert all((got[n] - truth[n]).abs().max() < 1e-12 for n in names)
+
+
+def test_units_whose_names_contain_each_other():
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    ).double()
+    apply, params = fs.make_functional(model)
+
+    def specs_of(params, mesh):
+        rules = [("*bias", LayoutSpec(P())), ("*", LayoutSpec(P("shard")))]
+        names = {p: "net" + ".1" * p.count(".") for p in params}
+        return fs.match_specs(params, rules, units=lambda tree: names)
+
+    def loss(p, x, t):
+        return (apply(p, x) - t).pow(2).mean()
+
+    truth = torch.func.grad(loss)({k: v.detach() for k, v in params.items()}, X, T)
+    got = grads_on(2, loss, params, specs_of, X, T)
+    assert all((got[n] - truth[n]).abs().max() < 1e-12 for n in truth)
+
+
+def test_ranks_along_an_axis_that_is_no_data_axis_stay_equal_under_dropout():
+    mesh = fs.make_mesh(replicate=2, same=2, data_axes=("replicate",), simulated=True)
+    params = {"w": torch.ones(8)}
+    specs = fs.presets.no_shard(params, mesh)
+    loss = lambda p, x: F.dropout(p["w"] * x, 0.5).sum()  # noqa: E731
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+
+    def run(rank):
+        state, _ = step(step.init(params), torch.ones(8))
+        return state.params["w"]
+
+    results = fs.simulate(mesh, run)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_a_step_without_optimizer_draws_from_the_pair_it_is_given():
+    params = {"w": torch.ones(64)}
+    step = fs.shard_step(
+        lambda p, x: F.dropout(p["w"] * x, 0.5).sum(),
+        fs.match_specs(params, [("*", LayoutSpec())]),
+        backend="eager",
+    )
+    masks = [step(params, torch.ones(64), rng=pair)[1]["w"] for pair in [(0, 0), (0, 0), (0, 1), (1, 0)]]
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[3])
+
+
+def test_batches_of_one_shape_and_two_structures_are_two_programs():
+    Pair = collections.namedtuple("Pair", "x")
+    params = {"w": torch.ones(2)}
+
+    def loss(p, batch, extra=None):
+        value = batch["x"] if isinstance(batch, dict) else 2 * batch.x
+        return (p["w"] * value).sum() * (1 if extra is None else 3)
+
+    step = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    x = torch.ones(2)
+    assert step(params, {"x": x})[0] == 2
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert step(params, Pair(x))[0] == 4
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert step(params, {"x": x}, [])[0] == 6
+
+
+@pytest.mark.parametrize("mode", ["reduce", "local"])
+def test_micro_batches_are_summed_no_narrower_than_the_wire(mode):
+    params = {"w": torch.full((16,), 1.0, dtype=torch.bfloat16)}
+    specs = fs.match_specs(params, [("*", LayoutSpec(reduce_dtype=torch.float32))])
+    loss = lambda p, x: (p["w"].float() * x).sum(1).mean()  # noqa: E731
+    x = torch.rand(256, 16, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for parts in (1, 64):
+        step = fs.shard_step(loss, specs, backend="eager", accumulate=parts, accumulate_mode=mode)
+        errors.append(((step(params, x)[1]["w"].float() - x.mean(0)).abs() / x.mean(0)).max())
+    assert errors[1] < 1.5 * errors[0] + 1e-3
+
+
+def test_the_mean_of_nothing_in_aux_is_zero():
+    params = {"w": torch.ones(2)}
+    loss = lambda p, x: (p["w"].sum(), {"m": fs.Mean(x.sum() * 0, torch.tensor(0))})  # noqa: E731
+    step = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    assert step(params, torch.ones(2))[0][1]["m"] == 0
+
+
+def test_a_forward_may_return_a_mean():
+    params = {"w": torch.ones(2)}
+    forward = fs.shard_forward(
+        lambda p, x: {"mean": fs.Mean((p["w"] * x).sum(), torch.tensor(2))},
+        fs.match_specs(params, [("*", LayoutSpec())]), backend="eager",
+    )  # fmt: skip
+    mean = forward(params, torch.ones(2))["mean"]
+    assert isinstance(mean, fs.Mean) and mean.total == 2 and mean.count == 2
+
+
+def test_a_step_that_fails_half_way_leaves_no_state_that_looks_whole():
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    good = fs.optim.sgd(0.1)
+
+    def leaf(path, grad, slots, param, info):
+        if path == "a":
+            raise RuntimeError("the optimizer broke")
+        return -0.1 * grad, {}
+
+    from fnshard.transform import Optimizer
+
+    step = fs.shard_step(
+        lambda p, x: (p["a"] * p["b"] * x).sum(),
+        specs,
+        optimizer=Optimizer("broken()", leaf),
+        backend="eager",
+    )
+    state = step.init(params)
+    with pytest.raises(RuntimeError, match="the optimizer broke"):
+        step(state, torch.ones(2))
+    with pytest.raises(fs.StateError, match="or are lost, if it failed"):
+        state.params  # noqa: B018
+    assert good.name.startswith("sgd")
+
+
+def test_what_was_lowered_on_paper_is_what_the_step_runs():
+    params = {"w": torch.ones(2)}
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum(), fs.match_specs(params, [("*", LayoutSpec())]), backend="eager"
+    )
+    lowered = step.lower(params, torch.ones(2))
+    step(params, torch.ones(2))
+    assert step.lower(params, torch.ones(2)) is lowered and lowered.compiled is not None
