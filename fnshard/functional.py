@@ -16,8 +16,11 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
 
     `params` holds every parameter and buffer once, by path: an `nn.Parameter` stays one (so that a
     frozen one is known), a buffer is marked as `nn.Buffer`. A tied weight is one leaf, under the
-    first of its names. The module may live on the meta device. Train or eval mode is what the
-    module was when `apply` was traced.
+    first of its names, as an alias of the module's own. The module may live on the meta device. Train or eval mode is what the
+was when `apply` was traced.
+
+    The marks (parameter, frozen, buffer, tied) are on the tensors and are lost with them: cast by
+    `model.to(dtype)` beforehand or by `LayoutSpec(compute_dtype=)`, not by `{k: v.to(dtype) ...}`.
 
     Raises:
         TraceError: a parameter has gradient hooks; in `apply`, a module assigns to its own leaf.
@@ -41,8 +44,12 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
             seen.add(id(leaf))
             params[path] = leaf if isinstance(leaf, nn.Buffer) else _mark(leaf)
 
+    names: dict[str, list[str]] = {}
     for other, path in aliases(model).items():
-        params[path].tied_names = (*getattr(params[path], "tied_names", ()), other)
+        names.setdefault(path, []).append(other)
+    for path, others in names.items():
+        params[path] = _alias(params[path])  # no mark is left on the module's own
+        params[path].tied_names = tuple(others)
 
     def apply(params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         held = dict(params)  # functional_call writes what the module assigns to its own names back here
@@ -83,6 +90,12 @@ def _check_assigned(paths: list[str]) -> None:
 
 def _mark(leaf: Tensor) -> Tensor:
     return nn.Buffer(leaf.detach())
+
+
+def _alias(leaf: Tensor) -> Tensor:
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(leaf.detach(), requires_grad=leaf.requires_grad)
+    return _mark(leaf)
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

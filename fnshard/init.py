@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
 from fnshard.errors import StateError, report
@@ -41,8 +41,11 @@ def init_params(
         seed: random numbers are seeded by (seed, path), leaf by leaf or module by module.
 
     Raises:
-        StateError: a meta tree without `init`; modules that cannot reset what they own.
+        StateError: a meta tree without `init`, or of other shapes than the specs'; modules that cannot
+            reset what they own; a seed that is no int64.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise StateError(f"seed={seed!r}: an int that fits 64 bits with sign.")
     if isinstance(source, nn.Module):
         leaves = make_functional(source)[1]
         if init is None and any(leaf.is_meta for leaf in leaves.values()):
@@ -66,6 +69,15 @@ def init_params(
     if not abstract:
         raise StateError(
             report("init= was given, and no leaf is on the meta device to be filled.", fix="leave init= out.")
+        )
+    wrong = [
+        f"params[{p!r}] {list(named[p].shape)}, its spec says {list(spec.shape)}"
+        for p, spec in specs.items()
+        if spec.shape is not None and tuple(named[p].shape) != spec.shape
+    ]
+    if wrong:
+        raise StateError(
+            report(f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves.")
         )
     return tree.unflatten(_from_function(named, specs, mesh, init, seed), structure)
 
@@ -112,40 +124,32 @@ def _seeded(seed: int, path: str, mesh: Mesh) -> Iterator[None]:
 
 
 def _from_module(model: nn.Module, specs: dict[str, LayoutSpec], mesh: Mesh, seed: int) -> dict[str, Tensor]:
+    """Module by module; a subtree at a time where a module's reset writes to its children's leaves."""
     tied = aliases(model)
     blocks: dict[str, Tensor] = {}
     problems: list[str] = []
+    done: set[str] = set()
     for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        paths = {k: prefix + k for k, _ in own if prefix + k not in tied}
-        for key in [k for k in paths if not getattr(module, k).is_meta]:
-            path = paths.pop(key)  # it has a value: keep it
-            block = local_block(getattr(module, key).detach(), specs[path].storage, mesh)
+        if name in done:
+            continue
+        deep = _reaches_down(module, mesh, seed)
+        group = dict(module.named_modules(prefix=name)) if deep else {name: module}
+        done |= set(group)
+        owned = {
+            f"{sub}.{key}".lstrip("."): (sub, key, leaf)
+            for sub, owner in group.items()
+            for key, leaf in _own(owner)
+            if f"{sub}.{key}".lstrip(".") not in tied
+        }
+        unset = {path: entry for path, entry in owned.items() if entry[2].is_meta}
+        values = {path: leaf.detach() for path, (_, _, leaf) in owned.items()}
+        if unset:
+            made, missing = _reset_values(module, name, deep, unset, mesh, seed)
+            values |= made
+            problems += missing
+        for path, value in values.items():
+            block = local_block(value, specs[path].storage, mesh)
             blocks[path] = block.to(mesh.device, specs[path].storage_dtype)
-        if not paths:
-            continue
-        reset = next((r for r in _RESETS if hasattr(module, r)), None)
-        if reset is None:
-            problems.append(
-                f"{prefix}{type(module).__name__} has no reset_parameters (owns {', '.join(paths)})"
-            )
-            continue
-        copied = _after_reset(module, reset, name, mesh, seed, fill=True)
-        other = None
-        if any(getattr(module, k).dtype == torch.bool for k in paths):
-            # No bool can mark what is unset: what follows the filling was never set.
-            other = _after_reset(module, reset, name, mesh, seed, fill=False)
-        for key, path in paths.items():
-            leaf = getattr(copied, key)
-            if _untouched(leaf, None if other is None else getattr(other, key)):
-                problems.append(
-                    f"{prefix}{type(module).__name__}.{reset} left {key} {list(leaf.shape)} unset"
-                )
-            else:
-                spec = specs[path]
-                block = local_block(leaf.detach(), spec.storage, mesh)
-                blocks[path] = block.to(mesh.device, spec.storage_dtype)
     if problems:
         raise StateError(
             report(
@@ -158,25 +162,119 @@ def _from_module(model: nn.Module, specs: dict[str, LayoutSpec], mesh: Mesh, see
     return {p: blocks[p] for p in specs}
 
 
-def _after_reset(module: nn.Module, reset: str, name: str, mesh: Mesh, seed: int, *, fill: bool) -> nn.Module:
-    copied = _materialised(module, mesh, fill)
-    with torch.no_grad(), _seeded(seed, name, mesh):
-        getattr(copied, reset)()
-    return copied
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
-def _materialised(module: nn.Module, mesh: Mesh, fill: bool) -> nn.Module:
-    """A shallow copy whose own leaves are real and filled with a sentinel (`fill` is that of bools)."""
-    copied = copy.copy(module)
-    copied.__dict__ = dict(module.__dict__)
-    copied._parameters = {
-        k: None
-        if p is None
-        else nn.Parameter(_sentinel(p, mesh, fill), requires_grad=p.requires_grad and p.is_floating_point())
-        for k, p in module._parameters.items()
-    }
-    copied._buffers = {k: None if b is None else _sentinel(b, mesh, fill) for k, b in module._buffers.items()}
-    return copied
+def _reset_of(module: nn.Module) -> str | None:
+    return next((r for r in _RESETS if hasattr(module, r)), None)
+
+
+def _reset_values(
+    module: nn.Module,
+    name: str,
+    deep: bool,
+    unset: dict[str, tuple[str, str, Tensor]],
+    mesh: Mesh,
+    seed: int,
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Full values by path of the leaves that were on meta, and which of them nobody set."""
+    made = _after_resets(module, name, deep, mesh, seed, fill=True)
+    other = None
+    if any(leaf.dtype == torch.bool for _, _, leaf in unset.values()):
+        # No bool can mark what is unset: what follows the filling was never set.
+        other = _after_resets(module, name, deep, mesh, seed, fill=False)
+    values: dict[str, Tensor] = {}
+    problems: list[str] = []
+    bare: dict[str, list[str]] = {}
+    for path, (sub, key, leaf) in unset.items():
+        value = getattr(made[sub], key).detach()
+        values[path] = value
+        if not _untouched(value, None if other is None else getattr(other[sub], key)):
+            continue
+        owner = f"{sub}.{type(made[sub]).__name__}".lstrip(".")
+        reset = _reset_of(made[sub])
+        if reset is None:
+            bare.setdefault(owner, []).append(path)
+        else:
+            problems.append(f"{owner}.{reset} left {key} {list(leaf.shape)} unset")
+    problems += [f"{owner} has no reset_parameters (owns {', '.join(paths)})" for owner, paths in bare.items()]
+    return values, problems
+
+
+def _after_resets(
+    module: nn.Module, name: str, deep: bool, mesh: Mesh, seed: int, *, fill: bool
+) -> dict[str, nn.Module]:
+    """Real copies by name of the module, or of its subtree, each reset: children first, as constructed."""
+    copied = _copied(module, lambda leaf: _sentinel(leaf, mesh, fill), deep)
+    named = dict(copied.named_modules(prefix=name)) if deep else {name: copied}
+    for path, part in reversed(named.items()):
+        reset = _reset_of(part)
+        if reset is not None:
+            with torch.no_grad(), _seeded(seed, path, mesh):
+                getattr(part, reset)()
+    return named
+
+
+def _reaches_down(module: nn.Module, mesh: Mesh, seed: int) -> bool:
+    """Whether the module's reset writes to leaves of its children: a dry run on meta tells."""
+    reset = _reset_of(module)
+    below = [leaf for sub in module.modules() if sub is not module for _, leaf in _own(sub)]
+    if reset is None or not any(leaf.is_meta for leaf in below):
+        return False
+    dry = _copied(module, lambda leaf: torch.empty_like(leaf, device="meta"), deep=True)
+    watched = [leaf for sub in dry.modules() if sub is not dry for _, leaf in _own(sub)]
+    before = [leaf._version for leaf in watched]
+    try:
+        with torch.no_grad(), _seeded(seed, "", mesh), _DataReads() as reads:
+            getattr(dry, reset)()
+    except Exception:  # it wants values: then it gets those of the whole subtree
+        return True
+    written = any(leaf._version != v for leaf, v in zip(watched, before, strict=True))
+    return written or any(leaf is read for leaf in watched for read in reads.seen)
+
+
+class _DataReads(TorchFunctionMode):
+    """Notes whose `.data` is read: writes to it raise no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.data.__get__:
+            self.seen.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(module: nn.Module, make: Callable[[Tensor], Tensor], deep: bool) -> nn.Module:
+    """A copy with leaves of its own, `make(leaf)` (tied ones once); `deep`: its submodules' too."""
+    made: dict[int, Any] = {}
+
+    def leaf(value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        if id(value) not in made:
+            new = make(value)
+            if isinstance(value, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=value.requires_grad and value.is_floating_point())
+            made[id(value)] = new
+        return made[id(value)]
+
+    def copy(part: nn.Module) -> nn.Module:
+        if id(part) not in made:
+            new = made[id(part)] = object.__new__(type(part))  # copy.copy refuses parametrised modules
+            vars(new).update(vars(part))
+            vars(new)["_parameters"] = {k: leaf(v) for k, v in part._parameters.items()}
+            vars(new)["_buffers"] = {k: leaf(v) for k, v in part._buffers.items()}
+            if deep:
+                children = part._modules.items()
+                vars(new)["_modules"] = {k: None if v is None else copy(v) for k, v in children}
+        return made[id(part)]
+
+    return copy(module)
 
 
 def _sentinel(like: Tensor, mesh: Mesh, fill: bool = True) -> Tensor:

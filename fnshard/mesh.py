@@ -25,7 +25,7 @@ class Mesh:
     """Named axes over ranks, row-major: the last axis varies fastest.
 
     `kind`: "local" (one rank, no process group), "group" (a `torch.distributed` process group),
-    "simulated" (threads of one process, see `fnshard.runtime.collectives.simulate`),
+    "simulated" (threads of one process, see `fnshard.simulate`, of `fnshard.runtime.simulated`),
     "abstract" (no ranks at all: for lowering).
     """
 
@@ -109,7 +109,7 @@ class Mesh:
 
 def make_mesh(
     *,
-    data_axes: Sequence[str] | None = None,
+    data_axes: str | Sequence[str] | None = None,
     device: str | None = None,
     abstract: bool = False,
     simulated: bool = False,
@@ -118,24 +118,27 @@ def make_mesh(
     """Make a mesh with named axes, `make_mesh(replicate=2, shard=4)`.
 
     Args:
-        data_axes: the axes the batch is split over; default all of them.
+        data_axes: the axes (or the one axis) the batch is split over; default all of them.
         device: "cpu", "cuda", ...; default the accelerator if there is one, else "cpu".
         abstract: no process group and no devices, any size: for `lower` alone.
         simulated: the ranks are threads of this process (tests, debugging).
         axes: sizes by name; none is `shard=1`. At most one may be -1: what is left of the world.
 
     Raises:
-        SpecError: the axes' product is not the number of ranks there are.
+        SpecError: the axes' product is not the number of ranks there are; a size, device or data axis that
+            is none; abstract and simulated at once.
 
     >>> make_mesh(replicate=2, shard=4, abstract=True).group_ranks(["shard"], rank=5)
     (4, 5, 6, 7)
     """
     axes = axes or {"shard": 1}
     names = tuple(axes)
-    device_type = device or _default_device()
+    if abstract and simulated:
+        raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
+    device_type = _default_device() if device is None else _device_type(device)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     sizes = _sizes(axes, None if (abstract or simulated) else world)
-    chosen = names if data_axes is None else tuple(data_axes)
+    chosen = (data_axes,) if isinstance(data_axes, str) else names if data_axes is None else tuple(data_axes)
     unknown = [a for a in chosen if a not in names]
     if unknown:
         raise SpecError(
@@ -155,7 +158,7 @@ def make_mesh(
 
 
 def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
-    bad = [f"{n}={s}" for n, s in axes.items() if not isinstance(s, int) or (s < 1 and s != -1)]
+    bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
     free = [n for n, s in axes.items() if s == -1]
     if bad or len(free) > 1 or (free and world is None):
         shown = ", ".join(f"{n}={s}" for n, s in axes.items())
@@ -177,6 +180,15 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
             )
         )
     return sizes
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(
+            report(f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.')
+        ) from error
 
 
 def _default_device() -> str:

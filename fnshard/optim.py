@@ -192,8 +192,8 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     Needs "global_norm"; goes before the optimizer in a `chain`. Metric `grad_norm`: before clipping.
     """
     name = call_text("clip_by_global_norm", max_norm=max_norm)
-    if not max_norm > 0:
-        raise OptimizerError(f"{name}: the norm must be above 0.")
+    if not _number(max_norm) or not max_norm > 0:
+        raise OptimizerError(f"{name}: the norm must be a number above 0.")
 
     def factor(info: StepInfo) -> Tensor:
         norm = info.require("global_norm")
@@ -254,6 +254,15 @@ def chain(*transforms: Optimizer) -> Optimizer:
     >>> chain(clip_by_global_norm(1.0), adamw(3e-4), ema(0.999)).init({"w": torch.zeros(2)})["w"].keys()
     dict_keys(['mu', 'nu', 'ema'])
     """
+    strange = [f"{t!r}" for t in transforms if not isinstance(t, Optimizer)]
+    if strange:
+        raise OptimizerError(
+            report(
+                "chain takes transforms of fnshard.optim, and these are none:",
+                strange,
+                "chain(clip_by_global_norm(1.0), adamw(3e-4)): torch.optim's keep their own copy of the leaves.",
+            )
+        )
     members = tuple(m for t in transforms for m in (t.members or (t,)))
     heads = next((i for i, m in enumerate(members) if m.factor is None), len(members))
     tails = next((i for i, m in reversed(list(enumerate(members))) if m.follow is None), -1) + 1
@@ -365,6 +374,10 @@ def _kernel_rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
 
 
 def _within(name: str, **values: float) -> None:
-    wrong = [f"{key}={value}" for key, value in values.items() if not 0 <= value < 1]
+    wrong = [f"{key}={value!r}" for key, value in values.items() if not _number(value) or not 0 <= value < 1]
     if wrong:
         raise OptimizerError(f"{name}: {', '.join(wrong)} must be at least 0 and below 1.")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

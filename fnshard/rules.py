@@ -24,6 +24,9 @@ def match_specs(
 ) -> Any:
     """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
 
+    What is an `nn.Parameter`, a buffer or tied is read off the leaves that `make_functional` gives. Making
+    them anew (`{k: v.to(...)}`) loses that: cast the module beforehand, or say `compute_dtype`.
+
     Buffers and non-float leaves are replicated and keep their dtype unless the rule says
     `buffers=True`. `units`: a policy of `fnshard.units` (default: by numeric path part).
 
@@ -44,7 +47,7 @@ def match_specs(
     named, structure = tree.flatten_with_paths(params)
     _tensors_only(named)
     _check_rules(rules)
-    unit_of = (units or numeric)(params)
+    unit_of = _units(units or numeric, params, named)
     tied = tied_names(named)
     used: set[int] = _tied_hits(tied, named, rules)
     uncovered: list[str] = []
@@ -75,6 +78,27 @@ def match_specs(
             )
         )
     return tree.unflatten(specs, structure)
+
+
+def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str, str]:
+    fix = "see fnshard.units, or units=lambda params: {path: unit name, for every leaf}."
+    if not callable(policy):
+        raise SpecError(
+            report(f"units is a function from the parameter tree, not {type(policy).__name__}.", fix=fix)
+        )
+    unit_of = policy(params)
+    if not isinstance(unit_of, Mapping):
+        raise SpecError(
+            report(f"units returned {type(unit_of).__name__}, not a dict from paths to units.", fix=fix)
+        )
+    wrong = [
+        f"params[{path!r}] " + (f"is of unit {unit_of[path]!r}" if path in unit_of else "has none")
+        for path in named
+        if not isinstance(unit_of.get(path), str) or not unit_of[path]
+    ]
+    if wrong:
+        raise SpecError(report(f"units gives {leaves(len(wrong))} no name of a unit:", wrong, fix))
+    return unit_of
 
 
 def _check_rules(rules: Any) -> None:
@@ -142,6 +166,8 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
 
 
 def _tensors_only(named: Mapping[str, Any]) -> None:
+    if not named:
+        raise SpecError(report("the parameter tree has no leaves.", fix="pass a tree of tensors, as a dict."))
     wrong = [f"params[{p!r}] is {type(v).__name__}" for p, v in named.items() if not isinstance(v, Tensor)]
     if wrong:
         raise SpecError(

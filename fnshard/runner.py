@@ -21,7 +21,7 @@ from fnshard.lowered import Lowered, Lowering
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
-from fnshard.shards import check_blocks, compare_paths
+from fnshard.shards import check_blocks, compare_paths, expected_blocks
 from fnshard.transform import Optimizer
 
 FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
@@ -64,6 +64,7 @@ class Runner:
     def __init__(self, lowering: Lowering, optimizer: Optimizer | None = None):
         self.lowering, self.optimizer = lowering, optimizer
         self._ranks: dict[int, Rank] = {}
+        self._expected: dict[str, tuple[tuple[int, ...], Any]] | None = None
 
     @property
     def rank(self) -> Rank:
@@ -121,7 +122,9 @@ class Runner:
         """
         given = tree.flatten_with_paths(params)[0]
         compare_paths(self.lowering.specs, given)
-        check_blocks(self.lowering.specs, given, self.lowering.mesh)
+        if self._expected is None:
+            self._expected = expected_blocks(self.lowering.specs, self.lowering.mesh)
+        check_blocks(self.lowering.specs, given, self.lowering.mesh, self._expected)
         return {p: given[p].detach() for p in self.lowering.specs}
 
     def inputs(

@@ -43,10 +43,23 @@ class Schedule:
     function: Callable[[Tensor], Tensor]
 
     def __call__(self, step: Tensor) -> Tensor:
-        return self.function(step)
+        rate = self.function(step)
+        if not isinstance(rate, Tensor) or rate.dim() != 0:
+            raise OptimizerError(
+                report(
+                    f"the schedule {self.text} returned {_kind(rate)}, not a 0-d tensor.",
+                    fix="compute it from the step by tensor operations, as 0.1 * 0.99**step; a rate that does "
+                    "not change is a plain number: lr=0.1.",
+                )
+            )
+        return rate
 
     def __repr__(self) -> str:
         return self.text
+
+
+def _kind(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
 
 
 def constant(value: float) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -110,22 +111,35 @@ def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = N
     return tree.unflatten([out[p] if p in out else given[p].clone() for p in named], structure)
 
 
-def check_blocks(specs: dict[str, LayoutSpec], blocks: dict[str, Any], mesh: Mesh) -> None:
-    """Refuse stored blocks of a wrong shape or dtype, all at once.
+def expected_blocks(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """`{path: (shape, dtype)}` of what a rank stores."""
+    return {p: (block_shape(s.shape, s.storage, mesh), s.storage_dtype) for p, s in specs.items()}
+
+
+def check_blocks(
+    specs: Mapping[str, LayoutSpec],
+    blocks: Mapping[str, Any],
+    mesh: Mesh,
+    expected: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
+) -> None:
+    """Refuse stored blocks of a wrong shape, dtype or device, all at once.
+
+    Args:
+        expected: what `expected_blocks` gave, where it is asked for at every step.
 
     Raises:
         StateError: names every leaf, what it is and what was expected.
     """
     wrong = []
-    for path, spec in specs.items():
-        expected = block_shape(spec.shape, spec.storage, mesh)
+    for path, (shape, dtype) in (expected or expected_blocks(specs, mesh)).items():
         block = blocks[path]
         if not isinstance(block, Tensor):
             wrong.append(f"params[{path!r}] is {type(block).__name__}, expected a tensor")
-        elif tuple(block.shape) != expected or block.dtype != spec.storage_dtype:
+        elif block.shape != shape or block.dtype != dtype or block.device.type != mesh.device_type:
+            spec = specs[path]
             wrong.append(
-                f"params[{path!r}] is {list(block.shape)} {block.dtype}, expected a block "
-                f"{list(expected)} {spec.storage_dtype} of {list(spec.shape)} with {spec.storage!r}"
+                f"params[{path!r}] is {list(block.shape)} {block.dtype} on {block.device.type}, expected a block "
+                f"{list(shape)} {dtype} on {mesh.device_type} of {list(spec.shape)} with {spec.storage!r}"
             )
     if wrong:
         raise StateError(

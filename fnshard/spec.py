@@ -137,6 +137,11 @@ class LayoutSpec:
             value = getattr(self, name)
             if value is not None and not isinstance(value, P):
                 raise SpecError(f"LayoutSpec({name}={value!r}): expected P(...), got {type(value).__name__}.")
+        for name, kind in (("trainable", bool), ("reshard", bool), ("buffers", bool), ("unit", str)):
+            value = getattr(self, name)
+            optional = name in ("trainable", "unit") and value is None
+            if not optional and (not isinstance(value, kind) or value == ""):
+                raise SpecError(f"LayoutSpec({name}={value!r}): expected a {kind.__name__}.")
         for name in ("memory", "optimizer_memory"):
             if getattr(self, name) not in ("device", "host", "disk"):
                 raise SpecError(
@@ -233,6 +238,8 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
         SpecError: an unknown axis, a `P` longer than the tensor, a tensor axis, layouts of
             storage, gradient and optimizer that no collective joins, an untrainable dtype.
     """
+    if not specs:
+        raise SpecError(report("the spec tree has no leaves.", fix="make it by match_specs or a preset."))
     wrong: list[str] = []
     fixes: dict[str, None] = {}
     for path, spec in specs.items():
@@ -297,6 +304,16 @@ def _unfit_policy(spec: LayoutSpec) -> list[tuple[str, str]]:
                 "(torch.view_as_real).",
             )
         )
+    for name in ("compute_dtype", "reduce_dtype"):
+        dtype = getattr(spec, name)
+        if spec.trainable and dtype.is_floating_point and dtype.itemsize == 1:
+            out.append(
+                (
+                    f"trainable=True and {name}={dtype}",
+                    "torch does not compute in float8 as it is: compute in torch.bfloat16, and quantise in "
+                    "`fn` by a torch.library.custom_op.",
+                )
+            )
     for name in ("reduce_dtype", "optimizer_dtype", "storage_dtype"):
         dtype = getattr(spec, name)
         if spec.trainable and spec.compute_dtype.is_floating_point and not dtype.is_floating_point:

@@ -19,7 +19,8 @@ class TrainState:
         params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
             `optimizer_dtype` where that differs from storage.
-        loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64}` under fp16, else empty.
+        loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
+            scale is dynamic, else empty.
         seed: 0-d int64; random ops draw from (seed, step, rank, micro-batch).
 
     A step takes a state over ("donation"): its tensors are updated in place and live on in the new

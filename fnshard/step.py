@@ -100,6 +100,7 @@ class Step:
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan)
         self._runner = Runner(self._lowering, optimizer)
+        self._chosen_scale: LossScale | None = None
         self._check_optimizer()
 
     @property
@@ -162,6 +163,8 @@ class Step:
         params = state.params if training else state
         self._resolve_from_blocks(params)
         seed, number = (int(state.seed), int(state.step)) if training else rng
+        if training:
+            self._scale.check(state.loss_scale)
         policy = [f"optimizer {self.optimizer!r}", f"{self._scale!r}", f"seed {seed}, step {number}"]
         bound = self._runner.bind(batch, params, self._scalars, policy)
         env = self._runner.inputs(bound.lowered, params, batch, seed, number)
@@ -217,9 +220,11 @@ class Step:
 
     @property
     def _scale(self) -> LossScale:
-        specs = self._lowering.specs.values()
-        fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs)
-        return LossScale.choose(self.options.loss_scale, fp16)
+        if self._chosen_scale is None or not self._lowering.resolved:
+            specs = self._lowering.specs.values()
+            fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs)
+            self._chosen_scale = LossScale.choose(self.options.loss_scale, fp16, self.optimizer is not None)
+        return self._chosen_scale
 
     def _plan(self, program: Program) -> Plan:
         needs = self.optimizer.needs if self.optimizer is not None else frozenset()

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from fnshard import tree
+from fnshard.errors import SpecError, report
 
 UnitPolicy = Callable[[Any], Mapping[str, str]]
 
@@ -39,11 +40,25 @@ def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
 
     Of nested instances the innermost holds the leaf; leaves outside all of them go as in `numeric`'s
     rule for paths without a number.
+
+    Raises:
+        SpecError: no class, something that is none, or none that the model has.
     """
+    if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        given = ", ".join(map(repr, classes)) or "none"
+        raise SpecError(
+            report(f"by_class takes module classes, and got {given}.", fix="by_class(model, Block).")
+        )
     roots = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
     if not roots:
         names = ", ".join(c.__name__ for c in classes)
-        raise ValueError(f"no module of class {names} in {type(model).__name__}; name one that it has.")
+        has = dict.fromkeys(type(m).__name__ for name, m in model.named_modules() if name)
+        raise SpecError(
+            report(
+                f"no module of class {names} in {type(model).__name__}.",
+                fix=f"name one that it has: {', '.join(has) or 'it has no submodules'}.",
+            )
+        )
 
     def policy(params: Any) -> dict[str, str]:
         holds = {".".join(r.split(".")[:n]) for r in roots for n in range(1, r.count(".") + 1)}

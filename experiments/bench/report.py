@@ -135,8 +135,12 @@ def _mega(size: float | None) -> str:
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
-    notes = ["", "/ x: median over rounds of the step's time by x's; MB: live tensors of the fullest rank,"]
-    notes.append("transport slots counted in; loss diff: largest to an fp64 single-process reference.")
+    notes = [
+        "",
+        "/ x: median over rounds of the step's time by x's. MB: live tensors of the fullest rank, transport",
+        "slots counted in. first step: of fnshard only the first named compiles its kernels.",
+        "loss diff: largest to an fp64 single-process reference.",
+    ]
     if result["config"]["device"] == "cuda":
         notes.append(f"MFU: (6 N + 12 L d s) FLOPs per token, peak {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
     before, after = result["load_average"]

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -78,6 +72,14 @@ def differentiate(source: Source, name: str, *, trainable: bool = True, budget: 
         trainable: False traces the forward alone.
         budget: fraction of saved activations (1.0 all; never exactly 0: torch is wrong there).
     """
+    # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
+    import torch._functorch.config as functorch_config
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
     mode = FakeTensorMode()
     with mode:
         args = tuple(

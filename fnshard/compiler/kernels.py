@@ -2,7 +2,8 @@
 
 A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
 call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:
-they take a list and empty it, so that an input dies when its last reader has run.
+they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
+where it is used: it takes seconds, and `import fnshard` should not.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import config as inductor_config
-from torch._inductor import list_mode_options, list_options
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.virtualized import V
 
 from fnshard.compiler.differentiate import Kernel
 from fnshard.errors import SpecError, report
@@ -36,6 +33,10 @@ def compile_graph(
         return _eager(module)  # returns its inputs: nothing to compile
     if backend == "eager":
         return _eager(module)
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
@@ -80,6 +81,10 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     Raises:
         SpecError: an unknown mode or option, or one with CUDA graphs.
     """
+    if mode in (None, "default") and not options:
+        return {}
+    from torch._inductor import list_mode_options, list_options
+
     merged: dict[str, Any] = {}
     if mode not in (None, "default"):
         known = list_mode_options()

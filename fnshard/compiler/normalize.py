@@ -164,8 +164,8 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         raise TraceError(
             report(
                 f"`fn` draws random numbers with {old.target}, which has no counter-based form here.",
-                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
-                "or draw the numbers outside and pass them with the batch.",
+                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli(x, p), their *_like and "
+                "in-place forms, or draw the numbers outside and pass them with the batch.",
             )
         )
     bound = dict(zip([a.name for a in old.target._schema.arguments], args, strict=False)) | dict(kwargs)
@@ -174,31 +174,64 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
     for argument in old.target._schema.arguments:
         bound.setdefault(argument.name, argument.default_value)
     target, arguments = _RANDOM[old.target](bound, key, old.meta["val"])
-    return graph.call_function(target, arguments)
+    value = graph.call_function(target, arguments)
+    # A draw in place is written back: views of the tensor see it too.
+    return graph.call_function(ops.write_.default, (args[0], value)) if mutated_args(old) else value
 
 
-def _shaped(target: Any) -> Callable[..., Any]:
-    return lambda b, key, val: (target, (key, list(val.shape), val.dtype))
+Draw = Callable[[dict[str, Any], fx.Node, Tensor], tuple[Any, tuple[Any, ...]]]
 
 
-_RANDOM: dict[Any, Callable[..., Any]] = {
-    aten.dropout.default: lambda b, key, val: (ops.dropout.default, (b["input"], key, b["p"])),
-    aten.feature_dropout.default: lambda b, key, val: (
-        ops.feature_dropout.default, (b["input"], key, b["p"])),
+def _shaped(target: Any, *names: str) -> Draw:
+    """An op that takes shape, dtype and the arguments of these names."""
+    return lambda b, key, val: (target, (key, list(val.shape), val.dtype, *(b[n] for n in names)))
+
+
+def _integers(low: str | None) -> Draw:
+    return lambda b, key, val: (
+        ops.integers.default,
+        (key, b[low] if low else 0, b["high"], list(val.shape), val.dtype),
+    )
+
+
+def _masked(target: Any, *more: Any) -> Draw:
+    return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
+
+
+def _below(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Ones where a uniform number is below `p`, in the dtype of the result."""
+    return ops.bernoulli_below.default, (b["p"], key, list(val.shape), val.dtype)
+
+
+_RANDOM: dict[Any, Draw] = {
     aten.bernoulli.default: lambda b, key, val: (ops.bernoulli.default, (b["self"], key)),
+    aten.bernoulli.p: _below,
+    aten.bernoulli_.float: _below,
+    aten.bernoulli_.Tensor: lambda b, key, val: (ops.bernoulli.default, (b["p"], key)),
     aten.rand.default: _shaped(ops.uniform.default),
     aten.rand_like.default: _shaped(ops.uniform.default),
+    aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),
     aten.randn.default: _shaped(ops.normal.default),
     aten.randn_like.default: _shaped(ops.normal.default),
-    aten.randint.default: lambda b, key, val: (
-        ops.integers.default, (key, 0, b["high"], list(val.shape), val.dtype)),
-    aten.randint.low: lambda b, key, val: (
-        ops.integers.default, (key, b["low"], b["high"], list(val.shape), val.dtype)),
+    aten.normal_.default: _shaped(ops.normal.default, "mean", "std"),
+    aten.normal.float_float: _shaped(ops.normal.default, "mean", "std"),
+    aten.exponential_.default: _shaped(ops.exponential.default, "lambd"),
+    aten.randint.default: _integers(None),
+    aten.randint.low: _integers("low"),
+    aten.randint_like.default: _integers(None),
+    aten.randint_like.low_dtype: _integers("low"),
     aten.scaled_dot_product_attention.default: lambda b, key, val: (
         ops.attention.default,
         (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],
          b["enable_gqa"])),
 }  # fmt: skip
+for _end in ("", "_"):
+    _RANDOM |= {
+        getattr(aten, f"dropout{_end}").default: _masked(ops.dropout.default),
+        getattr(aten, f"feature_dropout{_end}").default: _masked(ops.feature_dropout.default),
+        getattr(aten, f"alpha_dropout{_end}").default: _masked(ops.alpha_dropout.default, False),
+        getattr(aten, f"feature_alpha_dropout{_end}").default: _masked(ops.alpha_dropout.default, True),
+    }
 _INERT = {
     getattr(aten, f"{name}{inplace}").default
     for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")

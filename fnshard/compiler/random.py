@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 _LIB = torch.library.Library("fnshard", "DEF")
-_LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("normal(Tensor key, int[] shape, ScalarType dtype) -> Tensor")
+_LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype, float low=0.0, float high=1.0) -> Tensor")
+_LIB.define("normal(Tensor key, int[] shape, ScalarType dtype, float mean=0.0, float std=1.0) -> Tensor")
+_LIB.define("exponential(Tensor key, int[] shape, ScalarType dtype, float rate) -> Tensor")
 _LIB.define("integers(Tensor key, int low, int high, int[] shape, ScalarType dtype) -> Tensor")
 _LIB.define("dropout(Tensor x, Tensor key, float p) -> Tensor")
 _LIB.define("feature_dropout(Tensor x, Tensor key, float p) -> Tensor")
+_LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features) -> Tensor")
+_LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
 _LIB.define("bernoulli(Tensor p, Tensor key) -> Tensor")
+_LIB.define("write(Tensor x, Tensor value) -> Tensor")
+_LIB.define("write_(Tensor(a!) x, Tensor value) -> Tensor(a!)")
 _LIB.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
     "float? scale, bool enable_gqa) -> Tensor"
@@ -54,16 +59,26 @@ def _bits(key: Tensor, shape: list[int], stream: int) -> Tensor:
     return mix(key + (index * 2 + stream))
 
 
-def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, stream: int = 0) -> Tensor:
+def _unit(key: Tensor, shape: list[int], stream: int = 0) -> Tensor:
     # 24 bits: every value is exact in fp32 and below one in every dtype of at least that precision.
-    value = _shift(_bits(key, shape, stream), 40).to(torch.float32) * 2.0**-24
-    return value.to(dtype)
+    return _shift(_bits(key, shape, stream), 40).to(torch.float32) * 2.0**-24
 
 
-def _normal(key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    u1 = 1.0 - _uniform(key, shape, torch.float32, 0)  # in (0, 1]: its log is finite
-    u2 = _uniform(key, shape, torch.float32, 1)
-    return (torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)).to(dtype)
+def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0, high: float = 1.0):
+    value = _unit(key, shape)
+    return (value if (low, high) == (0.0, 1.0) else value * (high - low) + low).to(dtype)
+
+
+def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0):
+    u1 = 1.0 - _unit(key, shape, 0)  # in (0, 1]: its log is finite
+    u2 = _unit(key, shape, 1)
+    value = torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)
+    return (value if (mean, std) == (0.0, 1.0) else value * std + mean).to(dtype)
+
+
+def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float) -> Tensor:
+    value = -torch.log(1.0 - _unit(key, shape))
+    return (value.clamp(min=2.0**-25) / rate).to(dtype)  # never zero, as in torch: its log is taken
 
 
 def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -73,7 +88,7 @@ def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.d
 def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int]) -> Tensor:
     if p >= 1.0:
         return x * 0
-    keep = _uniform(key, shape, torch.float32) >= p
+    keep = _unit(key, shape) >= p
     return x * (keep.to(x.dtype) * (1.0 / (1.0 - p)))
 
 
@@ -82,11 +97,40 @@ def _dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
 
 
 def _feature_dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    return _scaled_mask(x, key, p, list(x.shape[:2]) + [1] * (x.dim() - 2))
+    return _scaled_mask(x, key, p, _features(x))
+
+
+def _features(x: Tensor) -> list[int]:
+    return list(x.shape[:2]) + [1] * (x.dim() - 2)
+
+
+def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool) -> Tensor:
+    """As in Klambauer et al. 2017: what is dropped takes SELU's lower limit, mean and variance are kept."""
+    if p >= 1.0:
+        return x * 0
+    keep = (_unit(key, _features(x) if features else list(x.shape)) >= p).to(x.dtype)
+    a = ((_SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5
+    return x * (keep * a) + (keep - 1 + p) * (_SELU_LIMIT * a)
+
+
+_SELU_LIMIT = 1.7580993408473766
 
 
 def _bernoulli(p: Tensor, key: Tensor) -> Tensor:
-    return (_uniform(key, list(p.shape), torch.float32) < p).to(p.dtype)
+    return (_unit(key, list(p.shape)) < p).to(p.dtype)
+
+
+def _bernoulli_below(p: float, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return (_unit(key, shape) < p).to(dtype)
+
+
+def _write(x: Tensor, value: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _write_(x: Tensor, value: Tensor) -> Tensor:
+    """`x.copy_(value)`, a draw in place. It has an out-of-place form with a gradient, which `copy_` lacks."""
+    return x.copy_(value)
 
 
 def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
@@ -113,6 +157,7 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
 for _name, _impl in {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
     "feature_dropout": _feature_dropout, "bernoulli": _bernoulli, "attention": _attention,
+    "write": _write, "write_": _write_, "bernoulli_below": _bernoulli_below, "exponential": _exponential, "alpha_dropout": _alpha_dropout,
 }.items():  # fmt: skip
     _LIB.impl(_name, _impl, "CompositeImplicitAutograd")
 

@@ -320,7 +320,8 @@ def _forbidden(order: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[in
         if node.target is operator.getitem:
             producer = position[node.args[0]]
             out.update(dict.fromkeys(range(producer + 1, i + 1), node))
-        if any(first[storage_id(tensor)] < i for tensor in _tensors(node)):
+        owner = node.args[0] if node.target is operator.getitem else node
+        if any(first[storage_id(tensor)] < position[owner] for tensor in _tensors(node)):
             # A view of memory that was written to: what crosses is the copy behind it, never the view.
             readers = [position[user] for user in node.users if user in position]
             out.update(dict.fromkeys(range(i + 1, max(readers, default=i) + 1), node))

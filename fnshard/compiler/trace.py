@@ -400,17 +400,18 @@ def _check_written(program: Program) -> None:
             named[storage_id(node.meta["val"])] = f"params[{place.name!r}]"
         elif place.kind == "constant":
             named[storage_id(node.meta["val"])] = f"{describe(node.meta['val'])} that it closes over"
-    written: dict[str, str] = {}
+    written: dict[int, str] = {}
     for node in program.graph.nodes:
         for arg in [*mutated_args(node), *_running_stats(node)]:
-            name = named.get(storage_id(arg.meta["val"]))
-            if name is not None:
-                written.setdefault(name, str(node.target).removesuffix(".default"))
+            memory = storage_id(arg.meta["val"])
+            if memory in named:
+                op = str(node.target).removesuffix(".default")
+                written.setdefault(memory, f"{named[memory]} by {op}")
     if written:
         raise TraceError(
             report(
                 f"`fn` changes {leaves(len(written))} in place:",
-                [f"{name} by {op}" for name, op in written.items()],
+                list(written.values()),
                 "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model) "
                 "or GroupNorm; InstanceNorm: track_running_stats=False; spectral_norm: in eval mode, or "
                 "another norm; Embedding: max_norm=None; else return the new value in aux.",

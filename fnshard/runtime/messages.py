@@ -29,11 +29,9 @@ TOKEN, CLOSED, HEADER = 0, 1, 8  # the first control words of an arena
 PUBLISHED, OFFSET, KIND, REDUCED, DONE = range(5)  # rows of a group's control words; a column a message
 RING = 64  # messages of one group that may be in flight
 PAGE = 4096
-# How long a peer may take to free a slot before more memory is used. What this rank is done with, its
-# peers can finish without it, so that waiting for them cannot block anybody.
-PATIENCE_S = 0.25
 SPINS = 200  # polls that only yield the processor; then sleeps, and looks whether the peer lives
-ARENA_BYTES = 1 << 36  # of address space; memory is used only where something was packed
+HALF = 1 << 35
+ARENA_BYTES = 2 * HALF  # of address space; memory is used only where something was packed
 
 _one, _two = threading.Lock(), threading.Lock()
 
@@ -131,18 +129,21 @@ class Slots:
         self.live: list[Slot] = []
 
     def take(self, nbytes: int) -> Slot:
+        """A slot of at least `nbytes`. Rather than use more memory, waits for slots that only peers hold.
+
+        What this rank is done with, its peers come to without it (all ranks run one program), so that
+        waiting for them cannot block anybody for good.
+        """
         size = max(-(-nbytes // PAGE), 1) * PAGE
-        deadline = None
         while True:
             self.live = [s for s in self.live if s.message is None or not s.message.free()]
             place, start = self._fit(size)
-            deadline = deadline or time.monotonic() + PATIENCE_S
-            owed = any(s.message is not None and s.message.owed() for s in self.live)
-            if start + size <= self.top or not owed or time.monotonic() > deadline:
+            owed = [s.message for s in self.live if s.message is not None and s.message.owed()]
+            if start + size <= self.top or not owed:
                 break
-            time.sleep(5e-5)
-        if start + size > ARENA_BYTES:
-            raise CollectiveError(f"more than {ARENA_BYTES >> 30} GiB are in flight in shared memory.")
+            owed[0].settle()
+        if start + size > self.floor // HALF * HALF + HALF:
+            raise CollectiveError(f"more than {HALF >> 30} GiB are in flight in shared memory.")
         slot = Slot(start, start + size)
         self.live.insert(place, slot)
         self.top = max(self.top, slot.end)
@@ -236,6 +237,10 @@ class Message:
                 if time.monotonic() - begun > self.timeout:
                     text = f"rank {arena.rank} did not come within {self.timeout:g} s"
                     raise CollectiveError(lost(self.what(), text))
+
+    def settle(self) -> None:
+        """Wait until nobody will read the slot any more."""
+        self.poll(lambda j: self.channel.tables[j][DONE, self.column] >= self.number)
 
     def free(self) -> bool:
         """Whether nobody will read the slot any more."""

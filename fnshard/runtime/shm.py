@@ -26,6 +26,7 @@ from fnshard.runtime.messages import (
     ARENA_BYTES,
     CLOSED,
     DONE,
+    HALF,
     REDUCED,
     TOKEN,
     Arena,
@@ -134,7 +135,9 @@ class Shared:
     channels: dict[tuple[str, ...], Channel | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.control)
+        # Rows to be reduced lie apart from rows to be gathered: they come and go in another rhythm, and
+        # in one heap would leave gaps in each other's way. The arena is sparse, gaps between cost nothing.
+        self.gathers, self.reductions = Slots(self.control), Slots(HALF)
         self.own = self.arenas[self.mesh.rank]
 
     @property
@@ -145,7 +148,8 @@ class Shared:
         nbytes = rows * numel * dtype.itemsize
         if nbytes == 0 or self.mesh.axes_size(axes) == 1 or self._channel(axes) is None:
             return empty(self.mesh, rows * numel, dtype)
-        return self.own.view(self.slots.take(nbytes).start, nbytes, dtype)
+        slots = self.reductions if rows > 1 else self.gathers
+        return self.own.view(slots.take(nbytes).start, nbytes, dtype)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if self.mesh.axes_size(axes) == 1:
@@ -201,7 +205,7 @@ class Shared:
         self.base.barrier()
 
     def transport_bytes(self) -> int:
-        return self.control + self.slots.top - self.slots.floor
+        return self.control + sum(s.top - s.floor for s in (self.gathers, self.reductions))
 
     def close(self) -> None:
         self.own.words[CLOSED] = 1
@@ -212,10 +216,11 @@ class Shared:
     def _send(self, name: str, flat: Tensor, channel: Channel) -> tuple[Message, bool]:
         """Publish `flat`, from where it lies if that is a slot; and whether it was copied."""
         nbytes = flat.numel() * flat.dtype.itemsize
-        slot = self.slots.packed_at(flat.data_ptr() - self.own.address, nbytes)
+        offset = flat.data_ptr() - self.own.address
+        slot = self.gathers.packed_at(offset, nbytes) or self.reductions.packed_at(offset, nbytes)
         copied = slot is None
         if slot is None:
-            slot = self.slots.take(nbytes)
+            slot = (self.reductions if name == "reduce_scatter" else self.gathers).take(nbytes)
             self.own.view(slot.start, nbytes, flat.dtype).copy_(flat.detach())
         channel.sent += 1
         what = lambda: describe(name, self.mesh, channel.axes)  # noqa: E731
