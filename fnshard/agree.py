@@ -26,10 +26,10 @@ from fnshard.spec import LayoutSpec
 class Agreement:
     """What all ranks hold alike. `items`: the bound that a Mean's gradients are divided by on the way."""
 
-    items: int
+    items: float
 
 
-def reach(comm: Collectives, schedule: Schedule, policy: Sequence[str], items: int) -> Agreement:
+def reach(comm: Collectives, schedule: Schedule, policy: Sequence[str], items: float) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:

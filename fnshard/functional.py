@@ -16,8 +16,8 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
 
     `params` holds every parameter and buffer once, by path: an `nn.Parameter` stays one (so that a
     frozen one is known), a buffer is marked as `nn.Buffer`. A tied weight is one leaf, under the
-    first of its names, as an alias of the module's own. The module may live on the meta device. Train or eval mode is what the
-was when `apply` was traced.
+    first of its names, as an alias of the module's own. The module may live on the meta device. Train
+    or eval mode is what the module was when `apply` was traced.
 
     The marks (parameter, frozen, buffer, tied) are on the tensors and are lost with them: cast by
     `model.to(dtype)` beforehand or by `LayoutSpec(compute_dtype=)`, not by `{k: v.to(dtype) ...}`.

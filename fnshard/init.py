@@ -198,7 +198,9 @@ def _reset_values(
             bare.setdefault(owner, []).append(path)
         else:
             problems.append(f"{owner}.{reset} left {key} {list(leaf.shape)} unset")
-    problems += [f"{owner} has no reset_parameters (owns {', '.join(paths)})" for owner, paths in bare.items()]
+    problems += [
+        f"{owner} has no reset_parameters (owns {', '.join(paths)})" for owner, paths in bare.items()
+    ]
     return values, problems
 
 

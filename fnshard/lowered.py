@@ -21,6 +21,7 @@ from fnshard.compiler.lower import Passes, PlanOf, Stages, lower
 from fnshard.compiler.program import Program
 from fnshard.compiler.schedule import Schedule, wire_bytes
 from fnshard.compiler.split import Segments
+from fnshard.compiler.trace import without_autocast
 from fnshard.errors import SpecError, StateError, TraceError, report
 from fnshard.losses import Whole
 from fnshard.mesh import Mesh
@@ -175,7 +176,7 @@ class Lowering:
         check_arguments(self.fn, batch)
         check_leaves(batch)
         key, micro = batch_key(batch), micro_batch(batch, self.options.accumulate)
-        with self.lock:
+        with self.lock, without_autocast():
             if key in self.cache:
                 return self.cache[key]
             if self.on_paper is None or self.on_paper[0] != key:

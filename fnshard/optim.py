@@ -260,7 +260,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
             report(
                 "chain takes transforms of fnshard.optim, and these are none:",
                 strange,
-                "chain(clip_by_global_norm(1.0), adamw(3e-4)): torch.optim's keep their own copy of the leaves.",
+                "chain(clip_by_global_norm(1.0), adamw(3e-4)); torch.optim's are no pure functions.",
             )
         )
     members = tuple(m for t in transforms for m in (t.members or (t,)))

@@ -14,7 +14,7 @@ from fnshard.compiler.execute import Context, bind, cut_batch
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
 from fnshard.compiler.scalars import Scalars
-from fnshard.compiler.trace import flatten_batch
+from fnshard.compiler.trace import flatten_batch, without_autocast
 from fnshard.compiler.update import Updater
 from fnshard.losses import Whole
 from fnshard.lowered import Lowered, Lowering
@@ -112,7 +112,13 @@ class Runner:
         if self.optimizer is not None:
             updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm)
         context = Context(lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater)
-        return Bound(lowered, bind(context), scalars, updater)
+        run = bind(context)
+
+        def alone(env: dict[str, Any]) -> dict[str, Any]:
+            with without_autocast():  # the caller's mode is not the program's
+                return run(env)
+
+        return Bound(lowered, alone, scalars, updater)
 
     def blocks(self, params: Any) -> dict[str, Tensor]:
         """This rank's stored blocks by path, in the order of the specs.
@@ -162,11 +168,14 @@ def data_rank(mesh: Mesh) -> int:
     return index
 
 
-def _items(program: Program) -> int:
-    """How many items a Mean of this rank may count at most, as a guess: targets and masks are integers.
+def _items(program: Program) -> float:
+    """How many items a Mean of this rank may count at most: its own word, or a guess (targets and masks
+    are integers).
 
     Gradients travel divided by it: too large a guess costs digits in fp16, never correctness.
     """
+    if program.outputs.bound is not None:
+        return program.outputs.bound
     nodes = zip(program.placeholders, program.inputs, strict=True)
     values = [n.meta["val"] for n, i in nodes if i.kind == "batch"]
     whole = [v.numel() for v in values if not v.is_floating_point()]

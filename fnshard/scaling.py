@@ -87,7 +87,7 @@ class LossScale:
                 f"{'dynamic' if self.dynamic else f'constant ({self.initial:g})'} and needs "
                 f"{', '.join(sorted(wanted)) or 'nothing'}.",
                 fix="make the step with the loss_scale= that the state was made with, or carry on from "
-                "TrainState(state.step, state.params, state.opt_state, step.init(...).loss_scale, state.seed).",
+                "a TrainState of the old fields and a new step.init(...).loss_scale.",
             )
         )
 

@@ -48,7 +48,7 @@ class Schedule:
             raise OptimizerError(
                 report(
                     f"the schedule {self.text} returned {_kind(rate)}, not a 0-d tensor.",
-                    fix="compute it from the step by tensor operations, as 0.1 * 0.99**step; a rate that does "
+                    fix="compute it from the step by tensor operations, as 0.1 * 0.99**step; one that does "
                     "not change is a plain number: lr=0.1.",
                 )
             )
@@ -59,7 +59,9 @@ class Schedule:
 
 
 def _kind(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    return (
+        f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    )
 
 
 def constant(value: float) -> Schedule:

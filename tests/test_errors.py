@@ -81,7 +81,7 @@ def test_the_design_s_example() -> None:
         ({"overlap": 0.5}, "overlap=0.5"),
         ({"cache": 0}, "cache=0: a whole number"),
         ({"timeout": 0}, "timeout=0: seconds"),
-        ({"loss_scale": "dynmaic"}, "loss_scale='dynmaic': a positive number, 'dynamic', or None"),
+        ({"loss_scale": "dynmaic"}, "loss_scale='dynmaic': a positive finite number, 'dynamic', or None"),
         ({"loss_scale": -1.0}, "loss_scale=-1.0"),
         ({"mode": "fastest"}, r"(?s)mode='fastest' is not a mode of torch.compile.*Fix: one of: default"),
         ({"mode": "reduce-overhead"}, "(?s)CUDA graphs.*Fix"),

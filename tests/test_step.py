@@ -169,3 +169,40 @@ def test_what_was_lowered_on_paper_is_what_the_step_runs():
     lowered = step.lower(params, torch.ones(2))
     step(params, torch.ones(2))
     assert step.lower(params, torch.ones(2)) is lowered and lowered.compiled is not None
+
+
+def test_the_callers_autocast_is_not_the_programs():
+    params = {"w": torch.randn(8, 8)}
+    loss = lambda p, x: torch.tanh(x @ p["w"]).pow(2).mean()  # noqa: E731
+    x = torch.randn(4, 8)
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    plain = fs.shard_step(loss, specs, backend="eager")(params, x)
+    step = fs.shard_step(loss, specs, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = step(params, x)
+    outside = step(params, x)
+    for value, grads in (inside, outside):
+        assert torch.equal(value, plain[0]) and torch.equal(grads["w"], plain[1]["w"])
+
+
+def test_a_mean_may_say_how_many_items_it_counts_at_most():
+    params = {"w": torch.ones(4, dtype=torch.float16)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    mean = lambda p, x, bound: fs.Mean((p["w"] * x).float().sum(), torch.tensor(8), bound)  # noqa: E731
+    for bound in (8.0, 1024.0):
+        step = fs.shard_step(lambda p, x, b=bound: mean(p, x, b), specs, backend="eager")
+        assert torch.equal(step(params, torch.ones(8, 4).sum(0).half())[1]["w"], torch.ones(4).half())
+
+
+def test_a_value_copied_over_keeps_its_gradient():
+    params = {"w": torch.randn(3, 3, dtype=torch.float64)}
+
+    def loss(p, x):
+        h = x @ p["w"]
+        h = h * 1
+        h.copy_(torch.tanh(h.clone()))
+        return h.pow(2).mean()
+
+    truth = torch.func.grad(loss)(params, X)
+    got = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")(params, X)[1]
+    assert (got["w"] - truth["w"]).abs().max() < 1e-12

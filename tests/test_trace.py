@@ -848,7 +848,10 @@ def _loss_of(model: nn.Module) -> tuple[Fn, dict[str, Tensor]]:
 
 def test_batch_norm_in_train_mode_names_the_way_out() -> None:
     fn, params = _loss_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    with pytest.raises(TraceError, match=r"(?s)3 leaves.*num_batches.*running_mean.*running_var.*replace_all_batch_norm_modules_"):
+    with pytest.raises(
+        TraceError,
+        match=r"(?s)3 leaves.*num_batches.*running_mean.*running_var.*replace_all_batch_norm_modules_",
+    ):
         our_grads(fn, params, rows())
 
 

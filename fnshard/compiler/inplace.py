@@ -31,7 +31,12 @@ def settle(graph: fx.Graph, propagate: Callable[[], None]) -> None:
 
 
 def out_of_place(target: OpOverload) -> OpOverload | None:
-    """The op that returns what this one writes into its first argument, if there is one."""
+    """The op that returns what this one writes into its first argument, if there is one.
+
+    `aten.copy` is none: it has no derivative.
+    """
+    if target is aten.copy_.default:
+        return None
     namespace, name = target._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name[-1] == "_" else None
     found = getattr(packet, target._overloadname, None)

@@ -164,7 +164,7 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         raise TraceError(
             report(
                 f"`fn` draws random numbers with {old.target}, which has no counter-based form here.",
-                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli(x, p), their *_like and "
+                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli, their *_like and "
                 "in-place forms, or draw the numbers outside and pass them with the batch.",
             )
         )
@@ -204,10 +204,12 @@ def _below(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any
 
 
 _RANDOM: dict[Any, Draw] = {
-    aten.bernoulli.default: lambda b, key, val: (ops.bernoulli.default, (b["self"], key)),
+    aten.bernoulli.default: lambda b, key, val: (
+        ops.bernoulli.default, (b["self"], key, list(val.shape), val.dtype)),
     aten.bernoulli.p: _below,
     aten.bernoulli_.float: _below,
-    aten.bernoulli_.Tensor: lambda b, key, val: (ops.bernoulli.default, (b["p"], key)),
+    aten.bernoulli_.Tensor: lambda b, key, val: (
+        ops.bernoulli.default, (b["p"], key, list(val.shape), val.dtype)),
     aten.rand.default: _shaped(ops.uniform.default),
     aten.rand_like.default: _shaped(ops.uniform.default),
     aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),

@@ -32,13 +32,14 @@ class Outputs:
 
     `loss`: index of the loss (or of the Mean's total); `count`: index of the Mean's count, or None.
     `aux`: structure and one entry per aux leaf: ("scalar", i), ("mean", i, j), ("tensor", i) or
-    ("python", value). A forward-only program has no loss and only "tensor" entries.
+    ("python", value). `bound`: the Mean's own. A forward-only program has no loss and only "tensor" entries.
     """
 
     loss: int | None
     count: int | None
     aux_structure: TreeDef | None
     aux: tuple[tuple[Any, ...], ...] = ()
+    bound: float | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _LIB.define("dropout(Tensor x, Tensor key, float p) -> Tensor")
 _LIB.define("feature_dropout(Tensor x, Tensor key, float p) -> Tensor")
 _LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features) -> Tensor")
 _LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("bernoulli(Tensor p, Tensor key) -> Tensor")
+_LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
 _LIB.define("write(Tensor x, Tensor value) -> Tensor")
 _LIB.define("write_(Tensor(a!) x, Tensor value) -> Tensor(a!)")
 _LIB.define(
@@ -116,8 +116,8 @@ def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool) -> Tensor:
 _SELU_LIMIT = 1.7580993408473766
 
 
-def _bernoulli(p: Tensor, key: Tensor) -> Tensor:
-    return (_unit(key, list(p.shape)) < p).to(p.dtype)
+def _bernoulli(p: Tensor, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return (_unit(key, shape) < p).to(dtype)
 
 
 def _bernoulli_below(p: float, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -157,7 +157,8 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
 for _name, _impl in {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
     "feature_dropout": _feature_dropout, "bernoulli": _bernoulli, "attention": _attention,
-    "write": _write, "write_": _write_, "bernoulli_below": _bernoulli_below, "exponential": _exponential, "alpha_dropout": _alpha_dropout,
+    "write": _write, "write_": _write_, "bernoulli_below": _bernoulli_below, "exponential": _exponential,
+    "alpha_dropout": _alpha_dropout,
 }.items():  # fmt: skip
     _LIB.impl(_name, _impl, "CompositeImplicitAutograd")
 

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch._functorch.apis as functorch_apis
 import torch.autograd.forward_ad as forward_ad
 from torch._ops import HigherOrderOperator
@@ -105,6 +104,8 @@ def refusals(device: torch.device) -> Iterator[None]:
 
     with ExitStack() as stack:
         # A compiled submodule is traced through as the function it was made from.
+        import torch._dynamo.config as dynamo_config  # here: it brings Dynamo, which takes seconds
+
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
         for owner, name, guard in _guards():
             original = inspect.getattr_static(owner, name)

@@ -288,7 +288,9 @@ def _outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
     index = add(total)
     count = add(_count(head)) if isinstance(head, Mean) else None
     flat, structure = tree.flatten(aux) if aux is not None else ([], None)
-    return Outputs(index, count, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+    entries = tuple(aux_entry(leaf) for leaf in flat)
+    bound = head.bound if isinstance(head, Mean) else None
+    return Outputs(index, count, structure, entries, bound), values
 
 
 def _check_mean(mean: Mean, place: str) -> None:
