@@ -138,8 +138,9 @@ def check_blocks(
         elif block.shape != shape or block.dtype != dtype or block.device.type != mesh.device_type:
             spec = specs[path]
             wrong.append(
-                f"params[{path!r}] is {list(block.shape)} {block.dtype} on {block.device.type}, expected a block "
-                f"{list(shape)} {dtype} on {mesh.device_type} of {list(spec.shape)} with {spec.storage!r}"
+                f"params[{path!r}] is {list(block.shape)} {block.dtype} on {block.device.type}, expected "
+                f"a block {list(shape)} {dtype} on {mesh.device_type} "
+                f"of {list(spec.shape)} with {spec.storage!r}"
             )
     if wrong:
         raise StateError(

@@ -56,3 +56,17 @@ def unshard_often(rank, times):
 def test_unshard_opens_nothing_after_its_first_call(ranks):
     for counts in ranks(2).run(unshard_often, 8):
         assert counts[0] == counts[-1]
+
+
+def close_and_go_on(rank):
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    params = {"w": torch.arange(5.0)}
+    specs = fs.presets.full_shard(params, mesh)
+    shards = fs.shard(params, specs, mesh)
+    first = fs.unshard(shards, specs, mesh)["w"]
+    next(iter(mesh.connections.values())).close()
+    return torch.equal(first, fs.unshard(shards, specs, mesh)["w"]), len(mesh.connections)
+
+
+def test_a_mesh_whose_connection_was_closed_connects_anew(ranks):
+    assert ranks(2).run(close_and_go_on) == [(True, 1)] * 2

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,15 +122,14 @@ def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Conten
 
 def _fnshard(preset: str, task: Task) -> Contender:
     apply, params = fs.make_functional(task.model)
-    specs = fs.presets.PRESETS[preset](
-        params, task.mesh, compute_dtype=task.compute, reduce_dtype=task.reduce
-    )
+    mesh = replace(task.mesh, connections={})  # a transport of its own, whose memory is its own
+    specs = fs.presets.PRESETS[preset](params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce)
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(apply(params, tokens), targets)
 
     optimizer = fs.optim.adamw(task.lr, weight_decay=task.weight_decay)
-    step = fs.shard_step(loss_fn, specs, mesh=task.mesh, optimizer=optimizer, backend=task.backend)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, backend=task.backend)
     state = step.init({path: leaf.detach() for path, leaf in params.items()})
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:

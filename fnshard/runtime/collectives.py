@@ -138,6 +138,13 @@ def failing(what: Callable[[], str]) -> Iterator[None]:
         raise CollectiveError(lost(what(), line)) from error
 
 
+def forget(closed: Collectives) -> None:
+    """The next step on the mesh connects anew."""
+    known = closed.mesh.connections
+    for key in [k for k, v in known.items() if v is closed]:
+        del known[key]
+
+
 def lost(what: str, cause: str) -> str:
     """The text of a `CollectiveError`."""
     return report(
@@ -331,6 +338,7 @@ class Group:
         return 0
 
     def close(self) -> None:
+        forget(self)
         groups, owned = list(self.groups.values()), dist.is_initialized()
         self.groups.clear()
         for group, _ in groups:

@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives import Axes, Done, Group, Handle, describe, empty, sum_rows, waited_twice
+from fnshard.runtime.collectives import (
+    Axes,
+    Done,
+    Group,
+    Handle,
+    describe,
+    empty,
+    forget,
+    sum_rows,
+    waited_twice,
+)
 from fnshard.runtime.messages import (
     ARENA_BYTES,
     CLOSED,
@@ -208,6 +218,7 @@ class Shared:
         return self.control + sum(s.top - s.floor for s in (self.gathers, self.reductions))
 
     def close(self) -> None:
+        forget(self)
         self.own.words[CLOSED] = 1
         self.channels.clear()
         self.arenas.clear()
