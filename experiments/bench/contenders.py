@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import fnshard as fs
 from experiments.model import Decoder, next_token_loss
+from fnshard.runtime.connect import connection
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
@@ -41,13 +42,11 @@ class Task:
 class Contender:
     """`step(tokens, targets)` trains one step and gives a loss: this rank's, or all ranks' mean.
 
-    `transport_bytes`: memory of its own communication that no allocator shows. `lowered`: fnshard's
-    step on paper, once it has run.
+    `transport_bytes`: memory of its own communication that no allocator shows.
     """
 
     step: LossOf
     transport_bytes: Callable[[], int] = lambda: 0
-    lowered: Callable[[], Any] | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -121,8 +120,8 @@ def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Conten
 
 
 def _fnshard(preset: str, task: Task) -> Contender:
+    mesh = fs.make_mesh(shard=task.mesh.size, device=task.mesh.device_type)  # with a connection of its own
     apply, params = fs.make_functional(task.model)
-    mesh = replace(task.mesh, connections={})  # a transport of its own, whose memory is its own
     specs = fs.presets.PRESETS[preset](params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce)
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -139,9 +138,8 @@ def _fnshard(preset: str, task: Task) -> Contender:
 
     return Contender(
         run,
-        transport_bytes=lambda: step._runner.rank.comm.transport_bytes(),
-        lowered=lambda: next(iter(step._lowering.cache.values())),
-        close=lambda: step._runner.rank.comm.close(),
+        transport_bytes=lambda: connection(mesh).transport_bytes(),
+        close=lambda: connection(mesh).close(),
     )
 
 

@@ -194,25 +194,15 @@ def _cast(line: Cast, context: Context) -> Action:
     return run
 
 
-def _gather(line: Gather, context: Context) -> Action:
+def _gather(line: Gather | Publish, context: Context) -> Action:
     bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
     pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
+    publish = isinstance(line, Publish)  # of a leaf that is stored whole: only this rank's block is new
 
     def run(env: Env) -> None:
         flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-        packer.pack_blocks({p: env[n] for p, n in pairs}, flat)
-        env[flight] = comm.all_gather(flat, bucket.axes)
-
-    return run
-
-
-def _publish(line: Publish, context: Context) -> Action:
-    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
-    pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
-
-    def run(env: Env) -> None:
-        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-        packer.pack_blocks(packer.cut({p: env[n] for p, n in pairs}), flat)
+        stored = {p: env[n] for p, n in pairs}
+        packer.pack_blocks(packer.cut(stored) if publish else stored, flat)
         env[flight] = comm.all_gather(flat, bucket.axes)
 
     return run
@@ -426,7 +416,7 @@ _WAITS: dict[str, Callable[[Wait, Context], Action]] = {
     "reduce_scalars": _wait_scalars,
 }
 _BIND: dict[type, Callable[[Any, Context], Action]] = {
-    Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: _cast, Gather: _gather, Publish: _publish,
+    Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: _cast, Gather: _gather, Publish: _gather,
     Wait: _wait, ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, Local: _local,
     Accumulate: _accumulate, Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update,
 }  # fmt: skip

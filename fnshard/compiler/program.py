@@ -7,7 +7,8 @@ become counter-based ones that read a key input, constants have become inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,36 @@ def describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "(" + ", ".join(map(describe, value)) + ")"
     return repr(value)
+
+
+def replay(
+    graph: fx.Graph, inputs: Sequence[Any], seen: Callable[[fx.Node, Any], None] | None = None
+) -> tuple[Any, ...]:
+    """Run a composite graph, each node in the autocast mode it was traced in; returns its outputs.
+
+    Args:
+        seen: called with each node and its value.
+    """
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    with ExitStack() as stack:
+        current = None
+        for node in graph.nodes:
+            if node.op == "output":
+                return tuple(env[n] for n in node.args[0])
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            else:
+                if node.meta.get("autocast") != current:
+                    stack.close()
+                    current = node.meta.get("autocast")
+                    for device, dtype, enabled in current or ():
+                        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+            if seen is not None:
+                seen(node, env[node])
+    raise AssertionError("a graph without an output")
 
 
 def storage_id(value: Tensor) -> int:

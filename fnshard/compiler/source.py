@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import Input, describe, short_dtype
+from fnshard.compiler.program import Input, describe, replay, short_dtype
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,7 @@ class Source:
 
     def __call__(self, *args: Tensor) -> tuple[Any, ...]:
         """Run the composite graph, each node in the autocast mode it was traced in."""
-        env: dict[fx.Node, Any] = {}
-        feed = iter(args)
-        with ExitStack() as stack:
-            current = None
-            for node in self.graph.nodes:
-                if node.op == "placeholder":
-                    env[node] = next(feed)
-                elif node.op == "call_function":
-                    if node.meta.get("autocast") != current:
-                        stack.close()
-                        current = node.meta.get("autocast")
-                        for device, dtype, enabled in current or ():
-                            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-                    inputs, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                    env[node] = node.target(*inputs, **kwargs)
-                else:
-                    return tuple(env[n] for n in node.args[0])
-        raise AssertionError("a source without an output")
+        return replay(self.graph, args)
 
     def __str__(self) -> str:
         return self.code

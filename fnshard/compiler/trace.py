@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from fnshard.compiler.program import (
     Program,
     describe,
     mutated_args,
+    replay,
     storage_id,
 )
 from fnshard.compiler.refuse import higher_order, refusals, user_frame
@@ -156,24 +157,11 @@ def _dense(value: Tensor) -> tuple[int, ...]:
 
 def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
     """Run the graph on fakes, and keep each node's value (with its `requires_grad`) in `meta`."""
-    env: dict[fx.Node, Any] = {}
-    feed = iter(inputs)
-    with ExitStack() as stack:
-        current = None
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(feed)
-            elif node.op == "call_function":
-                if node.meta.get("autocast") != current:
-                    stack.close()
-                    current = node.meta.get("autocast")
-                    for state in current or ():
-                        stack.enter_context(torch.autocast(*state[:1], dtype=state[1], enabled=state[2]))
-                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)
-            else:
-                continue
-            node.meta["val"] = env[node]
+
+    def keep(node: fx.Node, value: Any) -> None:
+        node.meta["val"] = value
+
+    replay(graph, inputs, keep)
 
 
 def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
