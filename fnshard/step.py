@@ -313,7 +313,7 @@ class Step:
         self._heard(summary)
         factor = env["rescale"](summary)
         blocks: dict[str, Tensor] = {}
-        for name in bound.lowered.schedule.results["reduced"].values():
+        for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
         grads = []
         for path, spec in self._lowering.specs.items():

@@ -123,7 +123,7 @@ def test_resident_bytes(preset: str, world: int) -> None:
     for slot in state.opt_state["layers.0.w"]:
         assert bytes_of(slots[slot] for slots in state.opt_state.values()) == 4 * numel // optimizer
     assert all(len(slots) == 3 for slots in state.opt_state.values())
-    reduced = [low.schedule.buckets[name] for name in low.schedule.results["reduced"]]
+    reduced = [low.schedule.buckets[name] for name in low.schedule.reduced]
     assert sum(b.row_bytes for b in reduced) == 4 * numel // gradients
 
 
@@ -328,9 +328,7 @@ def test_fp16_stands_before_all_updates() -> None:
 def test_without_an_optimizer_gradients_are_outputs() -> None:
     low = lower(loss, chain(3), rows(), optimizer=None)
     assert "update" not in low.schedule.counts()
-    assert {n for n in low.schedule.outputs if n.startswith("r:")} == set(
-        low.schedule.results["reduced"].values()
-    )
+    assert {n for n in low.schedule.outputs if n.startswith("r:")} == set(low.schedule.reduced.values())
 
 
 # ------------------------------------------------------------------ frozen, unused and tied leaves

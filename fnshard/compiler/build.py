@@ -415,7 +415,7 @@ class _Builder:
             tuple(inputs),
             tuple(outputs),
             self.plan.accumulate,
-            results={"reduced": dict(self.reduced), "values": self.segments.results},
+            reduced=dict(self.reduced),
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.program import short_dtype
@@ -183,7 +182,8 @@ class Schedule:
 
     `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
-    gathered leaves may be alive at once, beside those that are kept on purpose.
+    gathered leaves may be alive at once, beside those that are kept on purpose. `reduced`: by bucket,
+    the value that holds its gradients at the end.
     """
 
     instructions: tuple[Instruction, ...]
@@ -195,7 +195,7 @@ class Schedule:
     outputs: Names = ()
     accumulate: int = 1
     planned: int = 1
-    results: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    reduced: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
         """The same schedule with other lines."""
