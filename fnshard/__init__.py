@@ -6,7 +6,7 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
 state, batch ─Step→ state', metrics
 """
 
-from fnshard import errors, optim, presets, schedules, units
+from fnshard import errors, optim, plot, presets, schedules, units
 from fnshard.errors import (
     AgreementError,
     CollectiveError,
@@ -19,6 +19,7 @@ from fnshard.errors import (
 )
 from fnshard.forward import shard_forward
 from fnshard.functional import make_functional
+from fnshard.hardware import Hardware
 from fnshard.lockstep import lockstep
 from fnshard.losses import Mean, Whole
 from fnshard.mesh import Mesh, make_mesh
@@ -33,6 +34,7 @@ __all__ = [
     "AgreementError",
     "CollectiveError",
     "FnshardError",
+    "Hardware",
     "LayoutSpec",
     "Mean",
     "Mesh",
@@ -50,6 +52,7 @@ __all__ = [
     "make_mesh",
     "match_specs",
     "optim",
+    "plot",
     "presets",
     "schedules",
     "shard",

@@ -37,6 +37,10 @@ class CollectiveError(FnshardError, RuntimeError):
     """A peer died, left, or did not answer within the timeout."""
 
 
+class MissingExtraError(FnshardError, ImportError):
+    """An optional package is not installed."""
+
+
 def report(headline: str, failures: Sequence[str] = (), fix: str = "") -> str:
     """Join a headline, one line per failing leaf, and the way out.
 

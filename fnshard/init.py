@@ -17,7 +17,7 @@ from fnshard.errors import StateError, report
 from fnshard.functional import aliases, make_functional
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import local_block
-from fnshard.shards import compare_paths, shard
+from fnshard.shards import compare_paths, shard, stored_at_rest
 from fnshard.spec import LayoutSpec
 
 InitFn = Callable[[str, Tensor], Any]
@@ -32,6 +32,7 @@ def init_params(
     *,
     init: InitFn | None,
     seed: int,
+    disk_dir: str | None = None,
 ) -> Any:
     """This rank's stored blocks, from one of three sources.
 
@@ -39,6 +40,7 @@ def init_params(
         source: a full tree; or a meta (fake) tree with `init(path, leaf)`, which fills a full leaf in
             place; or an `nn.Module`, on meta (its modules' own reset) or not (its values).
         seed: random numbers are seeded by (seed, path), leaf by leaf or module by module.
+        disk_dir: for leaves that rest on disk.
 
     Raises:
         StateError: a meta tree without `init`, or of other shapes than the specs'; modules that cannot
@@ -50,7 +52,7 @@ def init_params(
         leaves = make_functional(source)[1]
         if init is None and any(leaf.is_meta for leaf in leaves.values()):
             compare_paths(specs, leaves)
-            return tree.unflatten(_from_module(source, specs, mesh, seed).values(), structure)
+            return tree.unflatten(_from_module(source, specs, mesh, seed, disk_dir).values(), structure)
         source = leaves
     named = tree.flatten_with_paths(source)[0]
     compare_paths(specs, named)
@@ -65,7 +67,7 @@ def init_params(
             )
         )
     if init is None:
-        return shard(source, tree.unflatten(specs.values(), structure), mesh)
+        return shard(source, tree.unflatten(specs.values(), structure), mesh, disk_dir=disk_dir)
     if not abstract:
         raise StateError(
             report("init= was given, and no leaf is on the meta device to be filled.", fix="leave init= out.")
@@ -79,11 +81,16 @@ def init_params(
         raise StateError(
             report(f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves.")
         )
-    return tree.unflatten(_from_function(named, specs, mesh, init, seed), structure)
+    return tree.unflatten(_from_function(named, specs, mesh, init, seed, disk_dir), structure)
 
 
 def _from_function(
-    named: dict[str, Tensor], specs: dict[str, LayoutSpec], mesh: Mesh, init: InitFn, seed: int
+    named: dict[str, Tensor],
+    specs: dict[str, LayoutSpec],
+    mesh: Mesh,
+    init: InitFn,
+    seed: int,
+    disk_dir: str | None,
 ) -> list[Tensor]:
     """Blocks of the leaves as they are, those on meta filled by `init`."""
     blocks, unset = [], []
@@ -95,7 +102,7 @@ def _from_function(
                 init(path, full)
             if _untouched(full):
                 unset.append(f"params[{path!r}] {list(full.shape)}")
-        blocks.append(local_block(full, spec.storage, mesh).to(mesh.device, spec.storage_dtype))
+        blocks.append(stored_at_rest(local_block(full, spec.storage, mesh), spec, mesh, disk_dir))
     if unset:
         raise StateError(
             report(
@@ -123,7 +130,9 @@ def _seeded(seed: int, path: str, mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def _from_module(model: nn.Module, specs: dict[str, LayoutSpec], mesh: Mesh, seed: int) -> dict[str, Tensor]:
+def _from_module(
+    model: nn.Module, specs: dict[str, LayoutSpec], mesh: Mesh, seed: int, disk_dir: str | None
+) -> dict[str, Tensor]:
     """Module by module; a subtree at a time where a module's reset writes to its children's leaves."""
     tied = aliases(model)
     blocks: dict[str, Tensor] = {}
@@ -149,7 +158,7 @@ def _from_module(model: nn.Module, specs: dict[str, LayoutSpec], mesh: Mesh, see
             problems += missing
         for path, value in values.items():
             block = local_block(value, specs[path].storage, mesh)
-            blocks[path] = block.to(mesh.device, specs[path].storage_dtype)
+            blocks[path] = stored_at_rest(block, specs[path], mesh, disk_dir)
     if problems:
         raise StateError(
             report(

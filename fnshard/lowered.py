@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -17,12 +19,16 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.kernels import Boxed, compile_kernel
-from fnshard.compiler.lower import Passes, PlanOf, Stages, lower
+from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower
 from fnshard.compiler.program import Program
+from fnshard.compiler.remat import Remat
+from fnshard.compiler.remat import check as check_remat
 from fnshard.compiler.schedule import Schedule, wire_bytes
 from fnshard.compiler.split import Segments
+from fnshard.compiler.timeline import Timeline, simulate
 from fnshard.compiler.trace import without_autocast
 from fnshard.errors import SpecError, StateError, TraceError, report
+from fnshard.hardware import Hardware
 from fnshard.losses import Whole
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
@@ -47,9 +53,12 @@ class Options:
     grad_norm: bool = False
     cache: int = 8
     timeout: float = DEFAULT_TIMEOUT
+    remat: Remat = "none"
+    save: tuple[str, ...] = ()
+    disk_dir: str | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
+        wrong = check_remat(self.remat, self.save)
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             wrong.append(f"accumulate={self.accumulate!r}: a whole number of micro-batches, at least 1")
         if self.accumulate_mode not in ("reduce", "local"):
@@ -64,6 +73,8 @@ class Options:
             wrong.append(f"cache={self.cache!r}: a whole number of batch shapes, at least 1")
         if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             wrong.append(f"timeout={self.timeout!r}: seconds, more than 0")
+        if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
+            wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
         if wrong:
             raise SpecError(report("these options of a step are not to be had:", wrong))
         LossScale.choose(self.loss_scale, fp16=False)
@@ -124,6 +135,24 @@ class Lowered:
                 entry["bytes"] += size
         return out
 
+    def timeline(self, hardware: Hardware, *, slots: int = 2) -> Timeline:
+        """A simulated run on `hardware`: step time, what is exposed, MFU; see `compiler.timeline`.
+
+        Args:
+            slots: tensors of optimizer state per leaf (AdamW's two).
+        """
+        fused = self.options.backend == "inductor"
+        return simulate(self.schedule, hardware, fused=fused, slots=slots, tokens=self._tokens())
+
+    def _tokens(self) -> int | None:
+        """Of one step on all ranks: where every integer leaf of the batch with two dims has one shape."""
+        program = self.stages.program
+        named = zip(program.inputs, program.placeholders, strict=True)
+        values = [node.meta["val"] for known, node in named if known.kind == "batch"]
+        shapes = {tuple(v.shape) for v in values if v.dim() == 2 and v.dtype == torch.int64}
+        mesh = self.stages.schedule.mesh
+        return math.prod(shapes.pop()) * self.options.accumulate * mesh.data_size if len(shapes) == 1 else None
+
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""
         if self.compiled is None:
@@ -180,8 +209,16 @@ class Lowering:
             if key in self.cache:
                 return self.cache[key]
             if self.on_paper is None or self.on_paper[0] != key:
+                keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(
-                    self.fn, self.specs, self.structure, micro, self.mesh, self.plan, self.options.passes
+                    self.fn,
+                    self.specs,
+                    self.structure,
+                    micro,
+                    self.mesh,
+                    self.plan,
+                    self.options.passes,
+                    keeping,
                 )
                 self.on_paper = key, Lowered(stages, self.options)
             return self.on_paper[1]

@@ -21,6 +21,7 @@ from fnshard.lowered import Lowered, Lowering
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
+from fnshard.runtime.memory import Transfers
 from fnshard.shards import check_blocks, compare_paths, expected_blocks
 from fnshard.transform import Optimizer
 
@@ -51,6 +52,7 @@ class Rank:
     """
 
     comm: Collectives
+    transfers: Transfers
     agreement: agree.Agreement | None = None
     bound: dict[int, Bound] = field(default_factory=dict)
     raised: set[str] = field(default_factory=set)
@@ -71,7 +73,8 @@ class Runner:
         """This rank's; connecting is a collective."""
         mesh = self.lowering.mesh
         if mesh.rank not in self._ranks:
-            self._ranks[mesh.rank] = Rank(connection(mesh, timeout=self.lowering.options.timeout))
+            comm = connection(mesh, timeout=self.lowering.options.timeout)
+            self._ranks[mesh.rank] = Rank(comm, Transfers(mesh.device))
         return self._ranks[mesh.rank]
 
     def bind(
@@ -111,7 +114,15 @@ class Runner:
         updater = None
         if self.optimizer is not None:
             updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm)
-        context = Context(lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater)
+        context = Context(
+            lowered.schedule,
+            lowered.compiled,
+            rank.comm,
+            mesh.rank,
+            scalars,
+            updater,
+            transfers=rank.transfers,
+        )
         run = bind(context)
 
         def alone(env: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer, local_block, make_buckets
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
+from fnshard.runtime.memory import check_directory, rest
 from fnshard.spec import LayoutSpec, block_shape, check_specs, is_spec
 
 
@@ -59,10 +60,13 @@ def compare_paths(specs: dict[str, Any], params: dict[str, Any]) -> None:
         )
 
 
-def shard(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Full tree -> this rank's stored blocks, padded, in storage dtype, on the mesh's device.
+def shard(params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None) -> Any:
+    """Full tree -> this rank's stored blocks, padded, in storage dtype, where `LayoutSpec.memory` says.
 
     Moves nothing between ranks: every rank must hold the same full tree.
+
+    Args:
+        disk_dir: directory for leaves with memory="disk".
 
     >>> import torch
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
@@ -75,6 +79,7 @@ def shard(params: Any, specs: Any, mesh: Mesh) -> Any:
     check_specs(named, mesh)
     given = tree.flatten_with_paths(params)[0]
     compare_paths(named, given)
+    check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
     rank = mesh.rank
     blocks = []
     for path, spec in named.items():
@@ -83,8 +88,16 @@ def shard(params: Any, specs: Any, mesh: Mesh) -> Any:
             raise StateError(
                 f"params[{path!r}] is {list(leaf.shape)}, its spec was made for {list(spec.shape)}."
             )
-        blocks.append(local_block(leaf, spec.storage, mesh, rank).to(mesh.device, spec.storage_dtype))
+        block = local_block(leaf, spec.storage, mesh, rank)
+        blocks.append(stored_at_rest(block, spec, mesh, disk_dir))
     return tree.unflatten(blocks, structure)
+
+
+def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Tensor:
+    """A block in its storage dtype and tier."""
+    if spec.memory == "device":
+        return block.to(mesh.device, spec.storage_dtype)
+    return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
 
 
 def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = None) -> Any:
@@ -108,7 +121,9 @@ def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = N
             handle = comm.all_gather(flat, bucket.axes)
             out |= packer.unpack_rows(handle.wait(), bucket.dtype)
             handle.release()
-    return tree.unflatten([out[p] if p in out else given[p].clone() for p in named], structure)
+    return tree.unflatten(
+        [out[p] if p in out else given[p].to(mesh.device, copy=True) for p in named], structure
+    )
 
 
 def expected_blocks(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -131,15 +146,16 @@ def check_blocks(
         StateError: names every leaf, what it is and what was expected.
     """
     wrong = []
+    where = {p: mesh.device_type if s.memory == "device" else "cpu" for p, s in specs.items()}
     for path, (shape, dtype) in (expected or expected_blocks(specs, mesh)).items():
         block = blocks[path]
         if not isinstance(block, Tensor):
             wrong.append(f"params[{path!r}] is {type(block).__name__}, expected a tensor")
-        elif block.shape != shape or block.dtype != dtype or block.device.type != mesh.device_type:
+        elif block.shape != shape or block.dtype != dtype or block.device.type != where[path]:
             spec = specs[path]
             wrong.append(
                 f"params[{path!r}] is {list(block.shape)} {block.dtype} on {block.device.type}, expected "
-                f"a block {list(shape)} {dtype} on {mesh.device_type} "
+                f"a block {list(shape)} {dtype} on {where[path]} "
                 f"of {list(spec.shape)} with {spec.storage!r}"
             )
     if wrong:

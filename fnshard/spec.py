@@ -4,16 +4,17 @@ Four tensors per leaf
 ---------------------
 Every trainable leaf has four tensors in a step; each has a shape, a dtype, a place and a lifetime:
 
-- the *stored shard*: `storage`, `storage_dtype`, `memory`; lives between steps.
+- the *stored shard*: `storage`, `storage_dtype`, `memory`; lives between steps. Where it rests on the host
+  or on disk, a copy of it is on the device from its ToDevice to the packing of its bucket.
 - the *gathered parameter*: `compute` (full), `compute_dtype`, on the device; lives from its unit's
   Gather to its Free, in forward and again in backward.
 - the *full gradient*: shape of the gathered parameter and its dtype; lives from the backward kernel
   to the packing of its bucket.
 - the *gradient shard*: `gradient`, `reduce_dtype` on the wire; lives from the reduction to the
-  update (through all micro-batches, where gradients are accumulated).
+  update (through all micro-batches, where gradients are accumulated), and rests beside the optimizer state.
 
-Optimizer state has the layout `optimizer` and, where it differs from storage, `optimizer_dtype` (a
-master copy). ZeRO 1, 2 and 3 differ in these fields alone.
+Optimizer state has the layout `optimizer`, and holds a master copy of the leaf where `optimizer_dtype`
+differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3 differ in these fields alone.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ class LayoutSpec:
         compute: what `fn` sees; only `P()` until the tensor axis is built.
         gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
         optimizer: layout of optimizer state and update.
-        memory, optimizer_memory: "device", "host" or "disk".
+        memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
+            files in the directory given to the step).
+        optimizer_memory: where optimizer state rests, and gradient shards beside it.
+        update_on: "host" or "device": where the optimizer runs; default where its state rests. State on the
+            host can be streamed through the device: update_on="device".
         codec: name of a code for a frozen leaf.
         trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
         unit: leaves gathered, freed and reduced together; None lets the unit policy say.
@@ -125,6 +130,7 @@ class LayoutSpec:
     optimizer_dtype: torch.dtype | None = None
     memory: Memory = "device"
     optimizer_memory: Memory = "device"
+    update_on: Literal["host", "device"] | None = None
     codec: str | None = None
     trainable: bool | None = None
     unit: str | None = None
@@ -147,6 +153,15 @@ class LayoutSpec:
                 raise SpecError(
                     f"LayoutSpec({name}={getattr(self, name)!r}): one of 'device', 'host', 'disk'."
                 )
+        if self.update_on not in (None, "host", "device"):
+            raise SpecError(f"LayoutSpec(update_on={self.update_on!r}): 'host', 'device' or None.")
+        if self.update_on == "host" and self.optimizer_memory == "device":
+            raise SpecError(
+                report(
+                    "LayoutSpec(update_on='host', optimizer_memory='device'): the host has no state.",
+                    fix="optimizer_memory='host' (or 'disk'), or update_on=None.",
+                )
+            )
         for name in ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, torch.dtype):
@@ -166,6 +181,12 @@ class LayoutSpec:
         """Whether every default has been filled in from a leaf."""
         return self.shape is not None and self.unit is not None and self.trainable is not None
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer has a copy of the leaf: of another dtype, or because the host updates it."""
+        elsewhere = self.update_on == "host" and self.memory == "device"
+        return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
+
     def resolve(self, leaf: Tensor, unit: str) -> LayoutSpec:
         """All defaults filled in from `leaf` (its full shape and dtype) and the unit policy."""
         storage_dtype = self.storage_dtype or leaf.dtype
@@ -181,6 +202,7 @@ class LayoutSpec:
             compute_dtype=compute_dtype,
             reduce_dtype=self.reduce_dtype or compute_dtype,
             optimizer_dtype=self.optimizer_dtype or storage_dtype,
+            update_on=self.update_on or ("device" if self.optimizer_memory == "device" else "host"),
             trainable=trainable,
             unit=self.unit or unit,
             shape=tuple(leaf.shape),
@@ -323,10 +345,6 @@ def _unfit_policy(spec: LayoutSpec) -> list[tuple[str, str]]:
                     f"a trainable leaf is reduced, updated and kept in floats: {name}=torch.float32 or None.",
                 )
             )
-    places = {"memory": spec.memory, "optimizer_memory": spec.optimizer_memory}
-    for name, place in places.items():
-        if place != "device":
-            out.append((f"{name}={place!r}, which is not built yet", f"leave {name}='device'."))
     if spec.codec and not spec.trainable:
         out.append((f"codec={spec.codec!r}, which is not built yet", "leave codec=None."))
     if spec.codec and spec.trainable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from fnshard.compiler.build import AccumulateMode, Plan
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.program import Program
+from fnshard.compiler.remat import Remat
 from fnshard.compiler.scalars import Scalars, Summary
 from fnshard.compiler.update import init_slots
 from fnshard.errors import OptimizerError, StateError, report
@@ -22,6 +23,7 @@ from fnshard.lowered import Backend, Lowered, Lowering, Options
 from fnshard.mesh import Mesh
 from fnshard.runner import FLAGS, Bound, Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
+from fnshard.runtime.memory import check_directory
 from fnshard.scaling import LossScale
 from fnshard.shards import compare_paths
 from fnshard.state import TrainState
@@ -44,6 +46,9 @@ def shard_step(
     options: Mapping[str, Any] | None = None,
     loss_scale: float | Literal["dynamic"] | None = None,
     grad_norm: bool = False,
+    remat: Remat = "none",
+    save: Sequence[str] = (),
+    disk_dir: str | None = None,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step:
@@ -67,6 +72,11 @@ def shard_step(
         mode, options: as `torch.compile` takes them.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16.
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
+        remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
+            is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
+            a dict from unit globs to these, where units that no glob matches keep everything.
+        save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
+        disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
         cache: how many batch shapes are kept compiled.
         timeout: seconds after which a silent peer is an error.
 
@@ -82,7 +92,8 @@ def shard_step(
     depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
     chosen = Options(
         accumulate, accumulate_mode, Passes(depth, overlap), backend, inductor_options(mode, options),
-        loss_scale, grad_norm, cache, timeout,
+        loss_scale, grad_norm, cache, timeout, remat, save if isinstance(save, str) else tuple(save),
+        disk_dir,
     )  # fmt: skip
     return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
 
@@ -123,12 +134,17 @@ class Step:
         """
         self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
         specs = self._lowering.specs
-        shards = init_params(source, specs, self._lowering.structure, self.mesh, init=init, seed=seed)
+        disk_dir, mesh = self.options.disk_dir, self.mesh
+        tiers = {p: (s.memory, s.optimizer_memory) for p, s in specs.items()}
+        check_directory(disk_dir, [p for p, both in tiers.items() if "disk" in both])
+        shards = init_params(
+            source, specs, self._lowering.structure, mesh, init=init, seed=seed, disk_dir=disk_dir
+        )
         if self.optimizer is None:
             return shards
         self._check_optimizer()
         blocks = tree.flatten_with_paths(shards)[0]
-        slots = init_slots(self.optimizer, blocks, specs, self.mesh, self.mesh.rank)
+        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return TrainState(step, shards, slots, self._scale.init(), number)
 
@@ -178,7 +194,7 @@ class Step:
         if not training:
             return self._gradients(bound, bound.run(env))
         state = state.consume()
-        env["opt_state"] = state.opt_state
+        env |= {f"o:{path}": slots for path, slots in state.opt_state.items()}
         env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
         bound.updater.start(env, torch.full((), number, dtype=torch.int64, device=self.mesh.device))
         bound.run(env)

@@ -175,7 +175,12 @@ class Optimizer:
         """
         for rules in self.rules:
             rules.check(params)
-        return {path: {n: make(param) for n, make in self.slots.items()} for path, param in params.items()}
+        return {path: self.init_leaf(param) for path, param in params.items()}
+
+    @torch.no_grad()
+    def init_leaf(self, param: Tensor) -> dict[str, Tensor]:
+        """State of one leaf; `init` checks the rules by path too."""
+        return {n: make(param) for n, make in self.slots.items()}
 
     @torch.no_grad()
     def update(

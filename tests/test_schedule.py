@@ -501,7 +501,7 @@ def _update_in_flight() -> Schedule:
     plan = lower(loss, chain(3), rows(), preset="zero2").schedule
     found = list(plan.instructions)
     publish = next(n for n, i in enumerate(found) if isinstance(i, Publish))
-    update = next(i for i in found if isinstance(i, Update) and set(i.writes) == set(found[publish].reads))
+    update = next(i for i in found if isinstance(i, Update) and set(i.writes) >= set(found[publish].reads))
     gone = {n for n in update.reads if n.startswith("r:")}
     found = [replace(i, drops=tuple(d for d in i.drops if d not in gone)) for i in found]
     found = [i for i in found if not (isinstance(i, Free) and not i.drops)]

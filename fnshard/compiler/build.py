@@ -64,13 +64,13 @@ class Plan:
 
 def build(
     segments: Segments,
-    kernels: Mapping[str, Kernel],
+    kernels: Sequence[Kernel],
     outputs: Outputs,
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
     plan: Plan,
 ) -> Schedule:
-    """The plain schedule of one step."""
+    """The plain schedule of one step; `kernels`: of each segment."""
     b = _Builder(segments, kernels, outputs, specs, mesh, plan)
     for micro in range(plan.accumulate):
         b.forward(micro)
@@ -86,7 +86,7 @@ def build(
 @dataclass
 class _Builder:
     segments: Segments
-    kernels: Mapping[str, Kernel]
+    kernels: Sequence[Kernel]
     outputs: Outputs
     specs: Mapping[str, LayoutSpec]
     mesh: Mesh
@@ -101,7 +101,12 @@ class _Builder:
             moved, self.mesh, lambda s: s.storage, wire_dtype, "gather", apart=lambda s: s.compute_dtype
         )
         self.reduces = make_buckets(
-            trained, self.mesh, lambda s: s.gradient, lambda s: s.reduce_dtype, "reduce"
+            trained,
+            self.mesh,
+            lambda s: s.gradient,
+            lambda s: s.reduce_dtype,
+            "reduce",
+            apart=lambda s: (s.memory, s.optimizer_memory, s.update_on),
         )
         published = {p: s for p, s in trained.items() if self._must_publish(s)} if self.plan.update else {}
         self.publishes = make_buckets(
@@ -129,7 +134,7 @@ class _Builder:
         reached = {self.segments.results[self.outputs.loss]}
         active: set[int] = set()
         for segment in reversed(self.segments.segments):
-            kernel = self.kernels[segment.source]
+            kernel = self.kernels[segment.index]
             if kernel.backward is None or not kernel.grads:
                 continue
             if any(segment.outputs[i] in reached for i in kernel.tangents):
@@ -142,7 +147,7 @@ class _Builder:
         first: dict[str, int] = {}
         for segment in self.segments.segments:
             if segment.index in self.active:
-                for i in self.kernels[segment.source].grads:
+                for i in self.kernels[segment.index].grads:
                     name = segment.inputs[i]
                     if name.startswith("leaf:"):
                         first.setdefault(name.removeprefix("leaf:"), segment.index)
@@ -183,7 +188,7 @@ class _Builder:
     def forward(self, micro: int) -> None:
         phase = self.phase("forward", micro)
         for segment in self.segments.segments:
-            kernel = self.kernels[segment.source]
+            kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, f"f{micro}.{segment.index}")
             reads = tuple(self.read(n, names, micro) for n in segment.inputs)
             saved = self.saved(segment, micro) if segment.index in self.active else ()
@@ -207,7 +212,7 @@ class _Builder:
         return self.value(name, micro)
 
     def saved(self, segment: Segment, micro: int) -> tuple[str, ...]:
-        kernel = self.kernels[segment.source]
+        kernel = self.kernels[segment.index]
         return tuple(self.value(f"x{segment.index}.{i}", micro) for i in range(len(kernel.saved)))
 
     # -------------------------------------------------------------- backward
@@ -231,7 +236,7 @@ class _Builder:
     def backward_of(
         self, segment: Segment, micro: int, phase: str, tangents: dict[str, str], grads: dict[str, str]
     ) -> None:
-        kernel = self.kernels[segment.source]
+        kernel = self.kernels[segment.index]
         unit = self.unit(segment)
         saved = self.saved(segment, micro)
         read = [segment.inputs[r.index] for r in kernel.backward_inputs if r.kind == "input"]
@@ -280,7 +285,7 @@ class _Builder:
         name = segment.outputs[index]
         if name not in tangents:
             zero = self.value(f"d:{name}", micro)
-            like = self.kernels[segment.source].source.outputs[index]
+            like = self.kernels[segment.index].source.outputs[index]
             self.lines.append(Zeros(unit, phase, (), (zero,), like=like))
             tangents[name] = zero
         return tangents[name]
@@ -376,13 +381,21 @@ class _Builder:
     def updates(self) -> None:
         scalars = ("scalars",) if self.plan.barrier else ()
         for bucket in sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0)):
+            spec = self.specs[bucket.paths[0]]
             stored = tuple(f"s:{p}" for p in bucket.paths)
+            slots = tuple(f"o:{p}" for p in bucket.paths)
+            # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
+            params = () if spec.update_on == "host" and spec.memory == "device" else stored
             self.lines.append(
                 Update(
-                    bucket.unit, "update", (self.reduced[bucket.name], *stored, *scalars), stored,
+                    bucket.unit,
+                    "update",
+                    (self.reduced[bucket.name], *params, *slots, *scalars),
+                    (*stored, *slots),
                     bucket=bucket.name,
+                    paths=bucket.paths,
                 )
-            )  # fmt: skip
+            )
         for bucket in self.publishes:
             stored = tuple(f"s:{p}" for p in bucket.paths)
             flight = f"~{bucket.name}"
@@ -403,12 +416,12 @@ class _Builder:
         named = {n for line in self.lines for n in line.reads}
         made = {n for line in self.lines for n in line.writes}
         inputs = [f"s:{p}" for p in self.specs] + [
-            n for n in named if n not in made and not n.startswith("s:")
+            n for n in named if (n not in made or n.startswith("o:")) and not n.startswith("s:")
         ]
         buckets = {b.name: b for b in (*self.gathers, *self.reduces, *self.publishes)}
         return Schedule(
             tuple(self.lines),
-            {k.name: k for k in self.kernels.values()},
+            {k.name: k for k in self.kernels},
             buckets,
             self.specs,
             self.mesh,

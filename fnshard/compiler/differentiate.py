@@ -7,8 +7,8 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.program import OpOverload, describe
+from fnshard.compiler.remat import Policy, is_saved
 from fnshard.compiler.source import Argument, Source
-from fnshard.errors import TraceError, report
+from fnshard.compiler.split import Segments
+from fnshard.errors import SpecError, TraceError, report
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Kernel:
     `forward(*inputs) -> (*outputs, *saved)`; `backward(*backward_inputs) -> grads`, one for each
     entry of `grads` (an index into the source's inputs). `saved` describes what is kept for the
     backward beside inputs and outputs; `shared` are the gradients (positions in `grads`) that may be
-    one tensor with another one or with an input, so that nobody may write to them.
+    one tensor with another one or with an input, so that nobody may write to them. `kept`: the ops of the
+    remat policy's `save` that it has.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Kernel:
     backward_inputs: tuple[Ref, ...]
     grads: tuple[int, ...]
     shared: tuple[int, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def tangents(self) -> tuple[int, ...]:
@@ -65,12 +69,16 @@ class Kernel:
         return self.as_text()
 
 
-def differentiate(source: Source, name: str, *, trainable: bool = True, budget: float = 1.0) -> Kernel:
+def differentiate(
+    source: Source, name: str, *, trainable: bool = True, budget: float = 1.0, save: Sequence[str] = ()
+) -> Kernel:
     """Forward and backward of one source.
 
     Args:
         trainable: False traces the forward alone.
-        budget: fraction of saved activations (1.0 all; never exactly 0: torch is wrong there).
+        budget: fraction of saved activations, 1 all, 0 the inputs alone. (Random ops are functions of a
+            key that is an input, so that recomputation draws the same numbers.)
+        save: with a budget of 0, ops whose results are saved all the same; see `remat.is_saved`.
     """
     # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
     import torch._functorch.config as functorch_config
@@ -102,9 +110,11 @@ def differentiate(source: Source, name: str, *, trainable: bool = True, budget: 
         if not differentiable:
             _flatten_signature(joint)
             return Kernel(name, source, joint, None, (), (), ())
+        kept = _must_save(joint, source, save) if budget == 0 and save else ()
         _must_recompute(joint, source)
+        # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
         with functorch_config.patch(
-            activation_memory_budget=max(budget, 1e-6), ban_recompute_materialized_backward=False
+            activation_memory_budget=1.0 if kept else budget, ban_recompute_materialized_backward=False
         ):
             forward, backward = min_cut_rematerialization_partition(
                 joint,
@@ -112,17 +122,55 @@ def differentiate(source: Source, name: str, *, trainable: bool = True, budget: 
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
-    return _kernel(name, source, forward, backward)
+    return replace(_kernel(name, source, forward, backward), kept=kept)
+
+
+def kernel_key(source: str, policy: Policy) -> str:
+    """What segments that share a kernel have in common; a source's own key where it keeps everything."""
+    return f"{source} {policy.key}".strip()
 
 
 def differentiate_all(
-    sources: Mapping[str, Source], *, trainable: bool = True, budget: float = 1.0
+    segments: Segments,
+    policies: Sequence[Policy],
+    *,
+    trainable: bool = True,
+    known: MutableMapping[str, Kernel] | None = None,
 ) -> dict[str, Kernel]:
-    """One kernel per distinct source, named k0, k1, ... in order of first use."""
-    return {
-        key: differentiate(source, f"k{i}", trainable=trainable, budget=budget)
-        for i, (key, source) in enumerate(sources.items())
-    }
+    """One kernel per distinct source and policy, by `kernel_key`, named k0, k1, ... in order of first use.
+
+    Args:
+        policies: of each segment.
+        known: kernels made before, by key; taken from it and added to it.
+
+    Raises:
+        SpecError: a policy saves an op that none of its segments has.
+    """
+    known = {} if known is None else known
+    out: dict[str, Kernel] = {}
+    for segment, policy in zip(segments.segments, policies, strict=True):
+        key = kernel_key(segment.source, policy)
+        if key not in known:
+            known[key] = differentiate(
+                segments.sources[segment.source],
+                "",
+                trainable=trainable,
+                budget=policy.budget,
+                save=policy.save,
+            )
+        if key not in out:
+            out[key] = replace(known[key], name=f"k{len(out)}")
+    wanted = {s for p in policies for s in p.save}
+    missing = sorted(wanted - {s for kernel in out.values() for s in kernel.kept})
+    if trainable and missing:
+        ops = {str(n.target) for k in out.values() for n in k.forward.graph.nodes if n.op == "call_function"}
+        raise SpecError(
+            report(
+                f"save names {len(missing)} op(s) that no recomputed unit has: {', '.join(missing)}.",
+                fix=f"'matmul', 'attention', or a glob on: {', '.join(sorted(ops))}.",
+            )
+        )
+    return out
 
 
 def _own(value: Tensor) -> Tensor:
@@ -197,6 +245,21 @@ def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
         if _views(node) and all(n in of_input for n in sources):
             of_input.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
+    """Tag every op of the forward: results of `save` are kept, all others made again."""
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    backward = set(placeholders[len(source.inputs) :])  # and all that rests on a tangent
+    kept: dict[str, None] = {}
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or backward.intersection(node.all_input_nodes):
+            backward.update([node] if node.op == "call_function" else [])
+            continue
+        hits = [s for s in save if is_saved(node, (s,))]
+        kept |= dict.fromkeys(hits)
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if hits else CheckpointPolicy.MUST_RECOMPUTE
+    return tuple(kept)
 
 
 def _views(node: fx.Node) -> bool:

@@ -31,15 +31,18 @@ from fnshard.compiler.schedule import (
     ReduceScatter,
     Run,
     Schedule,
+    ToDevice,
+    ToHost,
     Update,
     Wait,
     Zeros,
 )
-from fnshard.compiler.update import Updater
+from fnshard.compiler.update import MASTER, Updater
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer
 from fnshard.runtime.collectives import Collectives
+from fnshard.runtime.memory import Transfers
 from fnshard.spec import LayoutSpec
 
 Env = dict[str, Any]
@@ -53,10 +56,32 @@ class Reduced:
     blocks: Mapping[str, Tensor]
     flat: Tensor | None = None
 
+    def each(self, make: Callable[[Tensor], Tensor]) -> Reduced:
+        """The same on other tensors: one for the row, or one a block."""
+        if self.flat is None:
+            return Reduced({p: make(b) for p, b in self.blocks.items()})
+        flat, start = make(self.flat), self.flat.storage_offset()
+        return Reduced(
+            {
+                p: flat.as_strided(b.shape, b.stride(), b.storage_offset() - start + flat.storage_offset())
+                for p, b in self.blocks.items()
+            },
+            flat,
+        )
+
+    def pairs(self, other: Reduced) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of the two that are to be alike."""
+        if self.flat is not None:
+            return [(self.flat, other.flat)]
+        return [(b, other.blocks[p]) for p, b in self.blocks.items()]
+
 
 @dataclass(frozen=True)
 class Context:
-    """What instructions are bound to. `freed`: called with each value that dies (tests poison it)."""
+    """What instructions are bound to. `freed`: called with each value that dies (tests poison it).
+
+    `transfers`: needed where something rests on the host or on disk.
+    """
 
     schedule: Schedule
     kernels: Mapping[str, tuple[Boxed, Boxed | None]]
@@ -65,6 +90,7 @@ class Context:
     scalars: Scalars | None = None
     updater: Updater | None = None
     freed: Callable[[str, Any], None] | None = None
+    transfers: Transfers | None = None
     packers: dict[str, Packer] = field(default_factory=dict)
 
     @property
@@ -82,9 +108,13 @@ def bind(context: Context) -> Callable[[Env], Env]:
     actions: list[Action] = [_named(_BIND[type(line)](line, context), line, i)
                              for i, line in enumerate(context.schedule.instructions)]  # fmt: skip
 
+    finish = context.transfers.finish if context.transfers else None
+
     def run(env: Env) -> Env:
         for action in actions:
             action(env)
+        if finish:
+            finish()
         return env
 
     return run
@@ -150,13 +180,15 @@ def _tangent_strides(kernel: Any) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _free(line: Free, context: Context) -> Action:
-    drops, freed = line.drops, context.freed
+    drops, freed, transfers = line.drops, context.freed, context.transfers
 
     def run(env: Env) -> None:
         for n in drops:
             value = env.pop(n)
             if freed:
                 freed(n, value)
+            if n.startswith("h:") and not n.startswith("h:s:"):  # h:s: is the optimizer's master
+                transfers.give(value)
 
     return run
 
@@ -235,6 +267,55 @@ def _wait_publish(line: Wait, context: Context) -> Action:
         handle = env.pop(flight)
         packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
         handle.release()
+
+    return run
+
+
+# ------------------------------------------------------------------ transfers
+
+
+def _to_device(line: ToDevice, context: Context) -> Action:
+    reads, (flight,), transfers = line.reads, line.writes, context.transfers
+    if line.into:
+        return _restore(line, context)
+
+    def run(env: Env) -> None:
+        env[flight] = transfers.to_device([env[n] for n in reads])
+
+    return run
+
+
+def _restore(line: ToDevice, context: Context) -> Action:
+    """Master copies that the host has updated -> the stored shards on the device, cast there."""
+    reads, (flight,), transfers, updater = line.reads, line.writes, context.transfers, context.updater
+    paths = [n.removeprefix("s:") for n in line.into]
+
+    def run(env: Env) -> None:
+        stored = [updater.stored_part(p, env[f"s:{p}"]) for p in paths]
+        env[flight] = transfers.to_device([env[n] for n in reads], stored)
+
+    return run
+
+
+def _to_host(line: ToHost, context: Context) -> Action:
+    reads, (flight,), into, transfers = line.reads, line.writes, line.into, context.transfers
+
+    def run(env: Env) -> None:
+        env[flight] = transfers.to_host([env[n] for n in reads], [env[n] for n in into] if into else None)
+
+    return run
+
+
+def _wait_transfer(line: Wait, context: Context) -> Action:
+    (flight,), writes = line.reads, line.writes
+    read_there = any(n.startswith("h:r:") for n in writes)
+    state = {n for n in writes if n.startswith(("s:", "o:"))}
+
+    def run(env: Env) -> None:
+        targets = env.pop(flight).wait(on_host=read_there)
+        for n, value in zip(writes, targets, strict=True):
+            if n not in state:  # written in place
+                env[n] = value
 
     return run
 
@@ -323,14 +404,20 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
     if out.startswith("a:"):
         return _accumulate_local(line, context)
     new, *before = line.reads
+    take = context.transfers.take if out.startswith("h:") else None
 
     def run(env: Env) -> None:
         value: Reduced = env[new]
+        if first and take:  # what a transfer brought goes back to its pool
+            like = {p: torch.empty_like(b, dtype=_accumulator(specs[p]), device="meta")
+                    for p, b in value.blocks.items()}  # fmt: skip
+            env[out] = Reduced({p: take(like[p]).copy_(b) for p, b in value.blocks.items()})
+            return
         if first:
             copy = value.flat is None  # a local gradient may be somebody else's tensor too
             env[out] = Reduced({p: b.to(_accumulator(specs[p]), copy=copy) for p, b in value.blocks.items()})
             return
-        total: Reduced = env[before[0]]
+        total: Reduced = env.pop(before[0])
         for path, block in value.blocks.items():
             total.blocks[path].add_(block)
         env[out] = total
@@ -353,7 +440,7 @@ def _accumulate_local(line: Accumulate, context: Context) -> Action:
         if before is None:
             env[out] = {p: g.to(_accumulator(specs[p]), copy=True) for p, g in new.items()}
             return
-        total = env[before]
+        total = env.pop(before)
         for path, gradient in new.items():
             total[path].add_(gradient)
         env[out] = total
@@ -399,11 +486,20 @@ def _wait_scalars(line: Wait, context: Context) -> Action:
 
 
 def _update(line: Update, context: Context) -> Action:
-    bucket, (name, *_) = context.schedule.buckets[line.bucket], line.reads
+    bucket, name, count = context.schedule.buckets[line.bucket], line.reads[0], len(line.paths)
     update = context.updater.bind(bucket)
+    slots = dict(
+        zip(line.paths, (n for n in line.reads if n.removeprefix("t:").startswith("o:")), strict=True)
+    )
+    params = [n for n in line.reads[1:] if n.removeprefix("t:").startswith("s:")]
+    params = dict(zip(line.paths, params, strict=True)) if params else {}
+    masters = {} if params else dict(zip(line.paths, line.writes[:count], strict=True))
 
     def run(env: Env) -> None:
-        update(env[name].blocks, env)
+        held = {p: env[n] for p, n in slots.items()}
+        update(env[name].blocks, held, {p: env[n] for p, n in params.items()}, env)
+        for path, out in masters.items():
+            env[out] = context.updater.valid_part(path, held[path][MASTER])
 
     return run
 
@@ -414,11 +510,14 @@ _WAITS: dict[str, Callable[[Wait, Context], Action]] = {
     "reduce_scatter": _wait_reduced,
     "all_reduce": _wait_reduced,
     "reduce_scalars": _wait_scalars,
+    "to_device": _wait_transfer,
+    "to_host": _wait_transfer,
 }
 _BIND: dict[type, Callable[[Any, Context], Action]] = {
     Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: _cast, Gather: _gather, Publish: _gather,
     Wait: _wait, ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, Local: _local,
     Accumulate: _accumulate, Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update,
+    ToDevice: _to_device, ToHost: _to_host,
 }  # fmt: skip
 
 

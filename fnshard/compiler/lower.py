@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 
 from fnshard import tree
 from fnshard.compiler.build import Plan, build
-from fnshard.compiler.differentiate import Kernel, differentiate_all
-from fnshard.compiler.passes import insert_frees, overlap, prefetch, reshard, update_in_backward
+from fnshard.compiler.differentiate import Kernel, differentiate_all, kernel_key
+from fnshard.compiler.passes import insert_frees, offload, overlap, prefetch, reshard, update_in_backward
 from fnshard.compiler.program import Program
+from fnshard.compiler.remat import Remat, policies
 from fnshard.compiler.schedule import Schedule
 from fnshard.compiler.split import Segments, split
 from fnshard.compiler.trace import trace
@@ -37,6 +38,23 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """What segments keep for their backward; see `compiler.remat`."""
+
+    remat: Remat = "none"
+    save: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Front:
+    """What does not depend on layouts, remat or passes: one trace serves many schedules (`fit`)."""
+
+    program: Program
+    segments: Segments
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class Stages:
     """What each stage made of the one before, for reading."""
 
@@ -44,6 +62,54 @@ class Stages:
     segments: Segments
     kernels: Mapping[str, Kernel]
     schedule: Schedule
+
+
+def trace_and_split(
+    fn: Callable[..., Any],
+    specs: Mapping[str, LayoutSpec],
+    structure: tree.TreeDef,
+    batch: Sequence[Any],
+    mesh: Mesh,
+    plan_of: PlanOf | None,
+) -> Front:
+    """The stages that look at `fn`.
+
+    Args:
+        batch: one micro-batch of this rank.
+        plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
+    """
+    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.items()}
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+        program = trace(
+            fn, shapes, structure, specs, batch,
+            device=trace_device(mesh), differentiate=plan_of is not None,
+        )  # fmt: skip
+        cuts = frozenset(p for p, s in specs.items() if s.trainable or mesh.ordered(s.storage.axes))
+        plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
+        return Front(program, split(program, specs, cuts), plan)
+
+
+def schedule_for(
+    front: Front,
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    keeping: Keeping,
+    passes: Passes,
+    known: MutableMapping[str, Kernel] | None = None,
+) -> Stages:
+    """The stages that look at specs and remat.
+
+    Args:
+        known: kernels made before, see `differentiate_all`.
+    """
+    program, segments, plan = front.program, front.segments, front.plan
+    kept = policies(segments, keeping.remat, keeping.save, (s.unit for s in specs.values()))
+    with torch.inference_mode(False), torch.enable_grad():
+        kernels = differentiate_all(segments, kept, trainable=plan.differentiate, known=known)
+    keys = [kernel_key(s.source, p) for s, p in zip(segments.segments, kept, strict=True)]
+    schedule = build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan)
+    offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
+    return Stages(program, segments, kernels, run_passes(schedule, passes, offloaded))
 
 
 def lower(
@@ -54,33 +120,18 @@ def lower(
     mesh: Mesh,
     plan_of: PlanOf | None,
     passes: Passes,
+    keeping: Keeping = Keeping(),
 ) -> Stages:
-    """All stages for one batch shape; needs no device and no process group.
-
-    Args:
-        batch: one micro-batch of this rank.
-        plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
-    """
-    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.items()}
-    differentiate = plan_of is not None
-    plan = Plan(update=False, differentiate=False)
-    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
-        program = trace(
-            fn, shapes, structure, specs, batch, device=trace_device(mesh), differentiate=differentiate
-        )
-        cuts = frozenset(p for p, s in specs.items() if s.trainable or mesh.ordered(s.storage.axes))
-        if plan_of is not None:
-            plan = plan_of(program)
-        segments = split(program, specs, cuts)
-        kernels = differentiate_all(segments.sources, trainable=differentiate)
-        schedule = build(segments, kernels, program.outputs, specs, mesh, plan)
-    return Stages(program, segments, kernels, run_passes(schedule, passes))
+    """All stages for one batch shape; needs no device and no process group."""
+    front = trace_and_split(fn, specs, structure, batch, mesh, plan_of)
+    return schedule_for(front, specs, mesh, keeping, passes)
 
 
-def run_passes(schedule: Schedule, passes: Passes) -> Schedule:
-    """The passes in their order, then `verify`."""
+def run_passes(schedule: Schedule, passes: Passes, offloaded: frozenset[int] = frozenset()) -> Schedule:
+    """The passes in order, then `verify`. `offloaded`: segments that keep on the host what they keep."""
     schedule = reshard(schedule)
     schedule = update_in_backward(schedule)
+    schedule = offload(schedule, offloaded)
     schedule = overlap(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
     return verify(insert_frees(schedule))

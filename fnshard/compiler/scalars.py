@@ -72,7 +72,9 @@ class Scalars:
         for path in bucket.paths:
             if path in self.leaf_norms:
                 replicas = self._replicas(self.specs[path].storage.axes)
-                out[path] = torch.stack([_square(env[f"s:{path}"]) / replicas, grads[path]])
+                # Each norm is taken where its piece lies.
+                stored = _square(env[f"s:{path}"]).to(grads[path].device)
+                out[path] = torch.stack([stored / replicas, grads[path]])
         return out
 
     def _replicas(self, axes: Sequence[str]) -> int:
@@ -82,8 +84,9 @@ class Scalars:
         """fp64 vector of this rank's summands."""
         parts = [self._over_micros(env, i) for i in self._wanted()]
         if self.norms:
-            parts.append(torch.stack([n["total"].double() for n in norms]).sum())
-            found = {p: v for n in norms for p, v in n.items() if p != "total"}
+            device = parts[0].device
+            parts.append(torch.stack([n["total"].double().to(device) for n in norms]).sum())
+            found = {p: v.to(device) for n in norms for p, v in n.items() if p != "total"}
             parts += [found[p][i].double() for p in self.leaf_norms for i in (0, 1)]
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.

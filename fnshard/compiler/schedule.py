@@ -1,8 +1,10 @@
 """Schedule: the ordered instructions of one step, as data a person can read, check, price and change.
 
-Values are named: `s:path` a stored shard (state), `p:path` a gathered leaf, `g:path` a full gradient,
-`r:bucket` reduced gradients, `d:value` a tangent, `~bucket` a collective in flight; anything else is a
-value of the program. A `#` tells versions of one name apart (micro-batch, forward or backward).
+Values are named: `s:path` a stored shard (state), `o:path` a leaf's optimizer slots (state), `p:path` a
+gathered leaf, `g:path` a full gradient, `r:bucket` reduced gradients, `d:value` a tangent, `x2.0` the first
+value that segment 2 saves, `~bucket` a collective or a transfer in flight; anything else is a value of the
+program. A `#` tells versions of one name apart (micro-batch, forward or backward). `h:name` is a copy of a
+value on the host, `t:name#n` one on the device of what rests on the host or on disk.
 """
 
 from __future__ import annotations
@@ -96,6 +98,32 @@ class Wait(_OfBucket):
 
 
 @dataclass(frozen=True)
+class ToDevice(_OfBucket):
+    """Issue: what rests on the host or on disk -> copies on the device (`t:`), in order of `reads`.
+
+    `into`: the device tensors that are overwritten (stored shards after an update on the host), else new
+    ones are made.
+    """
+
+    into: Names = ()
+
+    @property
+    def detail(self) -> str:
+        return _shortened(self.reads)
+
+
+@dataclass(frozen=True)
+class ToHost(_OfBucket):
+    """Issue: device values -> new copies on the host (`h:`), or `into` state that rests there or on disk."""
+
+    into: Names = ()
+
+    @property
+    def detail(self) -> str:
+        return _shortened(self.reads)
+
+
+@dataclass(frozen=True)
 class Local(_OfBucket):
     """Full gradients become the reduced ones: nobody to sum with."""
 
@@ -168,12 +196,18 @@ class Update(_OfBucket):
     """The optimizer on one bucket's leaves, in place."""
 
 
+def _shortened(names: Names) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
 def taken_over(line: Instruction) -> tuple[str, ...]:
     """What an instruction reads last, as it may write to it: reduced gradients, scaled or summed in place."""
-    return tuple(n for n in line.reads if n.startswith("r:")) if isinstance(line, Update | AllReduce) else ()
+    taken = ("r:", "h:r:", "t:r:")
+    return tuple(n for n in line.reads if n.startswith(taken)) if isinstance(line, Update | AllReduce) else ()
 
 
 COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, ReduceScalars)
+TRANSFERS = (ToDevice, ToHost)
 
 
 @dataclass(frozen=True)

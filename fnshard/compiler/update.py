@@ -13,10 +13,12 @@ from fnshard.compiler.scalars import Summary
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Bucket
 from fnshard.runtime.collectives import Collectives, Done
+from fnshard.runtime.memory import rest
 from fnshard.spec import LayoutSpec, block_shape, block_slices
-from fnshard.transform import Optimizer, StepInfo
+from fnshard.transform import Optimizer, Slots, StepInfo, Tensors
 
 MASTER = "master"
+UpdateOf = Callable[[Tensors, Slots, Tensors, dict[str, Any]], None]  # gradients, slots, parameters, env
 
 
 @dataclass(frozen=True)
@@ -79,51 +81,65 @@ class Updater:
         env["info"] = info if factor is None else info.scaled(factor)
         env["skip"] = False
 
-    def bind(self, bucket: Bucket) -> Callable[[Mapping[str, Tensor], dict[str, Any]], None]:
-        """A function that updates the bucket's leaves from their reduced blocks."""
+    def bind(self, bucket: Bucket) -> UpdateOf:
+        """A function that updates the bucket's leaves from their reduced blocks, where these lie."""
         for path in bucket.paths:
             self.places[path] = place(self.specs[path], self.mesh, self.rank)
         paths = bucket.paths
+        on_host = self.specs[paths[0]].update_on == "host" and self.mesh.device_type != "cpu"
         if all(self._plain(p) for p in paths):
 
-            def update_plain(blocks: Mapping[str, Tensor], env: dict[str, Any]) -> None:
+            def update_plain(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
                 if not env["skip"]:
-                    opt_state = env["opt_state"]
-                    slots = {p: opt_state[p] for p in paths}
-                    self.optimizer.apply(blocks, slots, {p: env[f"s:{p}"] for p in paths}, env["info"])
+                    self.optimizer.apply(blocks, slots, params, self._info(env, on_host))
 
             return update_plain
 
-        def update(blocks: Mapping[str, Tensor], env: dict[str, Any]) -> None:
+        def update(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
             if env["skip"]:
                 return
-            grads, slots, params = {}, {}, {}
+            grads, held, targets = {}, {}, {}
             for path in paths:
                 spec, where = self.specs[path], self.places[path]
                 grads[path] = _cut(blocks[path], where.gradient).to(spec.optimizer_dtype)
-                slots[path] = {k: _cut(v, where.valid) for k, v in env["opt_state"][path].items()}
-                master = slots[path].pop(MASTER, None)
-                params[path] = _cut(env[f"s:{path}"], where.stored) if master is None else master
-            self.optimizer.apply(grads, slots, params, env["info"])
+                held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
+                master = held[path].pop(MASTER, None)
+                targets[path] = _cut(params[path], where.stored) if master is None else master
+            self.optimizer.apply(grads, held, targets, self._info(env, on_host))
             for path in paths:
-                if MASTER in env["opt_state"][path]:
-                    _cut(env[f"s:{path}"], self.places[path].stored).copy_(params[path])
+                if MASTER in slots[path] and path in params:
+                    _cut(params[path], self.places[path].stored).copy_(targets[path])
 
         return update
+
+    def stored_part(self, path: str, stored: Tensor) -> Tensor:
+        """The part of a stored leaf that its optimizer block holds, padding cut off."""
+        return _cut(stored, self.places[path].stored)
+
+    def valid_part(self, path: str, block: Tensor) -> Tensor:
+        """An optimizer block without its padding."""
+        return _cut(block, self.places[path].valid)
+
+    def _info(self, env: dict[str, Any], on_host: bool) -> StepInfo:
+        if not on_host:
+            return env["info"]
+        if env.get("info_of") is not env["info"]:  # moved once a step: it makes the host wait for the device
+            env["info_of"], env["info_on_host"] = env["info"], env["info"].to(torch.device("cpu"))
+        return env["info_on_host"]
 
     def _plain(self, path: str) -> bool:
         """Whether gradient, slots and stored block are the optimizer's as they are."""
         spec = self.specs[path]
         one_dtype = spec.storage_dtype == spec.optimizer_dtype == spec.reduce_dtype
-        return one_dtype and self.places[path] == Place(None, None, None)
+        return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
 
     def _gather(self, path: str, shard: Tensor) -> Tensor:
         """The whole leaf from optimizer blocks (padding cut off); a collective."""
         spec = self.specs[path]
         axes = self.mesh.ordered(spec.optimizer.axes)
         block = block_shape(spec.shape, spec.optimizer, self.mesh)
-        flat = shard.new_zeros(block)
-        flat[tuple(slice(0, n) for n in shard.shape)] = shard
+        flat = torch.zeros(block, dtype=shard.dtype, device=self.mesh.device)
+        flat[tuple(slice(0, n) for n in shard.shape)] = shard.to(self.mesh.device)
         handle = self.comm.all_gather(flat.flatten(), axes) if axes else Done([flat.flatten()])
         full = shard.new_empty(spec.shape)
         for rank, row in zip(self.mesh.group_ranks(axes, self.rank), handle.wait(), strict=True):
@@ -142,22 +158,29 @@ def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
 
 
 def init_slots(
-    optimizer: Optimizer, params: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, rank: int
+    optimizer: Optimizer,
+    params: Mapping[str, Tensor],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    rank: int,
+    disk_dir: str | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state for this rank's blocks, and master copies where the dtype differs.
+    """Optimizer state for this rank's blocks, where it rests, and master copies where there are any.
 
-    `params`: stored blocks of all leaves; leaves that do not train get none.
+    `params`: stored blocks of all leaves; leaves that do not train get none. One leaf's state at a time is
+    outside its tier.
     """
-    blocks = {}
-    for path, spec in specs.items():
-        if spec.trainable:
-            blocks[path] = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
-    slots = {p: dict(s) for p, s in optimizer.init(blocks).items()}
-    for path, block in blocks.items():
-        slots.setdefault(path, {})
-        if specs[path].optimizer_dtype != specs[path].storage_dtype:
-            slots[path][MASTER] = block.clone()
-    return slots
+    trained = {p: s for p, s in specs.items() if s.trainable}
+    for rules in optimizer.rules:
+        rules.check(trained)
+    out = {}
+    for path, spec in trained.items():
+        block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
+        slots = dict(optimizer.init_leaf(block))
+        if spec.has_master:
+            slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
+        out[path] = {k: rest(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}
+    return out
 
 
 def optimizer_block(stored: Tensor, spec: LayoutSpec, mesh: Mesh, rank: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import fx
 
 from fnshard.compiler.schedule import (
     COLLECTIVES,
+    TRANSFERS,
     Cast,
     Free,
     Gather,
@@ -19,6 +20,8 @@ from fnshard.compiler.schedule import (
 )
 from fnshard.compiler.split import TERM_RATIO
 from fnshard.errors import ScheduleError, report
+
+_STATE = ("s:", "o:", "t:s:", "t:o:")  # written in place
 
 
 @dataclass
@@ -36,8 +39,8 @@ def verify(schedule: Schedule) -> Schedule:
     - a bucket has one live gathered version at a time, and it is read; no more units than planned
       are alive at once;
     - nothing that rests on leaves alone is saved or crosses a cut (checked on the kernels);
-    - every collective is waited for, exactly once;
-    - nothing writes or frees what a collective in flight reads, or reads what was taken over;
+    - every collective and every transfer is waited for, exactly once;
+    - nothing writes or frees what a collective or transfer in flight reads, or reads what was taken over;
     - whatever is alive at the end is an output.
 
     Raises:
@@ -72,7 +75,7 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
         held = {n for n in touched if not _copied(issue, n)}
         if held and not (isinstance(line, Wait) and flight in line.reads):
             walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
-    if isinstance(line, COLLECTIVES):
+    if isinstance(line, COLLECTIVES + TRANSFERS):
         if line.writes[0] in walk.flying:
             walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
         walk.flying[line.writes[0]] = (number, line)
@@ -81,7 +84,7 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
     if isinstance(line, Free) and not line.drops:
         walk.problems.append(f"{here}: frees nothing")
     for name in line.writes:
-        if name in walk.live and not name.startswith("s:"):
+        if name in walk.live and not name.startswith(_STATE):
             walk.problems.append(f"{here}: writes {name} again")
     walk.live |= set(line.writes)
     walk.live -= set(line.drops)
@@ -89,7 +92,9 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
 
 def _copied(issue: Instruction, name: str) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
-    return name.startswith(("g:", "a:", "n:", "r:")) or issue.verb == "reduce_scalars"
+    if isinstance(issue, TRANSFERS):
+        return False
+    return name.startswith(("g:", "a:", "n:", "r:", "t:s:")) or issue.verb == "reduce_scalars"
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:

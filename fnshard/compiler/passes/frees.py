@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fnshard.compiler.schedule import Free, Instruction, Run, Schedule
+from fnshard.compiler.schedule import TRANSFERS, Accumulate, Free, Instruction, Run, Schedule, Wait
 
 
 def insert_frees(schedule: Schedule) -> Schedule:
     """A value dies at its last reader: inside a kernel's call, or by a Free right behind it.
 
-    Stored shards and the step's own inputs belong to the caller and are never dropped.
+    Stored shards and the step's own inputs belong to the caller and are never dropped. What a transfer
+    reads is read until its Wait.
     """
+    sent = {line.writes[0]: line.reads for line in schedule.instructions if isinstance(line, TRANSFERS)}
     keep = set(schedule.inputs) | set(schedule.outputs)
     last: dict[str, int] = {}
     for index, line in enumerate(schedule.instructions):
-        for name in (*line.writes, *line.reads):
+        behind = sent.get(line.reads[0], ()) if isinstance(line, Wait) else ()
+        for name in (*line.writes, *line.reads, *behind):
             if name not in keep:
                 last[name] = index
     dying: dict[int, list[str]] = {}
@@ -24,9 +27,15 @@ def insert_frees(schedule: Schedule) -> Schedule:
     out: list[Instruction] = []
     for index, line in enumerate(schedule.instructions):
         names = dying.get(index, [])
-        inside = tuple(n for n in names if n in line.reads and (isinstance(line, Run) or n.startswith("~")))
+        inside = tuple(n for n in names if n in line.reads and _dies_inside(n, line))
         out.append(replace(line, drops=inside))
         after = tuple(n for n in names if n not in inside)
         if after:
             out.append(Free(line.unit, line.phase, drops=after))
     return schedule.with_instructions(out)
+
+
+def _dies_inside(name: str, line: Instruction) -> bool:
+    """Whether the instruction itself lets go of it: kernels, waits, sums that hand their accumulator on."""
+    handed_on = isinstance(line, Accumulate) and not line.first and name == line.reads[-1]
+    return isinstance(line, Run) or name.startswith("~") or handed_on

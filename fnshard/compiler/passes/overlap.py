@@ -1,14 +1,15 @@
-"""Overlap: wait for a reduction only after more kernels have run. Keeps numerics."""
+"""Overlap: wait for what leaves (a reduction, a transfer to the host) after more kernels. Keeps numerics."""
 
 from __future__ import annotations
 
 from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
 
-_REDUCTIONS = ("reduce_scatter", "all_reduce")
+_LEAVING = ("reduce_scatter", "all_reduce", "to_host")
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
-    """Move each reduction's Wait, and all that rests on it, below `depth` more kernels.
+    """Move the Wait of each reduction and each transfer to the host, and all that rests on it, below `depth`
+    more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
     buckets of full gradients are in flight.
@@ -31,7 +32,7 @@ class _Queue:
             if any(_depends(line, other) for other in held):
                 held.append(line)
                 return
-        if isinstance(line, Wait) and line.of in _REDUCTIONS and self.depth:
+        if isinstance(line, Wait) and line.of in _LEAVING and self.depth:
             self.waiting.append((self.depth, [line]))
             return
         self.out.append(line)

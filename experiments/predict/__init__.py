@@ -1,0 +1,1 @@
+"""Predicted against measured step times: `python -m experiments.predict`; what was found is in README.md."""

@@ -1,0 +1,45 @@
+"""Predicted against measured step times on this machine's CPU.
+
+    python -m experiments.predict --rounds 7
+
+Writes `predict.json`, `predict.png` and a timeline of each plan below the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from experiments.predict.plans import PLANS
+from fnshard.launch import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
+    parser.add_argument("--plans", nargs="*", default=[], choices=[p.name for p in PLANS], metavar="PLAN")
+    parser.add_argument("--out", type=Path, default=Path("outputs") / "predict")
+    args = parser.parse_args()
+    folder = args.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"folder": str(folder), "rounds": args.rounds, "backend": args.backend, "plans": args.plans}
+    job = folder / "job.json"
+    job.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    launch(
+        [sys.executable, "-u", "-m", "experiments.predict.rank", str(job)],
+        ranks=args.ranks,
+        logs=folder / "ranks",
+        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+
+
+if __name__ == "__main__":
+    main()

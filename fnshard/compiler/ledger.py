@@ -1,0 +1,458 @@
+"""Ledger: every byte of a step, from its schedule, before anything runs.
+
+`measure` plays a schedule on paper: which storages are alive at each instruction, by category, unit and
+tier. Kernels are counted by `footprint`: by the liveness of their graphs, or by the code that Inductor
+generated where they have been compiled. Not counted: what the caller holds beside the state and the batch;
+what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's workspace); allocations
+that a caching allocator keeps but does not use; tensors of a few numbers (losses, steps, random keys are).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fnshard.compiler.effects import Rank
+from fnshard.compiler.footprint import (
+    Entry,
+    Footprint,
+    Watch,
+    compiled_footprint,
+    constant_bytes,
+    eager_footprint,
+)
+from fnshard.compiler.kernels import Boxed
+from fnshard.compiler.program import Program
+from fnshard.compiler.schedule import Schedule
+from fnshard.compiler.transport import Kind, Transport, kind_of
+from fnshard.compiler.update import MASTER, Updater
+from fnshard.compiler.walk import (
+    BUFFERS,
+    CATEGORIES,
+    INPUTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TIERS,
+    Held,
+    Moment,
+    Parts,
+    Walk,
+)
+from fnshard.mesh import Mesh
+from fnshard.runtime.buckets import Bucket
+from fnshard.spec import LayoutSpec, block_shape
+from fnshard.transform import LeafNorms, Optimizer, StepInfo
+
+Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
+
+
+@dataclass(frozen=True)
+class MemoryAnalysis:
+    """What a step takes of one rank's memory, in bytes.
+
+    `peak_bytes`: on the device at the worst moment, which is inside instruction number `at`, `line`;
+    `peak`: what it is made of, by category; `units`: the same by unit. `resident`: between steps, by
+    category, without the batch. `host_bytes`, `disk_bytes`: at their peaks; `host_resident_bytes`,
+    `disk_resident_bytes`: between steps. `leaves`: by path, the stored shard, optimizer state, gathered
+    parameter and gradient shard. `kernels`: "eager" or "inductor", whose liveness was counted.
+    """
+
+    peak_bytes: int
+    at: int
+    line: str
+    peak: Mapping[str, int]
+    units: Mapping[str, Mapping[str, int]]
+    resident: Mapping[str, int]
+    host_bytes: int
+    host_resident_bytes: int
+    disk_bytes: int
+    disk_resident_bytes: int
+    leaves: Mapping[str, Mapping[str, int]] = field(repr=False)
+    kernels: str = "eager"
+
+    @property
+    def resident_bytes(self) -> int:
+        """On the device, between steps."""
+        return sum(self.resident.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and dicts."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "at": self.at,
+            "line": self.line,
+            "peak": dict(self.peak),
+            "units": {u: dict(c) for u, c in self.units.items()},
+            "resident_bytes": self.resident_bytes,
+            "resident": dict(self.resident),
+            "host_bytes": self.host_bytes,
+            "host_resident_bytes": self.host_resident_bytes,
+            "disk_bytes": self.disk_bytes,
+            "disk_resident_bytes": self.disk_resident_bytes,
+            "leaves": {p: dict(s) for p, s in self.leaves.items()},
+            "kernels": self.kernels,
+        }
+
+    def __str__(self) -> str:
+        rows = [("MB", "at the peak", "between steps")]
+        rows += [
+            (c, _mb(self.peak.get(c, 0)), _mb(self.resident.get(c, 0)))
+            for c in CATEGORIES
+            if self.peak.get(c) or self.resident.get(c)
+        ]
+        rows.append(("device", _mb(self.peak_bytes), _mb(self.resident_bytes)))
+        for tier, peak, rest in (
+            ("host", self.host_bytes, self.host_resident_bytes),
+            ("disk", self.disk_bytes, self.disk_resident_bytes),
+        ):
+            if peak:
+                rows.append((tier, _mb(peak), _mb(rest)))
+        return "\n".join([*columns(rows), f"peak in instruction {self.at}: {self.line}"])
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Bytes at every instruction, each at its worst moment; the units of `moments` are lines."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of all."""
+        return max((m.bytes for m in self.moments), default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`lines`, then one list per category and tier, each as long as the schedule."""
+        out: dict[str, Any] = {"lines": [m.line for m in self.moments]}
+        out |= {c: [m.device[c] for m in self.moments] for c in CATEGORIES}
+        return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
+
+    def __str__(self) -> str:
+        used = [c for c in CATEGORIES if any(m.device[c] for m in self.moments)]
+        tiers = [t for t in TIERS[1:] if any(getattr(m, t) for m in self.moments)]
+        rows = [("MB", "device", *used, *tiers, "instruction")]
+        rows += [
+            (
+                str(m.index),
+                _mb(m.bytes),
+                *(_mb(m.device[c]) for c in used),
+                *(_mb(getattr(m, t)) for t in tiers),
+                m.line[:60],
+            )
+            for m in self.moments
+        ]
+        return "\n".join(columns(rows))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Cells side by side, the first and what is no number to the left.
+
+    >>> columns([("MB", "a"), ("device", "1.0")])
+    ['MB      a', 'device  1.0']
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def cell(text: str, i: int) -> str:
+        number = i and text.replace(".", "", 1).replace(",", "").isdigit()
+        return text.rjust(widths[i]) if number else text.ljust(widths[i])
+
+    return ["  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows]
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.3f}"
+
+
+# ------------------------------------------------------------------ the walk over a schedule
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a schedule does not say of the step's memory.
+
+    Args:
+        program: for its inputs.
+        batch_bytes: of the whole batch's leaves on this rank, by name.
+        optimizer: None where gradients are returned.
+        compiled: the kernels, if they have been compiled by Inductor.
+        transport: how ranks talk; None looks at the mesh.
+    """
+
+    program: Program
+    batch_bytes: Mapping[str, int]
+    optimizer: Optimizer | None = None
+    compiled: Compiled | None = None
+    transport: Kind | None = None
+
+
+def measure(schedule: Schedule, given: Given) -> tuple[MemoryAnalysis, MemoryTimeline]:
+    """Play the schedule on paper."""
+    mesh = schedule.mesh
+    device = torch.device(mesh.device_type)
+    walk = Walk(schedule, device)
+    transport = Transport(mesh, given.transport or kind_of(mesh))
+    slots = slots_of(given.optimizer, schedule.specs, mesh) if given.optimizer else {}
+    rank = Rank(
+        walk,
+        transport,
+        footprint=lambda name, backward, entries: footprint_of(
+            schedule.kernels[name], backward, entries, given.compiled
+        ),
+        update_bytes=lambda bucket: _update_bytes(bucket, schedule, given.optimizer, slots),
+        rank=mesh.rank,
+    )
+    constants = _put_inputs(walk, given, slots)
+    for index, line in enumerate(schedule.instructions):
+        walk.begin(line)
+        rank.play(line)
+        walk.end(index)
+    analysis = _analysis(walk, transport.resident_bytes(), constants, slots, _kernels_by(given.compiled))
+    moments = tuple(_with_transport(m, transport.resident_bytes()) for m in walk.moments)
+    return analysis, MemoryTimeline(moments)
+
+
+def _kernels_by(compiled: Compiled | None) -> str:
+    eager = all(not hasattr(f, "current_callable") for pair in (compiled or {}).values() for f in pair)
+    return "eager" if eager else "inductor"
+
+
+def _with_transport(moment: Moment, size: int) -> Moment:
+    device = {**moment.device, BUFFERS: moment.device[BUFFERS] + size}
+    return Moment(moment.index, moment.line, device, moment.host, moment.disk)
+
+
+def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
+    """State, batch, constants, keys and the seed; returns the bytes of constants."""
+    schedule, mesh, accumulate = walk.schedule, walk.schedule.mesh, walk.schedule.accumulate
+    for path, spec in schedule.specs.items():
+        shape = block_shape(spec.shape, spec.storage, mesh)
+        block = _of_unit(walk, spec.unit, _size(shape, spec.storage_dtype), PARAMETERS, spec.memory)
+        walk.set(f"s:{path}", Held(block, _count(shape), spec.storage_dtype, shape, None))
+    for path, held in slots.items():
+        spec, parts = schedule.specs[path], {}
+        for name, (shape, dtype) in held.items():
+            block = _of_unit(walk, spec.unit, _size(shape, dtype), OPTIMIZER, spec.optimizer_memory)
+            parts[name] = Held(block, _count(shape), dtype, shape, None)
+        walk.set(f"o:{path}", Parts(parts))
+    whole = {f"batch:{n}": walk.new(size, INPUTS) for n, size in given.batch_bytes.items()}
+    constants = 0
+    for node, entry in zip(given.program.placeholders, given.program.inputs, strict=True):
+        value, base = node.meta["val"], f"{entry.kind}:{entry.name}"
+        if entry.kind == "leaf":
+            continue
+        if entry.kind == "constant":
+            constants += value.untyped_storage().nbytes()
+        micros = [""] if accumulate == 1 or entry.kind == "constant" else [f"#{m}" for m in range(accumulate)]
+        for suffix in micros:
+            block = whole.get(base)
+            block = walk.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block
+            walk.set(base + suffix, Held(block, value.numel(), value.dtype, tuple(value.shape), None))
+    walk.set("seed", walk.tensor(1, torch.float32, INPUTS))
+    held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
+    if held:
+        walk.hold(walk.new(held, INPUTS))
+    for name in schedule.inputs:
+        if name not in walk.names:
+            walk.set(name, Held(None, 1, torch.float32))
+    walk._mine.clear()
+    return constants + held
+
+
+def _of_unit(walk: Walk, unit: str, size: int, category: str, tier: str) -> int:
+    walk.line = _Unit(unit)
+    block = walk.new(size, category, tier)
+    walk.line = None
+    return block
+
+
+@dataclass(frozen=True)
+class _Unit:
+    unit: str
+
+
+def _count(shape: Sequence[int]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return _count(shape) * dtype.itemsize
+
+
+def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels: str) -> MemoryAnalysis:
+    worst = max(walk.moments, key=lambda m: m.bytes)
+    peak = {c: n for c, n in worst.device.items() if n}
+    units: dict[str, dict[str, int]] = {}
+    for (category, unit), size in walk.units.items():
+        if size:
+            units.setdefault(unit, {})[category] = size
+    if transport:
+        peak[BUFFERS] = peak.get(BUFFERS, 0) + transport
+        shared = units.setdefault("-", {})
+        shared[BUFFERS] = shared.get(BUFFERS, 0) + transport
+    state = _state_bytes(walk.schedule.specs, slots, walk.schedule.mesh)
+    resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
+    resident |= {k: v for k, v in ((BUFFERS, transport), (INPUTS, constants)) if v}
+    pooled = sum(b.bytes for b in walk.blocks if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER))
+    return MemoryAnalysis(
+        peak_bytes=sum(peak.values()),
+        at=worst.index,
+        line=worst.line,
+        peak=peak,
+        units=units,
+        resident=resident,
+        host_bytes=walk.worst["host"],
+        host_resident_bytes=state[PARAMETERS, "host"] + state[OPTIMIZER, "host"] + pooled,
+        disk_bytes=walk.worst["disk"],
+        disk_resident_bytes=state[PARAMETERS, "disk"] + state[OPTIMIZER, "disk"],
+        leaves=_leaves(walk.schedule.specs, slots, walk.schedule.mesh),
+        kernels=kernels,
+    )
+
+
+def _state_bytes(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[tuple[str, str], int]:
+    out = dict.fromkeys([(c, t) for c in (PARAMETERS, OPTIMIZER) for t in TIERS], 0)
+    for path, sizes in _leaves(specs, slots, mesh).items():
+        out[PARAMETERS, specs[path].memory] += sizes["stored"]
+        out[OPTIMIZER, specs[path].optimizer_memory] += sizes["optimizer"]
+    return out
+
+
+def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
+    """By path: bytes of the stored shard, the optimizer's slots, the gathered leaf, the gradient shard."""
+    return {
+        path: {
+            "stored": _size(block_shape(s.shape, s.storage, mesh), s.storage_dtype),
+            "optimizer": sum(_size(shape, dtype) for shape, dtype in slots.get(path, {}).values()),
+            "gathered": _size(s.shape, s.compute_dtype),
+            "gradient": _size(block_shape(s.shape, s.gradient, mesh), s.reduce_dtype) if s.trainable else 0,
+        }
+        for path, s in specs.items()
+    }
+
+
+# ------------------------------------------------------------------ kernels
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Footprint]] = weakref.WeakKeyDictionary()
+
+
+def footprint_of(kernel: Any, backward: bool, entries: Sequence[Entry], compiled: Compiled | None) -> Footprint:
+    """Of one kernel's call; each is worked out once."""
+    module: fx.GraphModule = kernel.backward if backward else kernel.forward
+    generated = None if compiled is None else compiled[kernel.name][int(backward)]
+    known = _KNOWN.setdefault(module, {})
+    key = tuple(entries), id(generated)
+    if key not in known:
+        found = None if generated is None else compiled_footprint(module, generated, entries)
+        known[key] = found or eager_footprint(module, entries)
+    return known[key]
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
+    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included."""
+    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    known: dict[Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for path, spec in specs.items():
+        if not spec.trainable:
+            continue
+        shape = block_shape(spec.shape, spec.optimizer, mesh)
+        key = shape, spec.optimizer_dtype, spec.has_master
+        if key not in known:
+            block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
+            made = optimizer.init_leaf(block)
+            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
+            if spec.has_master:
+                known[key][MASTER] = shape, spec.optimizer_dtype
+        out[path] = known[key]
+    return out
+
+
+class _Comm:
+    """Collectives on fakes: what an optimizer that gathers would be given."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
+    def all_gather(self, flat: torch.Tensor, axes: Sequence[str]) -> Any:
+        rows = [torch.empty_like(flat) for _ in range(self.mesh.axes_size(axes))]
+        return _Row(rows)
+
+
+@dataclass(frozen=True)
+class _Row:
+    rows: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.rows
+
+    def release(self) -> None:
+        pass
+
+
+_UPDATES: dict[Any, int] = {}
+
+
+def _update_bytes(bucket: Bucket, schedule: Schedule, optimizer: Optimizer | None, slots: Slots) -> int:
+    """What the optimizer's own code takes for a bucket, found by running it on fakes."""
+    specs, mesh = schedule.specs, schedule.mesh
+    barrier = any("scalars" in i.reads for i in schedule.instructions if getattr(i, "bucket", "") == bucket.name)
+    key = (
+        optimizer.name, mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, schedule.accumulate > 1,
+        tuple((_policy(specs[p]), optimizer.settings(p)) for p in bucket.paths),
+    )  # fmt: skip
+    if key not in _UPDATES:
+        _UPDATES[key] = _run_update(bucket, schedule, optimizer, slots, barrier)
+    return _UPDATES[key]
+
+
+def _policy(spec: LayoutSpec) -> Any:
+    from dataclasses import replace
+
+    return replace(spec, unit="-")
+
+
+def _run_update(
+    bucket: Bucket, schedule: Schedule, optimizer: Optimizer, slots: Slots, barrier: bool
+) -> int:
+    specs, mesh = schedule.specs, schedule.mesh
+    device = torch.device("cpu" if mesh.device_type == "cpu" else mesh.device_type)
+    with FakeTensorMode(), torch.no_grad():
+        updater = Updater(optimizer, specs, mesh, mesh.rank, _Comm(mesh))
+        update = updater.bind(bucket)
+        scalar = torch.zeros((), dtype=torch.float64, device=device)
+        env: dict[str, Any] = {"rescale": lambda summary: None, "skip_if": None}
+        updater.start(env, torch.zeros((), dtype=torch.int64, device=device))
+        if barrier:
+            norms = {p: LeafNorms(scalar, scalar) for p in specs} if "leaf_norms" in optimizer.needs else None
+            info: StepInfo = env["info"]
+            env["info"] = StepInfo(info.step, scalar, norms, None, info.gather, info.cut)
+        blocks, held, params = {}, {}, {}
+        for path in bucket.paths:
+            spec = specs[path]
+            dtype = bucket.dtype
+            if schedule.accumulate > 1:
+                dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
+            blocks[path] = torch.empty(block_shape(spec.shape, spec.gradient, mesh), dtype=dtype, device=device)
+            held[path] = {
+                n: torch.empty(shape, dtype=d, device=device) for n, (shape, d) in slots[path].items()
+            }
+            if not (spec.update_on == "host" and spec.memory == "device"):
+                shape = block_shape(spec.shape, spec.storage, mesh)
+                params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
+        watch = Watch()
+        with watch:
+            update(blocks, held, params, env)
+    return max(watch.peak, 0)

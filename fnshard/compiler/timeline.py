@@ -1,0 +1,206 @@
+"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer (and the host's updates).
+
+The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
+collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
+compute lane until its flight is done. Where nothing overlaps (a CPU), all lanes share one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fnshard.compiler.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
+from fnshard.compiler.schedule import TRANSFERS, Instruction, Run, Schedule, ToHost, Wait
+from fnshard.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of a lane: what line `index` of the schedule does there, in seconds since the step began."""
+
+    index: int
+    lane: str
+    start: float
+    end: float
+    verb: str
+    unit: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as it should run; prints as a short table.
+
+    `exposed_*_seconds`: how long compute stood still for a collective, or a transfer (and the host update
+    before it). `model_flops`: of forward and backward without recomputation; `hardware_flops`: with it; both
+    of one rank and one step. `mfu`: model FLOPs per second as a share of the data sheet's peak.
+    """
+
+    hardware: str
+    step_seconds: float
+    spans: tuple[Span, ...] = field(repr=False)
+    busy_seconds: Mapping[str, float]
+    exposed_communication_seconds: float
+    exposed_transfer_seconds: float
+    model_flops: float
+    hardware_flops: float
+    mfu: float
+    ranks: int
+    tokens_per_second: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, without the spans."""
+        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "spans"}
+        return out | {"busy_seconds": dict(self.busy_seconds)}
+
+    def __str__(self) -> str:
+        step = max(self.step_seconds, 1e-30)
+        rows = [("step", self.step_seconds)]
+        rows += [(f"  {lane} busy", s) for lane, s in self.busy_seconds.items() if s]
+        rows += [
+            ("  exposed communication", self.exposed_communication_seconds),
+            ("  exposed transfer", self.exposed_transfer_seconds),
+        ]
+        lines = [f"{self.ranks} x {self.hardware}"]
+        lines += [f"{name:24s} {s * 1e3:12.3f} ms  {s / step:6.1%}" for name, s in rows]
+        lines.append(
+            f"{'model FLOPs':24s} {self.model_flops / 1e12:12.3f} T   {self.mfu:6.1%} MFU, hardware "
+            f"{self.hardware_flops / 1e12:.3f} T"
+        )
+        if self.tokens_per_second is not None:
+            lines.append(f"{'tokens':24s} {self.tokens_per_second:12,.0f} /s  all ranks")
+        return "\n".join(lines)
+
+
+def simulate(
+    schedule: Schedule, hardware: Hardware, *, fused: bool = True, slots: int = 2, tokens: int | None = None
+) -> Timeline:
+    """Run a schedule on paper.
+
+    Args:
+        fused: kernels as Inductor compiles them; else operator by operator.
+        slots: tensors of optimizer state per leaf.
+        tokens: of one step, all ranks together, if known.
+    """
+    pricer = Pricer(schedule, hardware, fused, slots)
+    clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
+    for index, line in enumerate(schedule.instructions):
+        clock.step(index, line, pricer.of(line))
+    busy = dict.fromkeys(LANES, 0.0)
+    for span in clock.spans:
+        busy[span.lane] += span.end - span.start
+    seconds = clock.end()
+    model, spent, dtype = _flops(schedule, pricer)
+    peak = hardware.peak_flops.get(dtype) or hardware.peak_flops["f32"]
+    return Timeline(
+        hardware.name,
+        seconds,
+        tuple(clock.spans),
+        busy,
+        clock.exposed[COMMUNICATION],
+        clock.exposed[TRANSFER],
+        model,
+        spent,
+        model / seconds / peak if seconds else 0.0,
+        schedule.mesh.size,
+        None if tokens is None or not seconds else tokens / seconds,
+    )
+
+
+def _flops(schedule: Schedule, pricer: Pricer) -> tuple[float, float, str]:
+    """Model FLOPs, hardware FLOPs, and the dtype most of them are in.
+
+    A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser
+    of that and what the kernel does.
+    """
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    back = {(r.segment, r.phase.rpartition(".")[2]): r for r in runs if r.backward}
+    model = spent = 0.0
+    dtypes: dict[str, float] = {}
+    for line in runs:
+        cost = pricer.counted(line)
+        spent += cost.flops
+        for dtype, flops in cost.flops_by_dtype().items():
+            dtypes[dtype] = dtypes.get(dtype, 0.0) + flops
+        if not line.backward:
+            micro = line.phase.rpartition(".")[2]
+            other = back.get((line.segment, micro if "." in line.phase else "backward"))
+            model += cost.flops + (min(2 * cost.flops, pricer.counted(other).flops) if other else 0.0)
+    return model, spent, max(dtypes, key=dtypes.__getitem__, default="f32")
+
+
+# ------------------------------------------------------------------ clocks
+
+
+@dataclass
+class _Clock:
+    """What has happened so far. `ready`: when a value in flight, or one made on the host, is there."""
+
+    overlap: bool
+    spans: list[Span] = field(default_factory=list)
+    ready: dict[str, float] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=lambda: {COMMUNICATION: 0.0, TRANSFER: 0.0})
+
+    def note(self, index: int, line: Instruction, lane: str, start: float, seconds: float) -> float:
+        if seconds > 0:
+            self.spans.append(Span(index, lane, start, start + seconds, line.verb, line.unit, line.phase))
+        return start + seconds
+
+
+@dataclass
+class _OneClock(_Clock):
+    """Everything on the caller's thread, one after another."""
+
+    now: float = 0.0
+
+    def step(self, index: int, line: Instruction, price: Price) -> None:
+        lane = HOST if price.on_host else COMPUTE
+        self.now = self.note(index, line, lane, self.now, price.host_seconds + price.device_seconds)
+        if price.flight_seconds:
+            self.now = self.note(index, line, price.lane, self.now, price.flight_seconds)
+            self.exposed[price.lane] += price.flight_seconds
+
+    def end(self) -> float:
+        return self.now
+
+
+@dataclass
+class _Together(_Clock):
+    """Lanes of their own."""
+
+    host: float = 0.0
+    free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+
+    def step(self, index: int, line: Instruction, price: Price) -> None:
+        self.host += price.host_seconds
+        there = max((self.ready.get(n, 0.0) for n in line.reads), default=0.0)
+        if price.on_host:
+            self.host = self.note(index, line, HOST, max(self.host, there), price.device_seconds)
+            self.ready |= dict.fromkeys(line.writes, self.host)
+            return
+        if isinstance(line, Wait):
+            self._wait(line, there)
+        if price.device_seconds:
+            start = max(self.host, self.free[COMPUTE])
+            self.free[COMPUTE] = self.note(index, line, COMPUTE, start, price.device_seconds)
+        if price.flight_seconds:
+            # What goes out was computed on the compute lane; what comes in rests elsewhere, unless it overwrites.
+            after = not isinstance(line, TRANSFERS) or isinstance(line, ToHost) or line.into
+            start = max(self.host, self.free[price.lane], there, self.free[COMPUTE] if after else 0.0)
+            self.free[price.lane] = self.note(index, line, price.lane, start, price.flight_seconds)
+            self.ready |= dict.fromkeys(line.writes, self.free[price.lane])
+
+    def _wait(self, line: Wait, there: float) -> None:
+        """Compute stands still; of a copy that went to the host, who reads it there does."""
+        if line.of == "to_host":
+            self.ready |= dict.fromkeys(line.writes, there)
+            return
+        now = max(self.host, self.free[COMPUTE])
+        if there > now:
+            self.exposed[TRANSFER if line.of == "to_device" else COMMUNICATION] += there - now
+        self.free[COMPUTE] = max(self.free[COMPUTE], there)
+
+    def end(self) -> float:
+        return max(self.host, *self.free.values())

@@ -1,0 +1,270 @@
+"""Measure: micro-benchmarks of the machine at hand, as the plain values of a `Hardware`.
+
+Matmuls, attention, streaming, exponentials, copies, the fused AdamW, the collectives of a mesh's real
+transport, calls: what a step is made of, one by one, never a step. On a mesh of several ranks all run each
+benchmark at the same time, as they share memory and caches in a step too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives import Collectives, Handle
+from fnshard.runtime.connect import connection
+
+SAMPLES, SAMPLE_s = 5, 2e-3  # medians of so many samples of at least so long
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+Points = list[tuple[float, float]]
+
+
+def measure(mesh: Mesh | None = None) -> dict[str, Any]:
+    """The values of `Hardware.as_dict`, equal on all ranks; see `Hardware.measure`."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = mesh.device if mesh else accelerator or torch.device("cpu")
+    comm = connection(mesh) if mesh and mesh.size > 1 else None
+    bench = _Bench(device, comm)
+    found = bench.compute() | bench.memory() | bench.calls()
+    found |= bench.links(mesh, 1 / _rate(found["copy"]["points"]))
+    return found if comm is None else mean_of([json.loads(t) for t in comm.gather_object(json.dumps(found))])
+
+
+def mean_of(values: list[Any]) -> Any:
+    """Of equal trees of plain values, entry by entry; what is no number is the first one's."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: mean_of([v[name] for v in values]) for name in first}
+    if isinstance(first, list):
+        return [mean_of(list(each)) for each in zip(*values, strict=True)]
+    if isinstance(first, float):
+        return statistics.fmean(values)
+    return first
+
+
+def _curve(points: Points) -> dict[str, Any]:
+    return {"points": [[float(size), float(rate)] for size, rate in points]}
+
+
+def _rate(points: Any) -> float:
+    return points[-1][1]
+
+
+@dataclass
+class _Bench:
+    """Benchmarks on one device; with `comm`, every rank starts each of them together."""
+
+    device: torch.device
+    comm: Collectives | None
+
+    @property
+    def large(self) -> int:
+        """How much more an accelerator is given than a CPU, along one dim."""
+        return 1 if self.device.type == "cpu" else 8
+
+    def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
+        """Median of one call, warm."""
+        kind = (device or self.device).type
+        wait = (lambda: None) if kind == "cpu" else torch.accelerator.synchronize
+        work()
+        wait()
+        if self.comm is not None:
+            self.comm.barrier()
+        began = time.perf_counter()
+        work()
+        wait()
+        repeats = max(1, min(1000, math.ceil(SAMPLE_s / (time.perf_counter() - began))))
+        samples = []
+        for _ in range(SAMPLES):
+            began = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            wait()
+            samples.append((time.perf_counter() - began) / repeats)
+        return statistics.median(samples)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    # -------------------------------------------------------------- arithmetic
+
+    def compute(self) -> dict[str, Any]:
+        """Matmuls and attention by dtype, exponentials, scattered additions."""
+        found: dict[str, Any] = {"flops": {}, "attention": {}}
+        for name, dtype in DTYPES.items():
+            common = name in ("f32", "bf16")
+            sizes = (64, 128, 256, 512, 1024) if common else (256, 512)
+            found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in sizes])
+            lengths = (128, 256, 512, 1024) if common else (256,)
+            found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in lengths])
+        found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
+        count = 1 << 16 if self.large == 1 else 1 << 24
+        x, out = self.random(count), torch.empty(count, device=self.device)
+        found["transcendental"] = count / self.seconds(lambda: torch.exp(x, out=out))
+        # In registers, an elementwise operation costs what a multiply-add of a matmul does.
+        found["elementwise"] = found["peak_flops"]["f32"] / 2
+        rows, table = self.random(4096, 256), torch.zeros(256, 256, device=self.device)
+        index = torch.randint(256, (4096,), device=self.device)
+        found["scatter"] = rows.nbytes / self.seconds(lambda: table.index_add_(0, index, rows))
+        return found
+
+    def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
+        """FLOPs and FLOP/s of [n, n] @ [n, n], the mean of the forward's and the backward's layouts."""
+        a, b, out = self.random(n, n, dtype=dtype), self.random(n, n, dtype=dtype), self.random(n, n, dtype=dtype)
+        pairs = ((a, b.t()), (a, b), (a.t(), b))
+        seconds = statistics.fmean(self.seconds(lambda x=x, y=y: torch.mm(x, y, out=out)) for x, y in pairs)
+        return 2.0 * n**3, 2.0 * n**3 / seconds
+
+    def _attention(self, length: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Length and FLOP/s of causal attention [2, 4, length, 64], forward and backward."""
+        q, k, v = (self.random(2, 4, length, 64, dtype=dtype).requires_grad_() for _ in range(3))
+        tangent = self.random(2, 4, length, 64, dtype=dtype)
+
+        def both() -> None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), tangent)
+
+        flops = 0.5 * (2 + 5) * 2.0 * 8 * length * length * 64
+        return float(length), flops / self.seconds(both)
+
+    # -------------------------------------------------------------- memory
+
+    def memory(self) -> dict[str, Any]:
+        """Streaming and copying by size, the optimizer, the host and the disk."""
+        counts = [self.large * n for n in (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)]
+        streamed, copied, updated = [], [], []
+        for count in counts:
+            a, b = self.random(count), self.random(count)
+            streamed.append((12.0 * count, 12.0 * count / self.seconds(lambda a=a, b=b: a + b)))
+            copied.append((8.0 * count, 8.0 * count / self.seconds(lambda a=a, b=b: a.copy_(b))))
+            if count < counts[-1]:
+                updated.append(self._update(count, self.device))
+        host, disk = torch.empty(1 << 22), 0.0
+        device = host.clone() if self.device.type == "cpu" else host.to(self.device)
+        host = host if self.device.type == "cpu" else host.pin_memory()
+        link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
+        with tempfile.TemporaryDirectory(prefix="fnshard-") as folder:
+            mapped = torch.from_file(str(Path(folder) / "tier"), shared=True, size=1 << 22)
+            disk = mapped.nbytes / self.seconds(lambda: mapped.copy_(host), host.device)
+            del mapped
+        return {
+            "memory": _curve(streamed),
+            "copy": _curve(copied),
+            "update": _curve(updated),
+            "host_link_bytes_per_s": link,
+            "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
+            "disk_bytes_per_s": disk,
+            "memory_bytes": _memory_bytes(self.device),
+        }
+
+    def _update(self, count: int, device: torch.device) -> tuple[float, float]:
+        """Bytes and bytes/s of the fused AdamW in fp32: four read, three written."""
+        param = torch.nn.Parameter(torch.randn(count, device=device))
+        param.grad = torch.randn(count, device=device)
+        optimizer = torch.optim.AdamW([param], fused=True)
+        bytes_ = 7.0 * 4 * count
+        return bytes_, bytes_ / self.seconds(optimizer.step, device)
+
+    # -------------------------------------------------------------- calls
+
+    def calls(self) -> dict[str, Any]:
+        """What the host spends on starting work."""
+        a, out = self.random(8, 8), self.random(8, 8)
+        launch = self._host_seconds(lambda: torch.mm(a, a, out=out))
+        # A line of the executor: a closure that moves a few values of a dict; a kernel: as many again.
+        env, names = {f"v{i}": i for i in range(24)}, [f"v{i}" for i in range(24)]
+
+        def line() -> None:
+            args = [env[n] for n in names]
+            for name in names:
+                del env[name]
+            env.update(zip(names, args, strict=True))
+
+        seconds = self._host_seconds(line)
+        overlap = self.device.type != "cpu"
+        return {
+            "launch_seconds": launch,
+            "instruction_seconds": seconds,
+            "kernel_seconds": 4 * seconds,
+            "floor_seconds": self.seconds(lambda: torch.mm(a, a, out=out)) if overlap else 0.0,
+            "overlap": overlap,
+            "name": _processor(self.device),
+        }
+
+    def _host_seconds(self, work: Callable[[], Any]) -> float:
+        return self.seconds(work, torch.device("cpu"))
+
+    # -------------------------------------------------------------- collectives
+
+    def links(self, mesh: Mesh | None, copy_seconds_per_byte: float) -> dict[str, Any]:
+        """What the transport costs beside packing and unpacking; without peers, what memory gives."""
+        axes = mesh.ordered(mesh.names) if mesh else ()
+        if self.comm is None or not axes:
+            flat = _curve([(1.0, 1 / copy_seconds_per_byte)])
+            link = {"latency_seconds": 1e-6, "gather": flat, "reduce_scatter": flat, "all_reduce": flat}
+        else:
+            link = self._link(mesh, axes, copy_seconds_per_byte)
+        size = mesh.size if mesh else 1
+        return {"node": link, "network": link, "ranks_per_node": size, "axis_links": {}}
+
+    def _link(self, mesh: Mesh, axes: tuple[str, ...], copy: float) -> dict[str, Any]:
+        n = mesh.axes_size(axes)
+        verbs: dict[str, Callable[[Tensor], Handle]] = {
+            "gather": lambda flat: self.comm.all_gather(flat, axes),
+            "reduce_scatter": lambda rows: self.comm.reduce_scatter(rows, axes),
+            "all_reduce": lambda flat: self.comm.all_reduce(flat, axes),
+        }
+        moved_share = {"gather": n - 1.0, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
+        counts = [n * c for c in (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)]
+        latency, found = math.inf, {}
+        times: dict[str, Points] = {}
+        for verb, issue in verbs.items():
+            rows = n if verb == "reduce_scatter" else 1
+            times[verb] = []
+            for count in counts:
+                source, outs = self.random(count), [self.random(count) for _ in range(n)]
+
+                def once(issue=issue, rows=rows, source=source, outs=outs, verb=verb) -> None:
+                    buffer = self.comm.send_buffer(source.numel() // rows, source.dtype, axes, rows=rows)
+                    buffer.copy_(source)
+                    handle = issue(buffer)
+                    result = handle.wait()
+                    for out, row in zip(outs, result if verb == "gather" else (), strict=False):
+                        out.copy_(row)
+                    handle.release()
+
+                copies = (1 + n if verb == "gather" else 1) * 2 * source.nbytes * copy
+                seconds = self.seconds(once)
+                latency = min(latency, seconds)
+                times[verb].append((moved_share[verb] * source.nbytes, max(seconds - copies, seconds / 20)))
+        for verb, points in times.items():
+            # The least seen is the meeting itself; what is left over grows with the bytes.
+            beyond = [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
+            found[verb] = _curve(beyond)
+        return {"latency_seconds": latency, **found}
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.accelerator.get_memory_info(device)[1]
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {device.type}"

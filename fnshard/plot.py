@@ -1,0 +1,210 @@
+"""Plot: pictures of a step on paper, one PNG each: memory over the schedule, its timeline, its traffic.
+
+Needs matplotlib, the extra `plot`; it is imported when something is drawn, and draws without a display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fnshard.errors import MissingExtraError, report
+
+if TYPE_CHECKING:
+    from fnshard.compiler.timeline import Timeline
+
+# Okabe and Ito's palette: apart for every kind of colour vision.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
+PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
+LANE_VERBS = {
+    "gather": "#56B4E9", "reduce_scatter": "#E69F00", "all_reduce": "#E69F00", "publish": "#009E73",
+    "reduce_scalars": "#999999", "to_device": "#56B4E9", "to_host": "#E69F00",
+}  # fmt: skip
+
+
+def timeline(timeline: Timeline, path: str | Path) -> Path:
+    """A step's lanes as a Gantt picture: what runs when, and where compute stands still.
+
+    Args:
+        timeline: of `lowered.timeline(hardware)`.
+        path: of the PNG; its folder is made.
+    """
+    scale, unit = _time_unit(timeline.step_seconds)
+    lanes = [lane for lane, seconds in timeline.busy_seconds.items() if seconds]
+    figure, axes = _figure(11, 1.5 + 0.8 * len(lanes))
+    colours: dict[str, str] = {}
+    for place, lane in enumerate(lanes):
+        spans = [s for s in timeline.spans if s.lane == lane]
+        bars = [(s.start * scale, (s.end - s.start) * scale) for s in spans]
+        labels = [_what(s.lane, s.verb, s.phase) for s in spans]
+        faces = [_colour(s.lane, s.verb, s.phase) for s in spans]
+        colours |= zip(labels, faces, strict=True)
+        wide = len(spans) < 400  # white edges would hide thin bars
+        edge = {"edgecolors": "white", "linewidth": 0.4} if wide else {"linewidth": 0}
+        axes.broken_barh(bars, (place - 0.36, 0.72), facecolors=faces, **edge)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(0, timeline.step_seconds * scale or 1)
+    axes.set_xlabel(f"{unit} since the step began")
+    exposed = timeline.exposed_communication_seconds, timeline.exposed_transfer_seconds
+    axes.set_title(
+        f"{timeline.ranks} × {timeline.hardware}: {timeline.step_seconds * scale:.4g} {unit} a step, "
+        f"MFU {timeline.mfu:.0%}, exposed: communication {exposed[0] * scale:.3g} {unit}, "
+        f"transfers {exposed[1] * scale:.3g} {unit}"
+    )
+    _legend(axes, colours)
+    return _save(figure, path)
+
+
+def memory(memory: Any, path: str | Path) -> Path:
+    """Bytes by category over the schedule, stacked; phases and the peak are marked.
+
+    Args:
+        memory: a `Lowered`, or what its `memory_timeline()` gave: `{category: bytes at each instruction}`
+            and, under "phase", each instruction's phase.
+        path: of the PNG; its folder is made.
+    """
+    phases, series = memory_series(memory)
+    count = len(next(iter(series.values()), ()))
+    totals = [sum(values[i] for values in series.values()) for i in range(count)]
+    scale, unit = _byte_unit(max(totals, default=0))
+    shown = {n: v for n, v in sorted(series.items(), key=lambda item: -max(item[1], default=0)) if any(v)}
+    figure, axes = _figure(11, 5)
+    axes.stackplot(
+        range(count),
+        [[b * scale for b in values] for values in shown.values()],
+        labels=list(shown),
+        colors=[COLOURS[i % len(COLOURS)] for i in range(len(shown))],
+        step="post",
+        linewidth=0,
+    )
+    peak = max(range(count), key=totals.__getitem__, default=0)
+    if count:
+        axes.plot([peak], [totals[peak] * scale], "v", color="black", clip_on=False)
+        axes.annotate(
+            f"peak {totals[peak] * scale:.4g} {unit}, line {peak}",
+            (peak, totals[peak] * scale),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="right" if peak > count / 2 else "left",
+        )
+    axes.set_ylim(0, 1.12 * max(totals, default=0) * scale or 1)
+    axes.set_xlim(0, max(count - 1, 1))
+    _mark_phases(axes, phases)
+    axes.set_xlabel("instruction of the schedule")
+    axes.set_ylabel(f"{unit} on one rank")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, reverse=True)
+    return _save(figure, path)
+
+
+def traffic(comm: Any, path: str | Path) -> Path:
+    """Bytes on the wire by collective.
+
+    Args:
+        comm: of `lowered.comm_analysis()`: `{verb: {"bytes": b, "count": n}}`, or an object whose `as_dict()`
+            holds that under "collectives".
+        path: of the PNG; its folder is made.
+    """
+    rows = _traffic_rows(comm)
+    scale, unit = _byte_unit(max((size for _, size, _ in rows), default=0))
+    figure, axes = _figure(8, 1.4 + 0.5 * max(len(rows), 1))
+    values = [size * scale for _, size, _ in rows]
+    colours = [LANE_VERBS.get(name.split()[0], COLOURS[0]) for name, _, _ in rows]
+    bars = axes.barh(range(len(rows)), values, color=colours)
+    axes.bar_label(bars, [f"{v:.4g} {unit}, {n} ×" for v, (_, _, n) in zip(values, rows, strict=True)], padding=4)
+    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _, _ in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_xlabel(f"{unit} on the wire, one step")
+    return _save(figure, path)
+
+
+# ------------------------------------------------------------------ what is drawn
+
+
+def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+    """Phases by instruction, and bytes by category and instruction."""
+    if hasattr(memory, "memory_timeline"):
+        memory = memory.memory_timeline()
+    values = memory.as_dict() if hasattr(memory, "as_dict") else dict(memory)
+    phases = values.pop("phase", values.pop("phases", ()))
+    series = values.get("categories", values)
+    return list(phases), {n: list(v) for n, v in series.items() if isinstance(v, Sequence) and not isinstance(v, str)}
+
+
+def _traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
+    values = comm.as_dict() if hasattr(comm, "as_dict") else dict(comm)
+    values = values.get("collectives", values)
+    rows = [(n, float(v["bytes"]), int(v.get("count", 0))) for n, v in values.items() if isinstance(v, Mapping)]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def _what(lane: str, verb: str, phase: str) -> str:
+    if lane != "compute":
+        return verb.replace("_", " ")
+    phase = phase.split(".")[0]
+    return phase if verb == "run" else "update" if verb == "update" else "packing and the rest"
+
+
+def _colour(lane: str, verb: str, phase: str) -> str:
+    if lane != "compute":
+        return LANE_VERBS.get(verb, COLOURS[2])
+    what = _what(lane, verb, phase)
+    return PHASES.get(what, COLOURS[7])
+
+
+def _mark_phases(axes: Any, phases: Sequence[str]) -> None:
+    """A line and a name where the schedule turns from one phase to the next; updates are strewn in."""
+    plain = [p.replace(".", " ") for p in phases]
+    last, start = None, 0
+    for index, phase in enumerate([*plain, None]):
+        if phase is not None and phase.startswith("update") and any(p == last for p in plain[index:]):
+            continue
+        if phase != last:
+            if last is not None and index - start >= max(2, len(plain) / 40):
+                axes.text((start + index) / 2, 0.99, last, transform=axes.get_xaxis_transform(), ha="center", va="top")
+            if index and phase is not None:
+                axes.axvline(index, color="black", linewidth=0.6, linestyle=":")
+            last, start = phase, index
+
+
+# ------------------------------------------------------------------ how
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 10 else (1e3, "ms")
+
+
+def _byte_unit(size: float) -> tuple[float, str]:
+    return (1e-9, "GB") if size >= 1e9 else (1e-6, "MB")
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            report("fnshard.plot draws with matplotlib, which is not installed.", fix="pip install fnshard[plot].")
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _legend(axes: Any, colours: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    if handles:
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False)
+
+
+def _save(figure: Any, path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, format="png")
+    return path

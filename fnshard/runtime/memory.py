@@ -1,0 +1,238 @@
+"""Memory: the tiers below the device, and transfers between them.
+
+"host" is pinned memory where there is an accelerator, else anonymous mappings apart from torch's
+allocator, so that on a CPU too what a device would hold and what the host holds are told apart. "disk" is
+mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et al. 2021): reserved
+in full when they are made, unlinked at once, so that nothing is left behind however the process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import StateError, report
+
+
+def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
+    """`value` where a tier keeps it: itself, if it is there already.
+
+    Args:
+        tier: "device", "host" or "disk".
+        device: the mesh's.
+        disk_dir: for "disk".
+
+    Raises:
+        StateError: a directory that is missing, read-only or full.
+    """
+    if tier == "device":
+        return value.to(device)
+    if tier == "host" and value.device.type == "cpu" and is_resting(value, device):
+        return value
+    out = allocate(value.shape, value.dtype, tier, device, disk_dir)
+    return out.copy_(value)
+
+
+def is_resting(value: Tensor, device: torch.device) -> bool:
+    """Whether a host tensor is of the host tier; on a CPU nobody can tell."""
+    return device.type != "cpu" and value.is_pinned()
+
+
+def allocate(
+    shape: Sequence[int], dtype: torch.dtype, tier: str, device: torch.device, disk_dir: str | None = None
+) -> Tensor:
+    """An uninitialised tensor of the host or disk tier.
+
+    Raises:
+        StateError: a directory that is missing, read-only or full.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    if tier == "disk":
+        return torch.frombuffer(_mapped_file(disk_dir, nbytes), dtype=dtype).view(tuple(shape))
+    if device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
+
+
+def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
+    """Refuse, before anything is made, a directory that cannot hold what rests on disk.
+
+    Args:
+        paths: of the leaves that do.
+
+    Raises:
+        StateError: none was named, or it is missing or read-only.
+    """
+    if not paths:
+        return
+    shown = [f"params[{p!r}]" for p in paths[:4]] + (["..."] if len(paths) > 4 else [])
+    problem = None
+    if disk_dir is None:
+        problem = "no directory was named for it"
+    elif not os.path.isdir(disk_dir):
+        problem = f"disk_dir={disk_dir!r} is no directory"
+    else:
+        try:
+            os.close(_unnamed_file(disk_dir))
+        except OSError as error:
+            problem = f"disk_dir={disk_dir!r} cannot be written to ({error.strerror})"
+    if problem:
+        raise StateError(
+            report(
+                f"{len(paths)} leaves rest on disk, and {problem}:",
+                shown,
+                "shard_step(..., disk_dir=an existing, writable directory on a fast disk), or memory='host'.",
+            )
+        )
+
+
+def _unnamed_file(disk_dir: str) -> int:
+    fd, name = tempfile.mkstemp(prefix="fnshard-", dir=disk_dir)
+    os.unlink(name)
+    return fd
+
+
+def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
+    try:
+        fd = _unnamed_file(disk_dir or "")
+        try:
+            # Blocks are reserved now: a full disk is an error here, not a SIGBUS at some later write.
+            os.posix_fallocate(fd, 0, nbytes)
+            return mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        why = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"failed ({error.strerror})"
+        raise StateError(
+            report(
+                f"disk_dir={disk_dir!r} {why}, with {nbytes} more bytes to be placed there.",
+                fix="name a directory with room for what rests on disk (lowered.memory_analysis() says how "
+                "much), or keep less there.",
+            )
+        ) from error
+
+
+# ------------------------------------------------------------------ transfers
+
+
+@dataclass
+class Transfers:
+    """Copies between the device and the host, on a stream of their own where there is one.
+
+    On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
+    back are used again by later steps (`host_bytes`: all that it holds, in use or not); pinned ones come
+    from torch's caching allocator, which waits for their events.
+    """
+
+    device: torch.device
+    stream: Any = None
+    free: dict[int, list[Tensor]] = field(default_factory=dict)
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
+
+    def to_device(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
+        """Copies of host values on the device, or written into `into`; see `each` for what a value is."""
+        targets = into or [
+            each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
+            for v in values
+        ]
+        return self._copy(values, targets)
+
+    def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
+        """Copies of device values on the host, or written into `into`."""
+        return self._copy(values, into or [each(v, self.take) for v in values])
+
+    def take(self, like: Tensor) -> Tensor:
+        """A host buffer of a tensor's shape and strides (dense ones)."""
+        if self.device.type != "cpu":
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, pin_memory=True)
+        nbytes = like.numel() * like.element_size()
+        if nbytes == 0:
+            return torch.empty_like(like)
+        if self.free.get(nbytes):
+            flat = self.free[nbytes].pop()
+        else:
+            self.host_bytes += nbytes
+            flat = allocate((nbytes,), torch.uint8, "host", self.device)
+        return flat.view(like.dtype).as_strided(like.shape, like.stride())
+
+    def give(self, value: Any) -> None:
+        """Take back what `take` gave; its reader has been waited for."""
+        if self.device.type == "cpu":
+            each(value, self._give)
+
+    def _give(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+            self.free.setdefault(storage.nbytes(), []).append(flat)
+        return tensor
+
+    def finish(self) -> None:
+        """Return when all that was issued is done: what rests on the host may be read."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _copy(self, sources: Sequence[Any], targets: Sequence[Any]) -> Transfer:
+        pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pairs(s, t)]
+        if self.stream is None:
+            if pairs:
+                torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
+            return Transfer(targets)
+        # The stream waits for what made the sources, and for the last reader of the memory that the new
+        # targets were cut from.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return Transfer(targets, event)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer in flight. Sources must stay as they are until it was waited for."""
+
+    targets: Sequence[Any]
+    event: Any = None
+
+    def wait(self, *, on_host: bool = False) -> Sequence[Any]:
+        """The targets; from here on the compute stream (with `on_host` the host itself) sees them."""
+        if self.event is not None:
+            if on_host:
+                self.event.synchronize()
+            else:
+                torch.cuda.current_stream().wait_event(self.event)
+        return self.targets
+
+
+def each(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """`make` of a value's tensors: a tensor, a dict of them (slots), or what has an `each` of its own."""
+    if isinstance(value, Tensor):
+        return make(value)
+    if isinstance(value, dict):
+        return {k: make(v) for k, v in value.items()}
+    return value.each(make)
+
+
+def _pairs(source: Any, target: Any) -> list[tuple[Tensor, Tensor]]:
+    if isinstance(source, Tensor):
+        return [(source, target)]
+    if isinstance(source, dict):
+        return [(v, target[k]) for k, v in source.items()]
+    return list(source.pairs(target))

@@ -1,0 +1,332 @@
+"""Tiers: whatever rests on the host or on disk, training is the same; transfers are what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference
+import sharded
+import torch
+from models import MODELS, Model
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, runner
+from fnshard.compiler.schedule import Gather, Norms, Run, ToDevice, ToHost, Update, Wait
+from fnshard.errors import SpecError, StateError
+from fnshard.runtime.memory import Transfers, allocate, each, rest
+from fnshard.runtime.simulated import poison
+
+PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
+TIERS: Mapping[str, Mapping[str, str]] = {
+    "optimizer_host": {"optimizer_memory": "host"},
+    "all_host": {"memory": "host", "optimizer_memory": "host"},
+    "streamed": {"optimizer_memory": "host", "update_on": "device"},
+    "streamed_all": {"memory": "host", "optimizer_memory": "host", "update_on": "device"},
+    "parameters_host": {"memory": "host"},
+    "all_disk": {"memory": "disk", "optimizer_memory": "disk"},
+    "mixed": {"memory": "host", "optimizer_memory": "disk"},
+}
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.2), fs.optim.adamw(3e-3, weight_decay=0.1))
+FEATURES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "plain": (fs.optim.adamw(3e-3, weight_decay=0.1), {}),
+    "clip": (CLIPPED, {}),
+    "reduce": (CLIPPED, {"accumulate": 3}),
+    "local": (fs.optim.adamw(3e-3, weight_decay=0.1), {"accumulate": 3, "accumulate_mode": "local"}),
+}
+CPU = torch.device("cpu")
+
+
+@cache
+def model_of(name: str) -> Model:
+    return MODELS[name]()
+
+
+@cache
+def truth(clip: bool) -> reference.Trained:
+    model = model_of("tied")
+    steps = [[batch] for batch in model.batches(sharded.STEPS)]
+    return reference.train(
+        model.loss, model.params, steps, reference.adamw(3e-3, 0.1), frozen=model.frozen,
+        clip=0.2 if clip else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_training_equals_the_naive_loop(preset: str, tier: str, tmp_path: Path) -> None:
+    """Two features each, spread over the matrix, so that every tier meets every feature."""
+    names = list(FEATURES)
+    at = PRESETS.index(preset) + list(TIERS).index(tier)
+    for name in (names[at % 4], names[(at + 2) % 4]):
+        optimizer, options = FEATURES[name]
+        ranks = sharded.simulate(
+            model_of("tied"), preset, 4 if preset == "hybrid_shard" else 2, optimizer,
+            policy=TIERS[tier], disk_dir=str(tmp_path), prefetch=(at % 3, (at + 1) % 3), **options,
+        )  # fmt: skip
+        for got in ranks:
+            sharded.assert_same(got, truth(optimizer is CLIPPED))
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize("tier", ["optimizer_host", "streamed_all"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_other_worlds(world: int, tier: str) -> None:
+    optimizer, options = FEATURES["reduce"]
+    for got in sharded.simulate(
+        model_of("tied"), "full_shard", world, optimizer, policy=TIERS[tier], **options
+    ):
+        sharded.assert_same(got, truth(True))
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("dtypes", ["bf16 storage", "bf16 compute"])
+def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
+    """With a master copy in another dtype the host does bit for bit what the device does."""
+    policy = {"optimizer_dtype": torch.float32}
+    policy |= {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy |= {"storage_dtype": torch.bfloat16} if dtypes == "bf16 storage" else {}
+    model = sharded.as_float(model_of("gpt"))
+    optimizer = FEATURES["plain"][0]
+    plain, *_ = sharded.simulate(model, preset, 2, optimizer, policy=policy)
+    for tier in ("optimizer_host", "all_host", "streamed"):
+        got, *_ = sharded.simulate(model, preset, 2, optimizer, policy={**policy, **TIERS[tier]})
+        sharded.assert_same(got, plain, atol=0)
+
+
+def test_norms_of_leaves_and_whole_leaves_with_offloaded_state() -> None:
+    """LARS asks for norms by leaf; ema keeps a slot that follows the parameters."""
+    model = model_of("gpt")
+    optimizer = fs.optim.chain(fs.optim.lars(0.1), fs.optim.ema(0.9))
+    plain, *_ = sharded.simulate(model, "full_shard", 2, optimizer)
+    for tier in ("optimizer_host", "all_host", "streamed_all"):
+        got, *_ = sharded.simulate(model, "full_shard", 2, optimizer, policy=TIERS[tier])
+        sharded.assert_same(got, plain)
+
+
+def test_gradients_alone_and_forward_alone() -> None:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=1)
+    batch = model.batches(1)[0]
+    want, loss = reference.gradients(model.loss, model.params, *batch)
+    for tier in ("all_host", "optimizer_host"):
+        specs = sharded.specs_of(model, "full_shard", mesh, **TIERS[tier])
+        shards = fs.shard(model.params, specs, mesh)
+        got_loss, grads = fs.shard_step(model.loss, specs, mesh=mesh, backend="eager")(shards, *batch)
+        torch.testing.assert_close(got_loss, loss, rtol=0, atol=1e-10)
+        for path, gradient in want.items():
+            if path in model.frozen:
+                continue
+            torch.testing.assert_close(grads[path], gradient, rtol=0, atol=1e-10)
+        forward = fs.shard_forward(model.loss, specs, mesh=mesh, backend="eager")
+        torch.testing.assert_close(forward(shards, *batch), loss, rtol=0, atol=1e-10)
+
+
+def test_one_leaf_alone_is_offloaded() -> None:
+    """Per leaf: rules put the embedding's optimizer state on the host and one block's parameters too."""
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    rules = [
+        ("*embed*", LayoutSpec(P("shard"), optimizer_memory="host")),
+        ("*0.*weight", LayoutSpec(P("shard"), memory="host")),
+    ]
+    paths = list(model.params)
+    used = [r for r in rules if any(__import__("fnmatch").fnmatchcase(p, r[0]) for p in paths)]
+    specs = fs.presets.full_shard(model.params, mesh, rules=used)
+    assert len({(s.memory, s.optimizer_memory) for s in specs.values()}) == 1 + len(used) > 1
+    step = sharded.make_step(mesh, model, specs, FEATURES["plain"][0])
+    steps = [[batch] for batch in model.batches(sharded.STEPS)]
+    rule = reference.adamw(3e-3, 0.1)
+    want = reference.train(model.loss, model.params, steps, rule, frozen=model.frozen)
+    run = lambda rank: sharded.train(rank, mesh, model, specs, None, step=step)  # noqa: E731
+    for got in fs.simulate(mesh, run):
+        sharded.assert_same(got, want)
+
+
+# ------------------------------------------------------------------ the adversary
+
+
+class Adversary(Transfers):
+    """Copies late (at the Wait) or early; targets hold NaN until they are waited for, and when given back."""
+
+    late = False
+
+    def _copy(self, sources: Any, targets: Any) -> Any:
+        into_state = [each(t, lambda x: x.clone()) for t in targets]
+        copied = None if self.late else [each(s, lambda x: x.clone()) for s in sources]
+        for target in targets:
+            each(target, _poisoned)
+        plain, me = super()._copy, self
+
+        class Late:
+            def wait(self, on_host: bool = False) -> Any:
+                return plain(sources if me.late else copied, targets).wait(on_host=on_host)
+
+        assert len(into_state) == len(targets)
+        return Late()
+
+    def give(self, value: Any) -> None:
+        each(value, _poisoned)
+        super().give(value)
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    poison(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("tier", ["optimizer_host", "all_host", "streamed_all", "parameters_host"])
+def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
+    """Nothing is read before its transfer was waited for, nothing is given back while it is read."""
+    model = model_of("tied")
+    for preset in ("full_shard", "zero2", "no_shard"):
+        for feature in ("plain", "reduce"):
+            optimizer, options = FEATURES[feature]
+            how = {"policy": TIERS[tier], "remat": "offload", **options}
+            plain = sharded.simulate(model, preset, 2, optimizer, **how)
+            with (
+                mock.patch.object(runner, "Transfers", Adversary),
+                mock.patch.object(Adversary, "late", late),
+            ):
+                got = sharded.simulate(model, preset, 2, optimizer, adversary="late", **how)
+            for a, b in zip(got, plain, strict=True):
+                sharded.assert_same(a, b, atol=0)
+
+
+# ------------------------------------------------------------------ the schedule
+
+
+def lowered(tier: str, preset: str = "full_shard", **options: Any) -> Any:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, preset, mesh, **TIERS[tier])
+    step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=FEATURES["plain"][0], **options)
+    return step.lower(model.params, *model.batches(1)[0]).schedule
+
+
+def test_transfers_are_prefetched_a_unit_ahead() -> None:
+    """The load of a unit's shards is issued before the kernel in front of its gather's runs."""
+    lines = lowered("all_host").instructions
+    loads = [i for i, line in enumerate(lines) if isinstance(line, ToDevice)]
+    ahead = 0
+    for i in loads:
+        names = next(w.writes for w in lines if isinstance(w, Wait) and w.reads == lines[i].writes)
+        gather = next(k for k, g in enumerate(lines) if isinstance(g, Gather) and set(g.reads) & set(names))
+        ahead += any(isinstance(line, Run) for line in lines[i:gather])
+    assert ahead >= len(loads) - 2  # the first has nothing before it
+
+
+def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
+    schedule = lowered("optimizer_host")
+    counts, plain = schedule.counts(), lowered("optimizer_host", preset="full_shard").counts()
+    assert counts == plain
+    updates = [line for line in schedule.instructions if isinstance(line, Update)]
+    assert counts["to_host"] == len(updates)  # gradients
+    assert counts["to_device"] == len(updates)  # updated parameters
+    assert all(line.reads[0].startswith("h:r:") for line in updates)
+    sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
+    assert not any(n.startswith("o:") for n in sent)
+
+
+def test_streamed_slots_go_there_and_back() -> None:
+    schedule = lowered("streamed")
+    sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
+    back = [n for i in schedule.instructions if isinstance(i, ToHost) for n in i.into]
+    assert sorted(sent) == sorted(back) == sorted(f"o:{p}" for p, s in schedule.specs.items() if s.trainable)
+
+
+def test_norms_are_taken_where_the_gradients_lie() -> None:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh, **TIERS["optimizer_host"])
+    step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=CLIPPED)
+    lines = step.lower(model.params, *model.batches(1)[0]).schedule.instructions
+    assert all(n.startswith("h:r:") for i in lines if isinstance(i, Norms) for n in i.reads)
+    assert sum(i.verb == "reduce_scalars" for i in lines) == 1
+
+
+def test_specs_on_the_device_make_no_transfer() -> None:
+    assert {"to_host", "to_device"} & set(lowered("parameters_host", prefetch=0).counts())
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    plan = fs.shard_step(model.loss, specs, mesh=mesh).lower(model.params, *model.batches(1)[0])
+    assert not {"to_host", "to_device"} & set(plan.schedule.counts())
+
+
+# ------------------------------------------------------------------ tensors and mistakes
+
+
+def test_tiers_hold_what_they_are_given(tmp_path: Path) -> None:
+    value = torch.arange(6.0).view(2, 3)
+    for tier in ("host", "disk"):
+        out = rest(value, tier, CPU, str(tmp_path))
+        assert torch.equal(out, value) and out.data_ptr() != value.data_ptr()
+        assert torch.equal(out.add_(1), value + 1)
+    assert rest(value, "device", CPU) is value
+    assert allocate((0, 3), torch.float32, "disk", CPU, str(tmp_path)).shape == (0, 3)
+
+
+def test_host_buffers_are_used_again() -> None:
+    moves = Transfers(CPU)
+    first = moves.take(torch.empty(5, 7))
+    moves.give(first)
+    second = moves.take(torch.empty(7, 5).t())
+    assert second.data_ptr() == first.data_ptr() and second.stride() == (1, 5)
+    assert moves.host_bytes == 140
+
+
+def step_on_disk(disk_dir: Any) -> Any:
+    params = {"w": torch.zeros(8, 4)}
+    specs = fs.match_specs(params, [("*", LayoutSpec(optimizer_memory="disk"))])
+    fn = lambda p, x: (p["w"] @ x).sum()  # noqa: E731
+    step = fs.shard_step(fn, specs, optimizer=fs.optim.adamw(1e-3), backend="eager", disk_dir=disk_dir)
+    return step.init(params)
+
+
+@pytest.mark.parametrize("given, message", [(None, "no directory was named"), ("gone", "is no directory")])
+def test_a_missing_directory(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=message):
+        step_on_disk(given and str(tmp_path / given))
+
+
+def test_a_directory_that_takes_no_files() -> None:
+    """Root may write anywhere, so a directory is taken in which nobody can make a file."""
+    with pytest.raises(StateError, match=r"cannot be written to"):
+        step_on_disk("/proc/self")
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    with (
+        mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(StateError, match=r"is full, with \d+ more bytes"),
+    ):
+        step_on_disk(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_tiers_and_places() -> None:
+    with pytest.raises(SpecError, match=r"memory='nvme'.*one of 'device', 'host', 'disk'"):
+        LayoutSpec(memory="nvme")
+    with pytest.raises(SpecError, match="the host has no state"):
+        LayoutSpec(update_on="host")
+    with pytest.raises(SpecError, match="update_on='gpu'"):
+        LayoutSpec(update_on="gpu")
+
+
+def test_a_state_can_move_between_tiers() -> None:
+    """Blocks are taken wherever they lie on a CPU; on the wrong device type they are named."""
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=1)
+    here = sharded.specs_of(model, "full_shard", mesh)
+    there = {p: replace(s, memory="host") for p, s in here.items()}
+    shards = fs.shard(model.params, here, mesh)
+    moved = {p: rest(v, "host", CPU) for p, v in shards.items()}
+    assert all(torch.equal(v, model.params[p]) for p, v in fs.unshard(moved, there, mesh).items())
