@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -15,9 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.model import DecoderConfig
+from fnshard.compiler.remat import check as check_remat
 from fnshard.errors import report
+from fnshard.hardware import TABLE
 
-STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard")
+AUTO = "auto"  # `fnshard.fit` chooses, within run.device_gb
+STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard", AUTO)
+TIERS = ("device", "host", "disk")
+HARDWARE = (AUTO, *TABLE, "measure")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
@@ -43,15 +49,33 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """A preset of `fnshard.presets`, and how many units are gathered ahead."""
+    """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
+
+    `remat`, `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto`
+    is no preset: all of these are found by `fnshard.fit`.
+    """
 
     name: str = "full_shard"
     prefetch_forward: int = 1
     prefetch_backward: int = 1
+    remat: Any = "none"
+    memory: str = "device"
+    optimizer_memory: str = "device"
+    update_on: str | None = None
 
     def __post_init__(self) -> None:
         _one_of(STRATEGIES, self, "name")
         _at_least(0, self, "prefetch_forward", "prefetch_backward")
+        _one_of(TIERS, self, "memory", "optimizer_memory")
+        _one_of(TIERS[:2], self, "update_on")
+        wrong = check_remat(self.remat, ())
+        if wrong:
+            raise ValueError(f"strategy.{wrong[0]}.")
+        if self.update_on == "host" and self.optimizer_memory == "device":
+            raise ValueError("strategy.update_on='host': needs strategy.optimizer_memory=host or disk.")
+        chosen = [f.name for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default]
+        if self.name == AUTO and chosen:
+            raise ValueError(f"strategy=auto chooses {' and '.join(chosen)} by itself; leave the default.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, on what, and what is told of it."""
+    """How long, on what, and what is told of it.
+
+    `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `hardware`: whose speed it
+    plans for, "measure" takes a few seconds on this machine; `disk_dir`: for what rests on disk.
+    """
 
     steps: int = 600
     accumulate: int = 1
@@ -159,9 +187,14 @@ class RunConfig:
     sample_bytes: int = 256
     prompt: str = "def "
     timeout_s: float = 600.0
+    device_gb: float | None = None
+    hardware: str = AUTO
+    disk_dir: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(1, self, "steps", "accumulate", "held_out_every")
+        _above(0, self, "device_gb")
+        _one_of(HARDWARE, self, "hardware")
         _at_least(0, self, "seed", "sample_bytes")
         if self.seed >= 2**63:
             raise ValueError(f"run.seed={self.seed}: must be below 2**63.")
@@ -188,6 +221,28 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model.vocab < 256:
             raise ValueError(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
+        wrong = _misfits(self.strategy, self.run)
+        if wrong:
+            raise ValueError("\n  ".join(wrong))
+
+
+def _misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
+    """Options of `run` that the strategy has no use for, or lacks."""
+    wrong = []
+    auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
+    if auto and run.device_gb is None:
+        wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
+    if auto and run.accumulate != 1:
+        wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
+    if not auto and run.device_gb is not None:
+        wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
+    if not auto and run.hardware != AUTO:
+        wrong.append(f"run.hardware={run.hardware}: only strategy=auto plans for a hardware.")
+    if "disk" in tiers and run.disk_dir is None:
+        wrong.append("run.disk_dir=None: what rests on disk needs a directory. Fix: run.disk_dir=/a/fast/disk.")
+    if "disk" not in tiers and run.disk_dir is not None:
+        wrong.append(f"run.disk_dir={run.disk_dir!r}: nothing rests on disk (strategy.optimizer_memory=disk).")
+    return wrong
 
 
 def _node(config: object) -> str:
@@ -265,6 +320,8 @@ def _build(kind: type, values: Any, path: str, problems: list[str]) -> Any:
 
 
 def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if hint is Any:  # the dataclass looks at it
+        return value
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     groups = [option for option in options if dataclasses.is_dataclass(option)]
     if groups:
@@ -326,9 +383,12 @@ def place(config: TrainConfig, *, accelerators: Mapping[str, int], world: int | 
 
     Raises:
         ConfigError: more ranks than devices, axes that do not multiply to the ranks there are, a
-            batch that does not divide over ranks and micro-batches.
+            batch that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
     """
     device = config.run.device
+    disk_dir = config.run.disk_dir
+    if disk_dir is not None and not os.path.isdir(disk_dir):
+        raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
     if device == "auto":
         device = next(iter(accelerators), "cpu")
     if device != "cpu" and device not in accelerators:

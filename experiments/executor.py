@@ -18,7 +18,8 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.model import Decoder, DecoderConfig
-from fnshard.compiler.execute import Context, bind
+from fnshard.compiler.context import Context
+from fnshard.compiler.execute import bind
 from fnshard.compiler.schedule import Run
 from fnshard.runtime.collectives import Done
 

@@ -37,6 +37,10 @@ class CollectiveError(FnshardError, RuntimeError):
     """A peer died, left, or did not answer within the timeout."""
 
 
+class BudgetError(FnshardError, MemoryError):
+    """A step takes more memory than it may."""
+
+
 class MissingExtraError(FnshardError, ImportError):
     """An optional package is not installed."""
 

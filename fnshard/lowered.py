@@ -18,15 +18,19 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.build import AccumulateMode
+from fnshard.compiler.compare import Difference, compare
 from fnshard.compiler.kernels import Boxed, compile_kernel
+from fnshard.compiler.ledger import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
 from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower
 from fnshard.compiler.program import Program
 from fnshard.compiler.remat import Remat
 from fnshard.compiler.remat import check as check_remat
-from fnshard.compiler.schedule import Schedule, wire_bytes
+from fnshard.compiler.schedule import TRANSFERS, Schedule
 from fnshard.compiler.split import Segments
 from fnshard.compiler.timeline import Timeline, simulate
-from fnshard.compiler.trace import without_autocast
+from fnshard.compiler.trace import flatten_batch, without_autocast
+from fnshard.compiler.traffic import Traffic, analyse
+from fnshard.compiler.transport import Kind
 from fnshard.errors import SpecError, StateError, TraceError, report
 from fnshard.hardware import Hardware
 from fnshard.losses import Whole
@@ -35,6 +39,7 @@ from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.scaling import LossScale
 from fnshard.shards import resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
+from fnshard.transform import Optimizer
 
 Backend = Literal["inductor", "eager"]
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
@@ -93,12 +98,15 @@ def _counts(values: Any, length: int) -> bool:
 class Lowered:
     """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
 
-    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule.
+    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
+    this rank's batch, by leaf.
     """
 
     stages: Stages
     options: Options
     compiled: Kernels | None = None
+    optimizer: Optimizer | None = None
+    batch_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -124,24 +132,45 @@ class Lowered:
         """The schedule, a line per instruction."""
         return self.schedule.as_text()
 
-    def comm_analysis(self) -> dict[str, dict[str, int]]:
-        """`{verb: {"count": n, "bytes": b}}` of one step's collectives; bytes of the whole buffers."""
-        out: dict[str, dict[str, int]] = {}
-        for line in self.schedule.instructions:
-            size = wire_bytes(self.schedule, line)
-            if size:
-                entry = out.setdefault(line.verb, {"count": 0, "bytes": 0})
-                entry["count"] += 1
-                entry["bytes"] += size
-        return out
+    def memory_analysis(self, *, transport: Kind | None = None) -> MemoryAnalysis:
+        """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by unit and leaf.
 
-    def timeline(self, hardware: Hardware, *, slots: int = 2) -> Timeline:
-        """A simulated run on `hardware`: step time, what is exposed, MFU; see `compiler.timeline`.
+        After `compile` with Inductor its generated code is counted, fusion and all; before, or with the
+        eager backend, the liveness of the kernels' graphs.
 
         Args:
-            slots: tensors of optimizer state per leaf (AdamW's two).
+            transport: "shared" (CPU ranks of one host), "p2p", "native"; None looks at the mesh.
         """
+        return self._ledger(transport).analysis
+
+    def memory_timeline(self, *, transport: Kind | None = None) -> MemoryTimeline:
+        """Bytes by category at every instruction of the schedule, each at its worst moment."""
+        return self._ledger(transport).timeline
+
+    def _ledger(self, transport: Kind | None = None) -> Ledger:
+        given = Given(self.program, self.batch_bytes, self.optimizer, self.compiled, transport)
+        return measure(self.schedule, given)
+
+    def assert_fits(self, bytes: int) -> None:
+        """Refuse a step whose peak on the device is above `bytes`; for tests of one's own.
+
+        Raises:
+            BudgetError: the peak, where it is, the biggest parts of it, and the ways out.
+        """
+        check_fits(self.memory_analysis(), bytes)
+
+    def comm_analysis(self) -> Traffic:
+        """Bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the host.
+
+        `analysis["gather"]["bytes"]`: of whole buffers; see `compiler.traffic`.
+        """
+        transfers = any(isinstance(line, TRANSFERS) for line in self.schedule.instructions)
+        return analyse(self.schedule, self._ledger().moved if transfers else {})
+
+    def timeline(self, hardware: Hardware) -> Timeline:
+        """A simulated run on `hardware`: step time, what is exposed, MFU; see `compiler.timeline`."""
         fused = self.options.backend == "inductor"
+        slots = len(self.optimizer.slots) if self.optimizer else 0
         return simulate(self.schedule, hardware, fused=fused, slots=slots, tokens=self._tokens())
 
     def _tokens(self) -> int | None:
@@ -166,15 +195,40 @@ class Lowered:
         return self.as_text()
 
 
+def diff(before: Lowered, after: Lowered) -> Difference:
+    """What one lowered step has that another has not: instructions, bytes, collectives; prints short.
+
+    >>> from fnshard import LayoutSpec, P, make_mesh, match_specs, shard_step
+    >>> params, mesh = {"w": torch.ones(4, 4)}, make_mesh(shard=4, abstract=True)
+    >>> def lowered(spec):
+    ...     step = shard_step(lambda p, x: (x @ p["w"]).sum(), match_specs(params, [("*", spec)]), mesh=mesh)
+    ...     return step.lower(params, torch.ones(2, 4))
+    >>> print(diff(lowered(LayoutSpec()), lowered(LayoutSpec(P("shard")))).collectives)
+    {'all_reduce': Change(before=1, after=0), 'gather': Change(before=0, after=1), 'reduce_scatter': Change(before=0, after=1)}
+    """
+    return compare(
+        *((each.schedule, each.memory_analysis(), each.comm_analysis()) for each in (before, after))
+    )
+
+
 class Lowering:
     """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache)."""
 
-    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options, plan: PlanOf | None):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        specs: Any,
+        mesh: Mesh,
+        options: Options,
+        plan: PlanOf | None,
+        optimizer: Optimizer | None = None,
+    ):
         if not callable(fn):
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         if not isinstance(mesh, Mesh):
             raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
+        self.optimizer = optimizer
         self.tree = specs
         self.specs: Mapping[str, LayoutSpec]
         self.specs, self.structure = spec_paths(specs)
@@ -220,7 +274,9 @@ class Lowering:
                     self.options.passes,
                     keeping,
                 )
-                self.on_paper = key, Lowered(stages, self.options)
+                sizes = {n: v.numel() * v.element_size() for n, v in flatten_batch(batch)[0].items()}
+                lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
+                self.on_paper = key, lowered
             return self.on_paper[1]
 
     def of(self, batch: Sequence[Any]) -> Lowered:

@@ -7,6 +7,7 @@ benchmark at the same time, as they share memory and caches in a step too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,13 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Collectives, Handle
 from fnshard.runtime.connect import connection
 
-SAMPLES, SAMPLE_s = 5, 2e-3  # medians of so many samples of at least so long
+# Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
+# a benchmark loses its core as often as a step does.
+SAMPLES, SAMPLE_s = 5, 6e-3
+MATMULS, LENGTHS = (64, 128, 256, 512, 1024), (128, 256, 512, 1024)  # of square matmuls, of attention
+COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed; rare dtypes get one size
+COLD_bytes = 64 << 20  # more than caches hold
+ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 Points = list[tuple[float, float]]
 
@@ -87,6 +94,8 @@ class _Bench:
         work()
         wait()
         repeats = max(1, min(1000, math.ceil(SAMPLE_s / (time.perf_counter() - began))))
+        if self.comm is not None:  # what is timed may be a collective itself
+            repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))
         samples = []
         for _ in range(SAMPLES):
             began = time.perf_counter()
@@ -107,9 +116,9 @@ class _Bench:
         found: dict[str, Any] = {"flops": {}, "attention": {}}
         for name, dtype in DTYPES.items():
             common = name in ("f32", "bf16")
-            sizes = (64, 128, 256, 512, 1024) if common else (256, 512)
+            sizes = MATMULS if common else MATMULS[2:3]
             found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in sizes])
-            lengths = (128, 256, 512, 1024) if common else (256,)
+            lengths = LENGTHS if common else LENGTHS[1:2]
             found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in lengths])
         found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
         count = 1 << 16 if self.large == 1 else 1 << 24
@@ -124,7 +133,11 @@ class _Bench:
 
     def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
         """FLOPs and FLOP/s of [n, n] @ [n, n], the mean of the forward's and the backward's layouts."""
-        a, b, out = self.random(n, n, dtype=dtype), self.random(n, n, dtype=dtype), self.random(n, n, dtype=dtype)
+        a, b, out = (
+            self.random(n, n, dtype=dtype),
+            self.random(n, n, dtype=dtype),
+            self.random(n, n, dtype=dtype),
+        )
         pairs = ((a, b.t()), (a, b), (a.t(), b))
         seconds = statistics.fmean(self.seconds(lambda x=x, y=y: torch.mm(x, y, out=out)) for x, y in pairs)
         return 2.0 * n**3, 2.0 * n**3 / seconds
@@ -145,22 +158,20 @@ class _Bench:
 
     def memory(self) -> dict[str, Any]:
         """Streaming and copying by size, the optimizer, the host and the disk."""
-        counts = [self.large * n for n in (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)]
+        counts = [self.large * n for n in COUNTS]
         streamed, copied, updated = [], [], []
         for count in counts:
             a, b = self.random(count), self.random(count)
             streamed.append((12.0 * count, 12.0 * count / self.seconds(lambda a=a, b=b: a + b)))
-            copied.append((8.0 * count, 8.0 * count / self.seconds(lambda a=a, b=b: a.copy_(b))))
-            if count < counts[-1]:
+            copied.append(self._copy(count))
+            if count in counts[2:-1]:  # the call itself, 50 us of Python, is not meant
                 updated.append(self._update(count, self.device))
-        host, disk = torch.empty(1 << 22), 0.0
+        host = torch.empty(1 << 22)
         device = host.clone() if self.device.type == "cpu" else host.to(self.device)
         host = host if self.device.type == "cpu" else host.pin_memory()
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
         with tempfile.TemporaryDirectory(prefix="fnshard-") as folder:
-            mapped = torch.from_file(str(Path(folder) / "tier"), shared=True, size=1 << 22)
-            disk = mapped.nbytes / self.seconds(lambda: mapped.copy_(host), host.device)
-            del mapped
+            disk = self._disk(Path(folder) / "tier", host)
         return {
             "memory": _curve(streamed),
             "copy": _curve(copied),
@@ -171,13 +182,36 @@ class _Bench:
             "memory_bytes": _memory_bytes(self.device),
         }
 
+    def _copy(self, count: int) -> tuple[float, float]:
+        """Bytes and bytes/s of a copy that finds nothing in a cache, as parameters come and go."""
+        pairs = [torch.zeros(2, count, device=self.device).unbind(0) for _ in range(self._cold(8 * count))]
+        turn = itertools.cycle(pairs)
+
+        def copy() -> None:
+            to, out_of = next(turn)
+            to.copy_(out_of)
+
+        return 8.0 * count, 8.0 * count / self.seconds(copy)
+
+    def _cold(self, size: int) -> int:
+        """How many buffers of `size` bytes to go around, so that each has left the caches again."""
+        return max(1, min(256, COLD_bytes * self.large // size))
+
+    def _disk(self, path: Path, host: Tensor) -> float:
+        """Bytes/s into a mapped file."""
+        mapped = torch.from_file(str(path), shared=True, size=host.numel())
+        return mapped.nbytes / self.seconds(lambda: mapped.copy_(host), host.device)
+
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
-        """Bytes and bytes/s of the fused AdamW in fp32: four read, three written."""
-        param = torch.nn.Parameter(torch.randn(count, device=device))
-        param.grad = torch.randn(count, device=device)
-        optimizer = torch.optim.AdamW([param], fused=True)
-        bytes_ = 7.0 * 4 * count
-        return bytes_, bytes_ / self.seconds(optimizer.step, device)
+        """Bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
+        size, optimizers = 28.0 * count, []
+        for _ in range(self._cold(28 * count)):
+            param = torch.nn.Parameter(torch.zeros(count, device=device))
+            param.grad = torch.zeros(count, device=device)
+            optimizers.append(torch.optim.AdamW([param], fused=True))
+            optimizers[-1].step()
+        turn = itertools.cycle(optimizers)
+        return size, size / self.seconds(lambda: next(turn).step(), device)
 
     # -------------------------------------------------------------- calls
 
@@ -229,7 +263,7 @@ class _Bench:
             "all_reduce": lambda flat: self.comm.all_reduce(flat, axes),
         }
         moved_share = {"gather": n - 1.0, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
-        counts = [n * c for c in (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)]
+        counts = [n * c for c in ROWS]
         latency, found = math.inf, {}
         times: dict[str, Points] = {}
         for verb, issue in verbs.items():

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette: apart for every kind of colour vision.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
+TIERS = ("host", "disk")  # whose bytes are not on the device
 LANE_VERBS = {
     "gather": "#56B4E9", "reduce_scatter": "#E69F00", "all_reduce": "#E69F00", "publish": "#009E73",
-    "reduce_scalars": "#999999", "to_device": "#56B4E9", "to_host": "#E69F00",
+    "reduce_scalars": "#CC79A7", "to_device": "#56B4E9", "to_host": "#E69F00",
 }  # fmt: skip
 
 
@@ -40,8 +41,9 @@ def timeline(timeline: Timeline, path: str | Path) -> Path:
         labels = [_what(s.lane, s.verb, s.phase) for s in spans]
         faces = [_colour(s.lane, s.verb, s.phase) for s in spans]
         colours |= zip(labels, faces, strict=True)
-        wide = len(spans) < 400  # white edges would hide thin bars
-        edge = {"edgecolors": "white", "linewidth": 0.4} if wide else {"linewidth": 0}
+        # White edges tell bars apart, and would hide thin ones, which need an edge to be seen at all.
+        few = len(spans) < 200
+        edge = {"edgecolors": "white", "linewidth": 0.4} if few else {"edgecolors": faces, "linewidth": 0.4}
         axes.broken_barh(bars, (place - 0.36, 0.72), facecolors=faces, **edge)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -61,21 +63,24 @@ def memory(memory: Any, path: str | Path) -> Path:
     """Bytes by category over the schedule, stacked; phases and the peak are marked.
 
     Args:
-        memory: a `Lowered`, or what its `memory_timeline()` gave: `{category: bytes at each instruction}`
-            and, under "phase", each instruction's phase.
+        memory: a `Lowered`, its `memory_timeline()`, or that as a dict: bytes at each instruction by
+            category, and under "lines" the text of each instruction.
         path: of the PNG; its folder is made.
     """
     phases, series = memory_series(memory)
     count = len(next(iter(series.values()), ()))
     totals = [sum(values[i] for values in series.values()) for i in range(count)]
     scale, unit = _byte_unit(max(totals, default=0))
-    shown = {n: v for n, v in sorted(series.items(), key=lambda item: -max(item[1], default=0)) if any(v)}
+    colours = {
+        name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)
+    }  # of a category, always the same
+    shown = {name: values for name, values in series.items() if any(values)}
     figure, axes = _figure(11, 5)
     axes.stackplot(
         range(count),
         [[b * scale for b in values] for values in shown.values()],
         labels=list(shown),
-        colors=[COLOURS[i % len(COLOURS)] for i in range(len(shown))],
+        colors=[colours[name] for name in shown],
         step="post",
         linewidth=0,
     )
@@ -102,8 +107,7 @@ def traffic(comm: Any, path: str | Path) -> Path:
     """Bytes on the wire by collective.
 
     Args:
-        comm: of `lowered.comm_analysis()`: `{verb: {"bytes": b, "count": n}}`, or an object whose `as_dict()`
-            holds that under "collectives".
+        comm: of `lowered.comm_analysis()`, or `{verb: {"bytes": b, "count": n}}`.
         path: of the PNG; its folder is made.
     """
     rows = _traffic_rows(comm)
@@ -112,7 +116,9 @@ def traffic(comm: Any, path: str | Path) -> Path:
     values = [size * scale for _, size, _ in rows]
     colours = [LANE_VERBS.get(name.split()[0], COLOURS[0]) for name, _, _ in rows]
     bars = axes.barh(range(len(rows)), values, color=colours)
-    axes.bar_label(bars, [f"{v:.4g} {unit}, {n} ×" for v, (_, _, n) in zip(values, rows, strict=True)], padding=4)
+    axes.bar_label(
+        bars, [f"{v:.4g} {unit}, {n} ×" for v, (_, _, n) in zip(values, rows, strict=True)], padding=4
+    )
     axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _, _ in rows])
     axes.invert_yaxis()
     axes.margins(x=0.3)
@@ -128,15 +134,16 @@ def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[flo
     if hasattr(memory, "memory_timeline"):
         memory = memory.memory_timeline()
     values = memory.as_dict() if hasattr(memory, "as_dict") else dict(memory)
-    phases = values.pop("phase", values.pop("phases", ()))
-    series = values.get("categories", values)
-    return list(phases), {n: list(v) for n, v in series.items() if isinstance(v, Sequence) and not isinstance(v, str)}
+    phases = [line.split(" ", 1)[0] for line in values.pop("lines", ())]
+    return phases, {name: list(series) for name, series in values.items() if name not in TIERS}
 
 
 def _traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
     values = comm.as_dict() if hasattr(comm, "as_dict") else dict(comm)
-    values = values.get("collectives", values)
-    rows = [(n, float(v["bytes"]), int(v.get("count", 0))) for n, v in values.items() if isinstance(v, Mapping)]
+    values = values.get("verbs", values)
+    rows = [
+        (n, float(v["bytes"]), int(v.get("count", 0))) for n, v in values.items() if isinstance(v, Mapping)
+    ]
     return sorted(rows, key=lambda row: -row[1])
 
 
@@ -157,16 +164,20 @@ def _colour(lane: str, verb: str, phase: str) -> str:
 def _mark_phases(axes: Any, phases: Sequence[str]) -> None:
     """A line and a name where the schedule turns from one phase to the next; updates are strewn in."""
     plain = [p.replace(".", " ") for p in phases]
-    last, start = None, 0
+    runs, last, start = [], None, 0
     for index, phase in enumerate([*plain, None]):
         if phase is not None and phase.startswith("update") and any(p == last for p in plain[index:]):
             continue
         if phase != last:
-            if last is not None and index - start >= max(2, len(plain) / 40):
-                axes.text((start + index) / 2, 0.99, last, transform=axes.get_xaxis_transform(), ha="center", va="top")
-            if index and phase is not None:
-                axes.axvline(index, color="black", linewidth=0.6, linestyle=":")
+            runs.append((last, start, index))
             last, start = phase, index
+    for name, start, end in runs:
+        if name is not None and end - start >= max(3, len(plain) / 30):  # or its name would not fit
+            axes.text(
+                (start + end) / 2, 0.99, name, transform=axes.get_xaxis_transform(), ha="center", va="top"
+            )
+            if start:
+                axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
 
 
 # ------------------------------------------------------------------ how
@@ -186,7 +197,10 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError(
-            report("fnshard.plot draws with matplotlib, which is not installed.", fix="pip install fnshard[plot].")
+            report(
+                "fnshard.plot draws with matplotlib, which is not installed.",
+                fix="pip install fnshard[plot].",
+            )
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

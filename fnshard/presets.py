@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
                 layout = P()
             else:
                 layout = best_split(leaf.shape, axes(mesh), mesh)
-            own.append((_literal(path), LayoutSpec(**{**layouts(layout), **policy})))
+            own.append((glob.escape(path), LayoutSpec(**{**layouts(layout), **policy})))
         return _first_match(params, own, len(rules), units)
 
     preset.__doc__ = doc + (
@@ -49,11 +50,6 @@ def _first_match(params: Any, rules: list[Rule], given: int, units: Any) -> Any:
     taken = {p for p in named for glob, _ in rules[:given] if fnmatch.fnmatchcase(p, glob)}
     own = [r for p, r in zip(named, rules[given:], strict=True) if p not in taken]
     return match_specs(params, rules[:given] + own, units=units)
-
-
-def _literal(path: str) -> str:
-    """A glob that matches this path alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in path)
 
 
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh) -> P:

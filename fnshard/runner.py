@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnshard import agree, tree
-from fnshard.compiler.execute import Context, bind, cut_batch
+from fnshard.compiler.context import Context
+from fnshard.compiler.execute import bind, cut_batch
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
 from fnshard.compiler.scalars import Scalars

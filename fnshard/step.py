@@ -109,7 +109,7 @@ class Step:
                 f"optimizer={optimizer!r} is no optimizer: make one with fs.optim, as adamw(3e-4)."
             )
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
-        self._lowering = Lowering(fn, specs, mesh, options, self._plan)
+        self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
         self._runner = Runner(self._lowering, optimizer)
         self._chosen_scale: LossScale | None = None
         self._check_optimizer()

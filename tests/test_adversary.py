@@ -21,7 +21,7 @@ from torch import Tensor
 import fnshard as fs
 from fnshard import runner
 from fnshard.compiler import lower as lower_module
-from fnshard.compiler.execute import Reduced
+from fnshard.compiler.context import Reduced
 from fnshard.compiler.schedule import (
     AllReduce,
     Free,

@@ -61,7 +61,7 @@ FLOORS = {
         compiler.schedule compiler.build compiler.passes.reshard compiler.passes.updates
         compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch compiler.passes.frees compiler.passes
         compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
-    "F4: machinery": "compiler.kernels compiler.scalars compiler.update compiler.execute",
+    "F4: machinery": "compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute",
     "F5: the step": "shards init agree lowered runner forward step lockstep",
     "F6: around it": "launch plot",
 }

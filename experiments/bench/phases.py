@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from fnshard.compiler import execute
-from fnshard.compiler.execute import Context
+from fnshard.compiler.context import Context
 
 Seconds = dict[str, float]
 KERNELS, PACKING, COLLECTIVES, OPTIMIZER = "kernels", "packing", "collectives", "optimizer"

@@ -79,7 +79,13 @@ class Trained:
             optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(plan.clip), optimizer)
         more = {} if plan.remat == "none" else {"remat": plan.remat}
         self.step = fs.shard_step(
-            loss_fn, specs, mesh=mesh, optimizer=optimizer, accumulate=plan.accumulate, backend=backend, **more
+            loss_fn,
+            specs,
+            mesh=mesh,
+            optimizer=optimizer,
+            accumulate=plan.accumulate,
+            backend=backend,
+            **more,
         )
         random = torch.Generator().manual_seed(seed + 1 + mesh.rank)
         text = torch.randint(model.config.vocab, (plan.rows, plan.length + 1), generator=random)

@@ -19,7 +19,7 @@ def table(found: Mapping[str, Any]) -> str:
     lines = ["| plan | measured ms | predicted ms | error |", "|---|---:|---:|---:|"]
     for plan in found["plans"]:
         lines.append(
-            f"| {plan['plan']} | {plan['measured_ms']:.1f} | {plan['predicted_ms']:.1f} | {error(plan):+.1%} |"
+            f"| {plan['plan']} | {plan['measured_ms']:.0f} | {plan['predicted_ms']:.0f} | {error(plan):+.0%} |"
         )
     return "\n".join([*lines, "", verdict(found)])
 
@@ -35,7 +35,8 @@ def verdict(found: Mapping[str, Any]) -> str:
     worst = max(map(error, plans), key=abs, default=0.0)
     near = sum(abs(error(p)) <= TARGET for p in plans)
     wrong = wrong_pairs(plans)
-    text = f"{near} of {len(plans)} within {TARGET:.0%}, worst {worst:+.1%}; rank correlation {spearman(plans):.3f}; "
+    text = f"{near} of {len(plans)} within {TARGET:.0%}, worst {worst:+.1%}; "
+    text += f"rank correlation {spearman(plans):.3f}; "
     pairs = len(list(clear_pairs(plans)))
     text += f"{pairs - len(wrong)} of {pairs} pairs more than {APART:.0%} apart in the right order"
     return text + "".join(f"\n  wrong: {a['plan']} < {b['plan']}" for a, b in wrong)
@@ -91,7 +92,9 @@ def scatter(found: Mapping[str, Any], path: Path) -> None:
     axes.fill_between(
         ends, [e * (1 - TARGET) for e in ends], [e * (1 + TARGET) for e in ends], color="#0072B2", alpha=0.12
     )
-    axes.scatter([p["measured_ms"] for p in plans], [p["predicted_ms"] for p in plans], color="#D55E00", zorder=3)
+    axes.scatter(
+        [p["measured_ms"] for p in plans], [p["predicted_ms"] for p in plans], color="#D55E00", zorder=3
+    )
     for place, plan in enumerate(sorted(plans, key=lambda p: p["measured_ms"])):
         axes.annotate(
             plan["plan"],

@@ -117,15 +117,25 @@ class Pricer:
 
     def bytes_of(self, names: tuple[str, ...]) -> float:
         """Of values, by name; what cannot be known here (the batch) counts nothing."""
-        return sum(self._sizes.get(n, 0.0) for n in names)
+        return sum(self._bytes(n) for n in names)
+
+    def _bytes(self, name: str) -> float:
+        if name in self._sizes or name[:2] not in ("h:", "t:"):
+            return self._sizes.get(name, 0.0)
+        # A copy is as large as what it is a copy of; those on the device are numbered.
+        return self._bytes(name[2:] if name.startswith("h:") else name[2:].rpartition("#")[0])
 
     def _value_bytes(self) -> dict[str, float]:
-        """Of stored shards, slots, kernels' results, and copies of these."""
+        """Of stored shards, slots, kernels' results and reduced gradients."""
         mesh, sizes = self.schedule.mesh, dict[str, float]()
         for path, spec in self.schedule.specs.items():
-            sizes[f"s:{path}"] = math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
+            sizes[f"s:{path}"] = (
+                math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
+            )
             master = spec.optimizer_dtype != spec.storage_dtype
-            optimizer = math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
+            optimizer = (
+                math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
+            )
             sizes[f"o:{path}"] = (self.slots + master) * optimizer
         of_kernel: dict[tuple[str, bool], list[float]] = {}
         for line in self.schedule.instructions:
@@ -141,23 +151,11 @@ class Pricer:
                 sizes[line.writes[0]] = sizes.get(line.reads[0], 0.0)
             elif isinstance(line, Zeros):
                 sizes[line.writes[0]] = math.prod(line.like.shape) * line.like.dtype.itemsize
-            elif isinstance(line, ToHost | ToDevice):
-                sizes[line.writes[0]] = sum(sizes.get(n, 0.0) for n in line.reads)
-            elif isinstance(line, Wait) and line.of.startswith("to_"):
-                self._copied(line, sizes)
-            elif line.writes and line.writes[0].startswith(("r:", "h:r:")) and not isinstance(line, Update):
-                bucket = self.schedule.buckets[line.bucket]
-                sizes |= dict.fromkeys(line.writes, float(bucket.row_bytes))
+            elif isinstance(line, Wait | Local | Accumulate):
+                for name in line.writes:
+                    if name.startswith("r:"):
+                        sizes[name] = float(self.schedule.buckets[line.bucket].row_bytes)
         return sizes
-
-    @staticmethod
-    def _copied(line: Wait, sizes: dict[str, float]) -> None:
-        """A transfer's results: each of the size of what it is a copy of, by name."""
-        for name in line.writes:
-            plain = name.removeprefix("h:").removeprefix("t:").rsplit("#", 1)[0]
-            for known in (plain, f"h:{plain}", name.removeprefix("h:")):
-                if known in sizes and name not in sizes:
-                    sizes[name] = sizes[known]
 
     # -------------------------------------------------------------- moving
 
@@ -201,7 +199,9 @@ class Pricer:
     def rests_on_disk(self, name: str) -> bool:
         """Whether a state value's home is the disk."""
         spec = self.schedule.specs.get(name[2:]) if name.startswith(("s:", "o:")) else None
-        return spec is not None and "disk" == (spec.memory if name.startswith("s:") else spec.optimizer_memory)
+        if spec is None:
+            return False
+        return (spec.memory if name.startswith("s:") else spec.optimizer_memory) == "disk"
 
     def update(self, line: Update) -> Price:
         """The fused optimizer: gradient, parameter and slots read, the latter two written."""

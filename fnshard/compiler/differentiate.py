@@ -7,6 +7,7 @@ backward.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,6 +123,7 @@ def differentiate(
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
+    _restore_ops(forward, backward)
     return replace(_kernel(name, source, forward, backward), kept=kept)
 
 
@@ -163,7 +165,8 @@ def differentiate_all(
     wanted = {s for p in policies for s in p.save}
     missing = sorted(wanted - {s for kernel in out.values() for s in kernel.kept})
     if trainable and missing:
-        ops = {str(n.target) for k in out.values() for n in k.forward.graph.nodes if n.op == "call_function"}
+        nodes = [n for k in out.values() for n in k.forward.graph.nodes if isinstance(n.target, OpOverload)]
+        ops = {n.target._schema.name.replace("::", ".") for n in nodes}
         raise SpecError(
             report(
                 f"save names {len(missing)} op(s) that no recomputed unit has: {', '.join(missing)}.",
@@ -206,7 +209,7 @@ def _check_joint(joint: fx.GraphModule) -> None:
 
 def _draws(node: fx.Node) -> bool:
     """Whether an op draws random numbers; attention kernels only do where their dropout is not 0."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not _seeded(node):
         return False
     names = [a.name for a in node.target._schema.arguments]
     if "dropout_p" not in names:
@@ -248,7 +251,10 @@ def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
 
 
 def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
-    """Tag every op of the forward: results of `save` are kept, all others made again."""
+    """Tag every op of the forward: results of `save` are kept, all others made again.
+
+    Of an op with several results these are kept, not their tuple.
+    """
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     backward = set(placeholders[len(source.inputs) :])  # and all that rests on a tangent
     kept: dict[str, None] = {}
@@ -256,10 +262,41 @@ def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
         if node.op != "call_function" or backward.intersection(node.all_input_nodes):
             backward.update([node] if node.op == "call_function" else [])
             continue
-        hits = [s for s in save if is_saved(node, (s,))]
+        made_by = node.args[0] if node.target is operator.getitem else node
+        hits = [s for s in save if is_saved(made_by, (s,))]
         kept |= dict.fromkeys(hits)
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if hits else CheckpointPolicy.MUST_RECOMPUTE
+        keep = hits and isinstance(node.meta["val"], Tensor)
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+        if not keep and _seeded(node):
+            node.target = _Unseeded(node.target)
     return tuple(kept)
+
+
+def _seeded(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+@dataclass(frozen=True)
+class _Unseeded:
+    """An op that torch takes for random and that is not (attention without dropout): under a tag the
+    partitioner would thread a generator's state through it.
+    """
+
+    op: OpOverload
+
+    @property
+    def __name__(self) -> str:
+        return self.op.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+
+def _restore_ops(*modules: fx.GraphModule) -> None:
+    for module in modules:
+        for node in module.graph.nodes:
+            if isinstance(node.target, _Unseeded):
+                node.target = node.target.op
 
 
 def _views(node: fx.Node) -> bool:

@@ -203,7 +203,7 @@ def _gather(on: Rank, line: Gather | Publish) -> None:
     walk, bucket = on.walk, on.bucket(line)
     flat = on.transport.send_buffer(walk, bucket.numel, bucket.dtype, bucket.axes)
     if isinstance(line, Publish):
-        copies = [_cut_copy(on, p, on.specs[p].storage_dtype) for p in bucket.pieces]
+        copies = [_cut_copy(on, p, on.specs[p.path].storage_dtype) for p in bucket.pieces]
         walk.spike(sum(copies), BUFFERS)
     walk.set(line.writes[0], on.transport.all_gather(walk, flat, bucket.axes))
 
@@ -251,6 +251,7 @@ def _popped(on: Rank, line: Wait) -> None:
 
 def _to_device(on: Rank, line: ToDevice) -> None:
     walk = on.walk
+    _count_moved(walk, line)
     if line.into:
         walk.set(line.writes[0], Flight(result=[]))
         return
@@ -260,11 +261,18 @@ def _to_device(on: Rank, line: ToDevice) -> None:
 
 def _to_host(on: Rank, line: ToHost) -> None:
     walk = on.walk
+    _count_moved(walk, line)
     if line.into:
         walk.set(line.writes[0], Flight(result=[]))
         return
     made = [_copied(value, lambda h, n=name: walk.take_host(h, _kind(n))) for name, value in _named(walk, line)]
     walk.set(line.writes[0], Flight(result=made))
+
+
+def _count_moved(walk: Walk, line: Instruction) -> None:
+    values = [v for _, v in _named(walk, line)]
+    whole = [h for v in values for h in ([v.flat] if isinstance(v, Parts) and v.flat else held_in(v))]
+    walk.moved[len(walk.moments)] = sum(h.bytes for h in whole)
 
 
 def _named(walk: Walk, line: Instruction) -> list[tuple[str, Any]]:

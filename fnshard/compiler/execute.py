@@ -8,14 +8,13 @@ are issued from it; a handle's wait makes that stream wait, not the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnshard.compiler.kernels import Boxed
-from fnshard.compiler.scalars import Scalars
+from fnshard.compiler import movement
+from fnshard.compiler.context import Action, Context, Env, Reduced
 from fnshard.compiler.schedule import (
     Accumulate,
     Add,
@@ -30,77 +29,15 @@ from fnshard.compiler.schedule import (
     ReduceScalars,
     ReduceScatter,
     Run,
-    Schedule,
     ToDevice,
     ToHost,
     Update,
     Wait,
     Zeros,
 )
-from fnshard.compiler.update import MASTER, Updater
+from fnshard.compiler.update import MASTER
 from fnshard.errors import CollectiveError
-from fnshard.mesh import Mesh
-from fnshard.runtime.buckets import Packer
-from fnshard.runtime.collectives import Collectives
-from fnshard.runtime.memory import Transfers
 from fnshard.spec import LayoutSpec
-
-Env = dict[str, Any]
-Action = Callable[[Env], None]
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A bucket's reduced gradients: one block per leaf; `flat` is the row they are views of, if any."""
-
-    blocks: Mapping[str, Tensor]
-    flat: Tensor | None = None
-
-    def each(self, make: Callable[[Tensor], Tensor]) -> Reduced:
-        """The same on other tensors: one for the row, or one a block."""
-        if self.flat is None:
-            return Reduced({p: make(b) for p, b in self.blocks.items()})
-        flat, start = make(self.flat), self.flat.storage_offset()
-        return Reduced(
-            {
-                p: flat.as_strided(b.shape, b.stride(), b.storage_offset() - start + flat.storage_offset())
-                for p, b in self.blocks.items()
-            },
-            flat,
-        )
-
-    def pairs(self, other: Reduced) -> list[tuple[Tensor, Tensor]]:
-        """Tensors of the two that are to be alike."""
-        if self.flat is not None:
-            return [(self.flat, other.flat)]
-        return [(b, other.blocks[p]) for p, b in self.blocks.items()]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What instructions are bound to. `freed`: called with each value that dies (tests poison it).
-
-    `transfers`: needed where something rests on the host or on disk.
-    """
-
-    schedule: Schedule
-    kernels: Mapping[str, tuple[Boxed, Boxed | None]]
-    comm: Collectives
-    rank: int
-    scalars: Scalars | None = None
-    updater: Updater | None = None
-    freed: Callable[[str, Any], None] | None = None
-    transfers: Transfers | None = None
-    packers: dict[str, Packer] = field(default_factory=dict)
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.schedule.mesh
-
-    def packer(self, bucket: str) -> Packer:
-        if bucket not in self.packers:
-            self.packers[bucket] = Packer(self.schedule.buckets[bucket], self.mesh, self.rank)
-        return self.packers[bucket]
 
 
 def bind(context: Context) -> Callable[[Env], Env]:
@@ -207,115 +144,6 @@ def _zeros(line: Zeros, context: Context) -> Action:
 
     def run(env: Env) -> None:
         env[out] = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device).zero_()
-
-    return run
-
-
-# ------------------------------------------------------------------ leaves
-
-
-def _cast(line: Cast, context: Context) -> Action:
-    paths = context.schedule.buckets[line.bucket].paths
-    dtypes = [context.schedule.specs[p].compute_dtype for p in paths]
-    triples = list(zip(line.reads, line.writes, dtypes, strict=True))
-
-    def run(env: Env) -> None:
-        for stored, out, dtype in triples:
-            env[out] = env[stored].to(dtype)
-
-    return run
-
-
-def _gather(line: Gather | Publish, context: Context) -> Action:
-    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
-    pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
-    publish = isinstance(line, Publish)  # of a leaf that is stored whole: only this rank's block is new
-
-    def run(env: Env) -> None:
-        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-        stored = {p: env[n] for p, n in pairs}
-        packer.pack_blocks(packer.cut(stored) if publish else stored, flat)
-        env[flight] = comm.all_gather(flat, bucket.axes)
-
-    return run
-
-
-def _wait(line: Wait, context: Context) -> Action:
-    return _WAITS[line.of](line, context)
-
-
-def _wait_gather(line: Wait, context: Context) -> Action:
-    (flight,), packer, specs = line.reads, context.packer(line.bucket), context.schedule.specs
-    paths = context.schedule.buckets[line.bucket].paths
-    writes, dtype = dict(zip(paths, line.writes, strict=True)), specs[paths[0]].compute_dtype
-
-    def run(env: Env) -> None:
-        handle = env.pop(flight)
-        leaves = packer.unpack_rows(handle.wait(), dtype)
-        handle.release()
-        for path, name in writes.items():
-            env[name] = leaves[path]
-
-    return run
-
-
-def _wait_publish(line: Wait, context: Context) -> Action:
-    (flight,), packer = line.reads, context.packer(line.bucket)
-    stored = dict(zip(context.schedule.buckets[line.bucket].paths, line.writes, strict=True))
-
-    def run(env: Env) -> None:
-        handle = env.pop(flight)
-        packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
-        handle.release()
-
-    return run
-
-
-# ------------------------------------------------------------------ transfers
-
-
-def _to_device(line: ToDevice, context: Context) -> Action:
-    reads, (flight,), transfers = line.reads, line.writes, context.transfers
-    if line.into:
-        return _restore(line, context)
-
-    def run(env: Env) -> None:
-        env[flight] = transfers.to_device([env[n] for n in reads])
-
-    return run
-
-
-def _restore(line: ToDevice, context: Context) -> Action:
-    """Master copies that the host has updated -> the stored shards on the device, cast there."""
-    reads, (flight,), transfers, updater = line.reads, line.writes, context.transfers, context.updater
-    paths = [n.removeprefix("s:") for n in line.into]
-
-    def run(env: Env) -> None:
-        stored = [updater.stored_part(p, env[f"s:{p}"]) for p in paths]
-        env[flight] = transfers.to_device([env[n] for n in reads], stored)
-
-    return run
-
-
-def _to_host(line: ToHost, context: Context) -> Action:
-    reads, (flight,), into, transfers = line.reads, line.writes, line.into, context.transfers
-
-    def run(env: Env) -> None:
-        env[flight] = transfers.to_host([env[n] for n in reads], [env[n] for n in into] if into else None)
-
-    return run
-
-
-def _wait_transfer(line: Wait, context: Context) -> Action:
-    (flight,), writes = line.reads, line.writes
-    read_there = any(n.startswith("h:r:") for n in writes)
-    state = {n for n in writes if n.startswith(("s:", "o:"))}
-
-    def run(env: Env) -> None:
-        targets = env.pop(flight).wait(on_host=read_there)
-        for n, value in zip(writes, targets, strict=True):
-            if n not in state:  # written in place
-                env[n] = value
 
     return run
 
@@ -504,20 +332,24 @@ def _update(line: Update, context: Context) -> Action:
     return run
 
 
+def _wait(line: Wait, context: Context) -> Action:
+    return _WAITS[line.of](line, context)
+
+
 _WAITS: dict[str, Callable[[Wait, Context], Action]] = {
-    "gather": _wait_gather,
-    "publish": _wait_publish,
+    "gather": movement.wait_gather,
+    "publish": movement.wait_publish,
     "reduce_scatter": _wait_reduced,
     "all_reduce": _wait_reduced,
     "reduce_scalars": _wait_scalars,
-    "to_device": _wait_transfer,
-    "to_host": _wait_transfer,
+    "to_device": movement.wait_transfer,
+    "to_host": movement.wait_transfer,
 }
 _BIND: dict[type, Callable[[Any, Context], Action]] = {
-    Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: _cast, Gather: _gather, Publish: _gather,
+    Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: movement.cast, Gather: movement.gather,
+    Publish: movement.gather, ToDevice: movement.to_device, ToHost: movement.to_host,
     Wait: _wait, ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, Local: _local,
     Accumulate: _accumulate, Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update,
-    ToDevice: _to_device, ToHost: _to_host,
 }  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def call_footprint(
     watch: Callable[[Watch], AbstractContextManager[Any]] | None = None,
 ) -> Footprint:
     """Of any boxed callable, on fakes that look like `likes` and share storages as `entries` say."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
         args = _arguments(likes, entries)
         mode = Watch()
         for entry, arg in zip(entries, args, strict=True):
@@ -157,8 +157,9 @@ def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 class Watch(TorchDispatchMode):
     """Follows storages from their making to their end, and remembers the worst moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspaces: bool = True) -> None:
         super().__init__()
+        self.workspaces = workspaces  # whether operators' own are those of the fakes' device
         self.given: dict[int, int] = {}  # address of a live argument storage -> its number
         self.new: dict[int, int] = {}  # serial number of a live storage made inside -> its bytes
         self.live = 0
@@ -189,9 +190,11 @@ class Watch(TorchDispatchMode):
         self.live -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::_fused_"):
+            return None  # in place on everything, and unknown to fake tensors
         out = func(*args, **(kwargs or {}))
         self.made(out)
-        self.look(workspace_bytes(func, args, kwargs or {}, out))
+        self.look(workspace_bytes(func, args, kwargs or {}, out) if self.workspaces else 0)
         return out
 
     def made(self, out: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,20 +30,26 @@ from fnshard.compiler.footprint import (
 from fnshard.compiler.kernels import Boxed
 from fnshard.compiler.program import Program
 from fnshard.compiler.schedule import Schedule
+from fnshard.compiler.tables import columns, megabytes
 from fnshard.compiler.transport import Kind, Transport, kind_of
 from fnshard.compiler.update import MASTER, Updater
 from fnshard.compiler.walk import (
+    ACTIVATIONS,
     BUFFERS,
     CATEGORIES,
+    GATHERED,
+    GRADIENTS,
     INPUTS,
     OPTIMIZER,
     PARAMETERS,
     TIERS,
+    WORKSPACES,
     Held,
     Moment,
     Parts,
     Walk,
 )
+from fnshard.errors import BudgetError, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Bucket
 from fnshard.spec import LayoutSpec, block_shape
@@ -103,17 +109,17 @@ class MemoryAnalysis:
     def __str__(self) -> str:
         rows = [("MB", "at the peak", "between steps")]
         rows += [
-            (c, _mb(self.peak.get(c, 0)), _mb(self.resident.get(c, 0)))
+            (c, megabytes(self.peak.get(c, 0)), megabytes(self.resident.get(c, 0)))
             for c in CATEGORIES
             if self.peak.get(c) or self.resident.get(c)
         ]
-        rows.append(("device", _mb(self.peak_bytes), _mb(self.resident_bytes)))
+        rows.append(("device", megabytes(self.peak_bytes), megabytes(self.resident_bytes)))
         for tier, peak, rest in (
             ("host", self.host_bytes, self.host_resident_bytes),
             ("disk", self.disk_bytes, self.disk_resident_bytes),
         ):
             if peak:
-                rows.append((tier, _mb(peak), _mb(rest)))
+                rows.append((tier, megabytes(peak), megabytes(rest)))
         return "\n".join([*columns(rows), f"peak in instruction {self.at}: {self.line}"])
 
 
@@ -141,9 +147,9 @@ class MemoryTimeline:
         rows += [
             (
                 str(m.index),
-                _mb(m.bytes),
-                *(_mb(m.device[c]) for c in used),
-                *(_mb(getattr(m, t)) for t in tiers),
+                megabytes(m.bytes),
+                *(megabytes(m.device[c]) for c in used),
+                *(megabytes(getattr(m, t)) for t in tiers),
                 m.line[:60],
             )
             for m in self.moments
@@ -151,23 +157,34 @@ class MemoryTimeline:
         return "\n".join(columns(rows))
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Cells side by side, the first and what is no number to the left.
+def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
+    """Refuse a peak above `budget` bytes; see `Lowered.assert_fits`."""
+    if analysis.peak_bytes <= budget:
+        return
+    largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
+    raise BudgetError(
+        report(
+            f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device, {megabytes(budget)} MB are allowed "
+            f"({megabytes(analysis.peak_bytes - budget)} MB too many). It is made of:",
+            [
+                *(f"{category}: {megabytes(size)} MB" for category, size in largest),
+                f"in instruction {analysis.at}: {analysis.line}",
+            ],
+            " ".join(dict.fromkeys(_WAYS_OUT[category] for category, _ in largest)),
+        )
+    )
 
-    >>> columns([("MB", "a"), ("device", "1.0")])
-    ['MB      a', 'device  1.0']
-    """
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
-    def cell(text: str, i: int) -> str:
-        number = i and text.replace(".", "", 1).replace(",", "").isdigit()
-        return text.rjust(widths[i]) if number else text.ljust(widths[i])
-
-    return ["  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows]
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.3f}"
+_WAYS_OUT = {
+    PARAMETERS: "Shard parameters (full_shard), on more ranks, or memory='host'.",
+    GATHERED: "Smaller units, reshard=True, prefetch=0.",
+    GRADIENTS: "Shard gradients (zero2, full_shard), overlap=0, optimizer_memory='host'.",
+    OPTIMIZER: "Shard optimizer state (zero1, zero2, full_shard), or optimizer_memory='host'.",
+    ACTIVATIONS: "remat='unit' or a fraction, more micro-batches (accumulate=), smaller batches.",
+    WORKSPACES: "Smaller batches (accumulate=), or a chunked loss.",
+    BUFFERS: "Smaller units, prefetch=0, overlap=0, or a narrower dtype on the wire (compute_dtype, reduce_dtype).",
+    INPUTS: "A smaller batch.",
+}
 
 
 # ------------------------------------------------------------------ the walk over a schedule
@@ -192,7 +209,16 @@ class Given:
     transport: Kind | None = None
 
 
-def measure(schedule: Schedule, given: Given) -> tuple[MemoryAnalysis, MemoryTimeline]:
+@dataclass(frozen=True)
+class Ledger:
+    """What a walk found. `moved`: by number of a transfer's instruction, its bytes."""
+
+    analysis: MemoryAnalysis
+    timeline: MemoryTimeline
+    moved: Mapping[int, int]
+
+
+def measure(schedule: Schedule, given: Given) -> Ledger:
     """Play the schedule on paper."""
     mesh = schedule.mesh
     device = torch.device(mesh.device_type)
@@ -215,7 +241,7 @@ def measure(schedule: Schedule, given: Given) -> tuple[MemoryAnalysis, MemoryTim
         walk.end(index)
     analysis = _analysis(walk, transport.resident_bytes(), constants, slots, _kernels_by(given.compiled))
     moments = tuple(_with_transport(m, transport.resident_bytes()) for m in walk.moments)
-    return analysis, MemoryTimeline(moments)
+    return Ledger(analysis, MemoryTimeline(moments), walk.moved)
 
 
 def _kernels_by(compiled: Compiled | None) -> str:
@@ -418,9 +444,7 @@ def _update_bytes(bucket: Bucket, schedule: Schedule, optimizer: Optimizer | Non
     return _UPDATES[key]
 
 
-def _policy(spec: LayoutSpec) -> Any:
-    from dataclasses import replace
-
+def _policy(spec: LayoutSpec) -> LayoutSpec:
     return replace(spec, unit="-")
 
 
@@ -428,8 +452,9 @@ def _run_update(
     bucket: Bucket, schedule: Schedule, optimizer: Optimizer, slots: Slots, barrier: bool
 ) -> int:
     specs, mesh = schedule.specs, schedule.mesh
-    device = torch.device("cpu" if mesh.device_type == "cpu" else mesh.device_type)
-    with FakeTensorMode(), torch.no_grad():
+    # Fakes of a device that torch was not built for cannot be written to.
+    device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
+    with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
         updater = Updater(optimizer, specs, mesh, mesh.rank, _Comm(mesh))
         update = updater.bind(bucket)
         scalar = torch.zeros((), dtype=torch.float64, device=device)
@@ -452,7 +477,7 @@ def _run_update(
             if not (spec.update_on == "host" and spec.memory == "device"):
                 shape = block_shape(spec.shape, spec.storage, mesh)
                 params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
-        watch = Watch()
+        watch = Watch(workspaces=device.type == mesh.device_type)
         with watch:
             update(blocks, held, params, env)
     return max(watch.peak, 0)

@@ -1,4 +1,4 @@
-"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer (and the host's updates).
+"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer, the host's updates.
 
 The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
 collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fnshard.compiler.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
-from fnshard.compiler.schedule import TRANSFERS, Instruction, Run, Schedule, ToHost, Wait
+from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
 from fnshard.hardware import Hardware
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of a lane: what line `index` of the schedule does there, in seconds since the step began."""
+    """One stretch of a lane: what line `index` of the schedule does there; seconds since the step began."""
 
     index: int
     lane: str
@@ -186,9 +186,8 @@ class _Together(_Clock):
             start = max(self.host, self.free[COMPUTE])
             self.free[COMPUTE] = self.note(index, line, COMPUTE, start, price.device_seconds)
         if price.flight_seconds:
-            # What goes out was computed on the compute lane; what comes in rests elsewhere, unless it overwrites.
-            after = not isinstance(line, TRANSFERS) or isinstance(line, ToHost) or line.into
-            start = max(self.host, self.free[price.lane], there, self.free[COMPUTE] if after else 0.0)
+            # What goes out was computed on the compute lane; what comes in gets memory that was freed there.
+            start = max(self.host, self.free[price.lane], there, self.free[COMPUTE])
             self.free[price.lane] = self.note(index, line, price.lane, start, price.flight_seconds)
             self.ready |= dict.fromkeys(line.writes, self.free[price.lane])
 

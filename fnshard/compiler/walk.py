@@ -112,6 +112,7 @@ class Walk:
     worst: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     units: dict[tuple[str, str], int] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
+    moved: dict[int, int] = field(default_factory=dict)  # bytes of transfers, by the number of their line
     pool: dict[int, int] = field(default_factory=dict)  # host buffers to be used again: how many of a size
     line: Instruction | None = None
     _mine: list[int] = field(default_factory=list)

@@ -107,7 +107,9 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
         return GraphCost(())
     known = _COUNTED.setdefault(graph, {})
     if fused not in known:
-        known[fused] = GraphCost(tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager()))
+        known[fused] = GraphCost(
+            tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager())
+        )
     return known[fused]
 
 
@@ -151,7 +153,7 @@ def _attention(node: fx.Node) -> float:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Of one node, by torch's formulas on its shapes; 0 for all that neither multiplies matrices nor attends."""
+    """Of one node, by torch's formulas on its shapes; 0 for what neither multiplies matrices nor attends."""
     if not isinstance(node.target, OpOverload):
         return 0.0
     if _is_attention(node):
@@ -167,8 +169,8 @@ def flops_of(node: fx.Node) -> float:
 
 _COSTLY = {
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sigmoid", "erf",
-    "erfc", "erfinv", "pow", "silu", "gelu", "softplus", "atan", "atan2", "acos", "asin", "sinh", "cosh", "mish",
-    "elu", "logit", "lgamma", "digamma",
+    "erfc", "erfinv", "pow", "silu", "gelu", "softplus", "atan", "atan2", "acos", "asin", "sinh", "cosh",
+    "mish", "elu", "logit", "lgamma", "digamma",
 }  # fmt: skip
 _MOVERS = {
     "cat", "clone", "gather", "index", "index_select", "embedding", "constant_pad_nd", "slice_scatter",
@@ -255,10 +257,17 @@ class _Counter:
             self.bases[n] = self.bases[n.all_input_nodes[0]] if view else n
         self.returned = {self.bases[n] for n in graph.output_node().all_input_nodes}
 
-    def reads(self, node: fx.Node, skip: Callable[[fx.Node], bool] = lambda base: False) -> dict[fx.Node, float]:
+    def reads(
+        self, node: fx.Node, skip: Callable[[fx.Node], bool] = lambda base: False
+    ) -> dict[fx.Node, float]:
         """Bytes read by a node of each value: of a broadcast or a slice no more than is there."""
         out: dict[fx.Node, float] = {}
-        gathers = self.kinds[node] == "pointwise" and _name(node) in ("embedding", "gather", "index", "index_select")
+        gathers = self.kinds[node] == "pointwise" and _name(node) in (
+            "embedding",
+            "gather",
+            "index",
+            "index_select",
+        )
         for source in node.all_input_nodes:
             base = self.bases[source]
             if not skip(base):
@@ -274,7 +283,9 @@ class _Counter:
         dtype = _compute_dtype(node, tensors)
         if kind in ("matmul", "attention"):
             flops = flops_of(node)
-            size = flops if kind == "matmul" else float(_tensors(_value(node.all_input_nodes[0]))[0].shape[-2])
+            size = (
+                flops if kind == "matmul" else float(_tensors(_value(node.all_input_nodes[0]))[0].shape[-2])
+            )
             return Work(kind, dtype, flops, read, _bytes(value), size=size)
         if kind == "scatter":
             return Work(kind, dtype, 0.0, read, read + _bytes(value))

@@ -1,0 +1,117 @@
+"""Movement: leaves brought to where they are read: casts, gathers, and transfers between device and host."""
+
+from __future__ import annotations
+
+from fnshard.compiler.context import Action, Context, Env
+from fnshard.compiler.schedule import Cast, Gather, Publish, ToDevice, ToHost, Wait
+
+# ------------------------------------------------------------------ leaves
+
+
+def cast(line: Cast, context: Context) -> Action:
+    """Stored leaves -> `compute_dtype`, on this rank alone."""
+    paths = context.schedule.buckets[line.bucket].paths
+    dtypes = [context.schedule.specs[p].compute_dtype for p in paths]
+    triples = list(zip(line.reads, line.writes, dtypes, strict=True))
+
+    def run(env: Env) -> None:
+        for stored, out, dtype in triples:
+            env[out] = env[stored].to(dtype)
+
+    return run
+
+
+def gather(line: Gather | Publish, context: Context) -> Action:
+    """Pack this rank's blocks and issue."""
+    bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
+    pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
+    publish = isinstance(line, Publish)  # of a leaf that is stored whole: only this rank's block is new
+
+    def run(env: Env) -> None:
+        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+        stored = {p: env[n] for p, n in pairs}
+        packer.pack_blocks(packer.cut(stored) if publish else stored, flat)
+        env[flight] = comm.all_gather(flat, bucket.axes)
+
+    return run
+
+
+def wait_gather(line: Wait, context: Context) -> Action:
+    """Unpack every rank's blocks into whole leaves."""
+    (flight,), packer, specs = line.reads, context.packer(line.bucket), context.schedule.specs
+    paths = context.schedule.buckets[line.bucket].paths
+    writes, dtype = dict(zip(paths, line.writes, strict=True)), specs[paths[0]].compute_dtype
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        leaves = packer.unpack_rows(handle.wait(), dtype)
+        handle.release()
+        for path, name in writes.items():
+            env[name] = leaves[path]
+
+    return run
+
+
+def wait_publish(line: Wait, context: Context) -> Action:
+    """Unpack updated blocks into the stored leaves."""
+    (flight,), packer = line.reads, context.packer(line.bucket)
+    stored = dict(zip(context.schedule.buckets[line.bucket].paths, line.writes, strict=True))
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
+        handle.release()
+
+    return run
+
+
+# ------------------------------------------------------------------ transfers
+
+
+def to_device(line: ToDevice, context: Context) -> Action:
+    """Issue copies on the device, or restore stored shards there."""
+    reads, (flight,), transfers = line.reads, line.writes, context.transfers
+    if line.into:
+        return _restore(line, context)
+
+    def run(env: Env) -> None:
+        env[flight] = transfers.to_device([env[n] for n in reads])
+
+    return run
+
+
+def _restore(line: ToDevice, context: Context) -> Action:
+    """Master copies that the host has updated -> the stored shards on the device, cast there."""
+    reads, (flight,), transfers, updater = line.reads, line.writes, context.transfers, context.updater
+    paths = [n.removeprefix("s:") for n in line.into]
+
+    def run(env: Env) -> None:
+        stored = [updater.stored_part(p, env[f"s:{p}"]) for p in paths]
+        env[flight] = transfers.to_device([env[n] for n in reads], stored)
+
+    return run
+
+
+def to_host(line: ToHost, context: Context) -> Action:
+    """Issue copies on the host, or into state that rests there."""
+    reads, (flight,), into, transfers = line.reads, line.writes, line.into, context.transfers
+
+    def run(env: Env) -> None:
+        env[flight] = transfers.to_host([env[n] for n in reads], [env[n] for n in into] if into else None)
+
+    return run
+
+
+def wait_transfer(line: Wait, context: Context) -> Action:
+    """What was sent is there; gradients that the host reads, for the host too."""
+    (flight,), writes = line.reads, line.writes
+    read_there = any(n.startswith("h:r:") for n in writes)
+    state = {n for n in writes if n.startswith(("s:", "o:"))}
+
+    def run(env: Env) -> None:
+        targets = env.pop(flight).wait(on_host=read_there)
+        for n, value in zip(writes, targets, strict=True):
+            if n not in state:  # written in place
+                env[n] = value
+
+    return run
