@@ -19,6 +19,7 @@ import fnshard as fs
 from experiments import data, ngram
 from experiments.config import AdamWConfig, TrainConfig
 from experiments.model import Decoder, next_token_loss
+from experiments.plan import MEMORY, Plan, append_compiled, plan_of, write_memory, write_plan
 from experiments.report import Report, Silent, comparison, plot_losses
 from experiments.sample import Sampler, last_logits
 from experiments.sweep import write_result
@@ -31,6 +32,7 @@ class Setup:
 
     config: TrainConfig
     mesh: fs.Mesh
+    plan: Plan
     corpus: Corpus
     step: Any
     forward: Any
@@ -44,6 +46,7 @@ def train(config: TrainConfig, folder: Path, overrides: list[str]) -> None:
     tables: dict[str, float] = {}
     if setup.mesh.rank == 0:
         _start_folder(folder, config)
+        write_plan(setup.plan, folder)
         tables = table_losses(setup)
         report = Report(folder, config.run.steps, config.data.rows * config.model.context, tables)
     began = time.perf_counter()
@@ -69,29 +72,18 @@ def prepare(config: TrainConfig) -> tuple[Setup, fs.TrainState]:
     with torch.device("meta"):
         model = Decoder(config.model)
     apply, params = fs.make_functional(model)
-    dtypes = {f"{field}_dtype": getattr(torch, name) for field, name in vars(config.precision).items()}
-    specs = fs.presets.PRESETS[config.strategy.name](params, mesh, **dtypes)
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(apply(params, tokens), targets)
 
-    step = fs.shard_step(
-        loss_fn,
-        specs,
-        mesh=mesh,
-        optimizer=make_optimizer(config),
-        accumulate=run.accumulate,
-        accumulate_mode=run.accumulate_mode,
-        backend=run.backend,
-        timeout=run.timeout_s,
-        grad_norm=True,
-        prefetch=(config.strategy.prefetch_forward, config.strategy.prefetch_backward),
-    )
+    optimizer = make_optimizer(config)
+    plan = plan_of(config, loss_fn, params, mesh, optimizer)
+    step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}
-    forward = fs.shard_forward(loss_fn, specs, **how)
-    next_byte = fs.shard_forward(last_logits(apply), specs, **how)
+    forward = fs.shard_forward(loss_fn, plan.specs, **how)
+    next_byte = fs.shard_forward(last_logits(apply), plan.specs, **how)
     sampler = Sampler(next_byte, config.model.context, mesh.device)
-    setup = Setup(config, mesh, data.corpus_of(config), step, forward, sampler)
+    setup = Setup(config, mesh, plan, data.corpus_of(config), step, forward, sampler)
     return setup, step.init(model, seed=run.seed)
 
 
@@ -131,15 +123,31 @@ def run_steps(setup: Setup, state: fs.TrainState, report: Report | Silent, folde
     for number in range(1, run.steps + 1):
         batch = [part.to(mesh.device) for part in next(loader)]
         if number == 1 and mesh.rank == 0:
-            schedule = setup.step.lower(state, *batch).as_text()
-            (folder / "schedule.txt").write_text(schedule + "\n", encoding="utf-8")
+            lowered = setup.step.lower(state, *batch)
+            (folder / "schedule.txt").write_text(lowered.as_text() + "\n", encoding="utf-8")
+            write_memory(lowered, folder)
+        watched = number == 2 and mesh.device_type == "cuda"
+        if watched:
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         state, metrics = setup.step(state, *batch)
         values = {name: value.item() for name, value in metrics.items() if name != "aux"}
         report.step(number, values, time.perf_counter() - began)
+        if number == 1 and mesh.rank == 0:
+            append_compiled(lowered, folder)
+        if watched and mesh.rank == 0:
+            _tell_peak(torch.cuda.max_memory_allocated(), folder)
         if number % run.held_out_every == 0 and number < run.steps:
             report.held_out(number, evaluate(setup, state.params))
     return state
+
+
+def _tell_peak(measured_bytes: int, folder: Path) -> None:
+    """What the allocator of rank 0's device saw of a step, beside the prediction."""
+    told = f"measured peak of a step: {measured_bytes / 1e6:.1f} MB"
+    with (folder / MEMORY).open("a", encoding="utf-8") as file:
+        file.write(f"\n{told}\n")
+    print(told, flush=True)
 
 
 def held_out_starts(setup: Setup) -> Tensor:
@@ -153,7 +161,7 @@ def evaluate(setup: Setup, params: Any) -> float:
     config, mesh = setup.config, setup.mesh
     mine = held_out_starts(setup).chunk(mesh.size)[mesh.rank]
     # As many rows at once as a training step holds: that much memory there is.
-    rows = math.gcd(len(mine), config.data.rows // mesh.size // config.run.accumulate)
+    rows = math.gcd(len(mine), config.data.rows // mesh.size // setup.plan.accumulate)
     losses = []
     for starts in mine.split(rows):
         batch = data.cut_windows(setup.corpus.held_out, starts, config.model.context)

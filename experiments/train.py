@@ -26,9 +26,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from experiments import config as configs
 from experiments.config import ConfigError, TrainConfig
 from experiments.data import corpus_of
+from experiments.place import place, ranks_of
 from experiments.sweep import write_result
+from experiments.worker import REFUSAL, run_job
 from fnshard.errors import FnshardError
-from fnshard.launch import launch, under_launcher
+from fnshard.launch import LaunchError, launch, under_launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -76,13 +78,13 @@ def checked(composed: DictConfig, world: int | None = None) -> TrainConfig:
     """The composed configuration as dataclasses, placed on this machine.
 
     Raises:
-        ConfigError: see `experiments.config.build` and `place`.
+        ConfigError: see `experiments.config.build` and `experiments.place.place`.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from None
-    return configs.place(configs.build(values), accelerators=accelerators(), world=world)
+    return place(configs.build(values), accelerators=accelerators(), world=world)
 
 
 def accelerators() -> dict[str, int]:
@@ -96,7 +98,8 @@ def start(config: TrainConfig, folder: Path, overrides: list[str]) -> None:
     """Start this run's ranks and wait for them; results go to `folder`.
 
     Raises:
-        ConfigError: there is no text where the configuration says; nothing was started.
+        ConfigError: there is no text where the configuration says, and nothing was started; or no plan
+            fits into `run.device_gb`.
         LaunchError: a rank failed.
     """
     try:
@@ -107,12 +110,19 @@ def start(config: TrainConfig, folder: Path, overrides: list[str]) -> None:
     job = folder / "job.json"
     job.write_text(json.dumps(job_values(config, folder, overrides), indent=1) + "\n", encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    launch(
-        [sys.executable, "-u", "-m", "experiments.worker", str(job)],
-        ranks=configs.ranks_of(config),
-        logs=folder / "ranks",
-        env={"PYTHONPATH": path},
-    )
+    refusal = folder / REFUSAL
+    refusal.unlink(missing_ok=True)
+    try:
+        launch(
+            [sys.executable, "-u", "-m", "experiments.worker", str(job)],
+            ranks=ranks_of(config),
+            logs=folder / "ranks",
+            env={"PYTHONPATH": path},
+        )
+    except LaunchError:
+        if not refusal.exists():
+            raise
+        raise ConfigError(refusal.read_text(encoding="utf-8")) from None
 
 
 def job_values(config: TrainConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -122,8 +132,6 @@ def job_values(config: TrainConfig, folder: Path, overrides: list[str]) -> dict[
 
 def _be_a_rank(arguments: list[str]) -> NoReturn:
     """Compose without Hydra's command line: every rank would make a folder of its own."""
-    from experiments.worker import run_job
-
     flags = [a for a in arguments if a.startswith("-")]
     if flags:
         raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from experiments.config import build
-from fnshard.launch import run_rank
+from fnshard.errors import BudgetError
+from fnshard.launch import LOGS, run_rank
+
+REFUSAL = "refused.txt"  # why no rank began to train; the process that started them reads it
 
 
 def run_job(job: Mapping[str, Any]) -> NoReturn:
@@ -25,9 +29,23 @@ def run_job(job: Mapping[str, Any]) -> NoReturn:
     def main() -> None:
         from experiments.loop import train
 
-        train(config, _agree(Path(job["folder"])), list(job["overrides"]))
+        folder = _agree(Path(job["folder"]))
+        try:
+            train(config, folder, list(job["overrides"]))
+        except BudgetError as error:  # on all ranks: they plan alike
+            if int(os.environ.get("RANK", "0")) == 0:
+                _tell(f"strategy=auto run.device_gb={config.run.device_gb:g}: {error}", folder)
+            sys.exit(1)
 
     run_rank(main, device_type=config.run.device, timeout_s=config.run.timeout_s)
+
+
+def _tell(refusal: str, folder: Path) -> None:
+    """Leave it to who started this rank, or say it here where nobody of ours did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REFUSAL).write_text(refusal, encoding="utf-8")
+    if LOGS not in os.environ:
+        print(f"error: {refusal}", file=sys.stderr, flush=True)
 
 
 def _agree(folder: Path) -> Path:

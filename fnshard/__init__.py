@@ -9,6 +9,7 @@ state, batch ─Step→ state', metrics
 from fnshard import errors, optim, plot, presets, schedules, units
 from fnshard.errors import (
     AgreementError,
+    BudgetError,
     CollectiveError,
     FnshardError,
     OptimizerError,
@@ -17,11 +18,13 @@ from fnshard.errors import (
     StateError,
     TraceError,
 )
+from fnshard.fit import Fit, fit
 from fnshard.forward import shard_forward
 from fnshard.functional import make_functional
 from fnshard.hardware import Hardware
 from fnshard.lockstep import lockstep
 from fnshard.losses import Mean, Whole
+from fnshard.lowered import diff
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.rules import match_specs
 from fnshard.runtime.simulated import simulate
@@ -32,6 +35,7 @@ from fnshard.step import shard_step
 
 __all__ = [
     "AgreementError",
+    "BudgetError",
     "CollectiveError",
     "FnshardError",
     "Hardware",
@@ -46,6 +50,7 @@ __all__ = [
     "TraceError",
     "TrainState",
     "Whole",
+    "diff",
     "errors",
     "lockstep",
     "make_functional",

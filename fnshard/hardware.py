@@ -85,6 +85,7 @@ class Hardware:
         flops: matmul FLOP/s that are reached, by dtype ("f32", "bf16", ...) and FLOPs of one matmul.
         peak_flops: the data sheet's dense peak, by dtype; MFU is a share of it.
         attention: FLOP/s of fused attention, by dtype and sequence length.
+        attention_heads: how much of that rate is left, by dtype and head size.
         memory: bytes/s of streaming kernels, by bytes touched.
         elementwise: cheap elementwise operations/s, where memory does not bound them.
         transcendental: exp and its like, elements/s.
@@ -111,6 +112,7 @@ class Hardware:
     flops: Mapping[str, Curve]
     peak_flops: Mapping[str, float]
     attention: Mapping[str, Curve]
+    attention_heads: Mapping[str, Curve]
     memory: Curve
     elementwise: float
     transcendental: float
@@ -195,7 +197,7 @@ class Hardware:
         made = dict(values)
         for name in ("memory", "update", "copy"):
             made[name] = _curve(made[name])
-        for name in ("flops", "attention"):
+        for name in ("flops", "attention", "attention_heads"):
             made[name] = {dtype: _curve(curve) for dtype, curve in made[name].items()}
         for name in ("node", "network"):
             made[name] = _link(made[name])
@@ -242,6 +244,7 @@ def _gpu(
         flops={dtype: Curve.flat(rate * 1e12 * matmul) for dtype, rate in tflops.items()},
         peak_flops={dtype: rate * 1e12 for dtype, rate in tflops.items()},
         attention={dtype: Curve.flat(rate * 1e12 * attention) for dtype, rate in tflops.items()},
+        attention_heads={"f32": Curve(((32.0, 0.6), (64.0, 0.9), (128.0, 1.0)))},
         memory=streaming,
         elementwise=tflops["f32"] * 1e12 / 2,
         transcendental=tflops["f32"] * 1e12 / 16,
@@ -304,6 +307,7 @@ TABLE: dict[str, Hardware] = {
         flops={"f64": Curve.flat(50e9), "f32": Curve.flat(100e9), "bf16": Curve.flat(450e9)},
         peak_flops={"f64": 60e9, "f32": 120e9, "bf16": 500e9},
         attention={"f64": Curve.flat(20e9), "f32": Curve.flat(45e9), "bf16": Curve.flat(45e9)},
+        attention_heads={"f32": Curve(((32.0, 0.85), (64.0, 1.0)))},
         memory=Curve(((1e6, 60e9), (32e6, 40e9), (256e6, 15e9))),
         elementwise=50e9,
         transcendental=1.5e9,

@@ -113,13 +113,15 @@ class _Bench:
 
     def compute(self) -> dict[str, Any]:
         """Matmuls and attention by dtype, exponentials, scattered additions."""
-        found: dict[str, Any] = {"flops": {}, "attention": {}}
+        found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
         for name, dtype in DTYPES.items():
             common = name in ("f32", "bf16")
             sizes = MATMULS if common else MATMULS[2:3]
             found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in sizes])
             lengths = LENGTHS if common else LENGTHS[1:2]
             found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in lengths])
+            if common:
+                found["attention_heads"][name] = self._heads(self.large * LENGTHS[1], dtype)
         found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
         count = 1 << 16 if self.large == 1 else 1 << 24
         x, out = self.random(count), torch.empty(count, device=self.device)
@@ -142,16 +144,21 @@ class _Bench:
         seconds = statistics.fmean(self.seconds(lambda x=x, y=y: torch.mm(x, y, out=out)) for x, y in pairs)
         return 2.0 * n**3, 2.0 * n**3 / seconds
 
-    def _attention(self, length: int, dtype: torch.dtype) -> tuple[float, float]:
-        """Length and FLOP/s of causal attention [2, 4, length, 64], forward and backward."""
-        q, k, v = (self.random(2, 4, length, 64, dtype=dtype).requires_grad_() for _ in range(3))
-        tangent = self.random(2, 4, length, 64, dtype=dtype)
+    def _heads(self, length: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Rates at head sizes around 64, as shares of the rate there."""
+        rates = [(float(head), self._attention(length, dtype, head)[1]) for head in (32, 64, 128)]
+        return _curve([(head, rate / rates[1][1]) for head, rate in rates])
+
+    def _attention(self, length: int, dtype: torch.dtype, head: int = 64) -> tuple[float, float]:
+        """Length and FLOP/s of causal attention [2, 4, length, head], forward and backward."""
+        q, k, v = (self.random(2, 4, length, head, dtype=dtype).requires_grad_() for _ in range(3))
+        tangent = self.random(2, 4, length, head, dtype=dtype)
 
         def both() -> None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(out, (q, k, v), tangent)
 
-        flops = 0.5 * (2 + 5) * 2.0 * 8 * length * length * 64
+        flops = 0.5 * (2 + 5) * 2.0 * 8 * length * length * head
         return float(length), flops / self.seconds(both)
 
     # -------------------------------------------------------------- memory

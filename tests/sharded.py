@@ -138,10 +138,11 @@ def remembered_kernels() -> Iterator[None]:
 def on_rank(
     rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]
 ) -> Trained:
-    """`train` in a process of a pool: everything by name, for pickling."""
+    """`train` in a process of a pool: everything by name, for pickling; `options["policy"]`: of the specs."""
     model = MODELS[name]()
     mesh = fs.make_mesh(**meshes(world, preset), device="cpu")
-    specs = specs_of(model, preset, mesh)
+    options = dict(options)
+    specs = specs_of(model, preset, mesh, **options.pop("policy", {}))
     made = eval(optimizer, {**vars(fs.optim), **vars(fs.schedules)})
     return train(rank, mesh, model, specs, made, **options)
 

@@ -15,6 +15,7 @@ import fnshard as fs
 
 ADAMW = f"adamw({LR}, weight_decay=0.1)"
 CLIPPED = f"chain(clip_by_global_norm({CLIP}), {ADAMW})"
+HOST = {"memory": "host", "optimizer_memory": "host"}
 
 # (model, preset, optimizer, options): one run of a warm pool each
 CASES: dict[int, dict[str, tuple[str, str, str, dict[str, Any]]]] = {
@@ -26,6 +27,13 @@ CASES: dict[int, dict[str, tuple[str, str, str, dict[str, Any]]]] = {
         "no_shard": ("gpt", "no_shard", ADAMW, {"accumulate": 3, "accumulate_mode": "local"}),
         "encoder_decoder": ("encoder_decoder", "full_shard", ADAMW, {"overlap": 2}),
         "odd_leaves": ("odd_leaves", "full_shard", ADAMW, {}),
+        "all_host": (
+            "gpt",
+            "full_shard",
+            CLIPPED,
+            {"policy": HOST, "accumulate": 3, "remat": "unit+offload"},
+        ),
+        "streamed": ("tied", "zero2", ADAMW, {"policy": {**HOST, "update_on": "device"}, "remat": 0.3}),
     },
     4: {
         "hybrid_clip": ("gpt", "hybrid_shard", CLIPPED, {"prefetch": 2}),
@@ -50,15 +58,20 @@ def in_both_backends(rank: int) -> list[reference.Trained]:
     mesh = fs.make_mesh(shard=2, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh)
     chained = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1, momentum=0.9))
+    host = sharded.specs_of(model, "full_shard", mesh, **HOST)
     return [
-        sharded.train(rank, mesh, model, specs, chained, backend=backend) for backend in ("eager", "inductor")
+        sharded.train(rank, mesh, model, specs, chained, backend="eager"),
+        sharded.train(rank, mesh, model, specs, chained, backend="inductor"),
+        sharded.train(rank, mesh, model, host, chained, backend="inductor", remat="unit+offload"),
     ]
 
 
 def test_inductor_follows_eager(ranks: Any) -> None:
-    for eager, compiled in ranks(2).run(in_both_backends, timeout=300.0):
-        sharded.assert_same(compiled, eager, atol=2e-5)
-        assert compiled.losses[-1] < compiled.losses[0]
+    """With everything on the device, and with everything on the host and recomputed."""
+    for eager, *others in ranks(2).run(in_both_backends, timeout=300.0):
+        for compiled in others:
+            sharded.assert_same(compiled, eager, atol=2e-5)
+            assert compiled.losses[-1] < compiled.losses[0]
 
 
 # ------------------------------------------------------------------ ranks that differ

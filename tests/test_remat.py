@@ -208,7 +208,9 @@ def test_what_is_no_policy(options: Any, message: str) -> None:
 
 
 def test_globs_that_match_no_unit() -> None:
-    with pytest.raises(SpecError, match=r"1 remat rule\(s\) match no unit:\n  remat\['blocks\.\*'\]\n.*layers\.0"):
+    with pytest.raises(
+        SpecError, match=r"1 remat rule\(s\) match no unit:\n  remat\['blocks\.\*'\]\n.*layers\.0"
+    ):
         lowered(remat={"blocks.*": "unit", "layers.*": "unit"})
 
 

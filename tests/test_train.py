@@ -24,6 +24,7 @@ from experiments import config as configs
 from experiments import train
 from experiments.config import ConfigError
 from experiments.model import Attention, Decoder, DecoderConfig, next_token_loss
+from experiments.place import place
 from experiments.sample import Sampler, last_logits, printable
 from experiments.sweep import sweep_table, write_result
 from fnshard.functional import make_functional
@@ -61,7 +62,7 @@ GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "ru
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
 def test_every_file_of_conf_composes(choice):
-    placed = configs.place(compose(choice), accelerators={})
+    placed = place(compose(choice), accelerators={})
     assert configs.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
     group, name = choice.split("=")
     if group in ("strategy", "optimizer", "schedule"):
@@ -152,7 +153,7 @@ def test_a_wrong_type_that_reaches_us_is_refused():
 
 
 def placed(*overrides: str, gpus: int = 0, world: int | None = None) -> configs.TrainConfig:
-    return configs.place(compose(*overrides), accelerators={"cuda": gpus} if gpus else {}, world=world)
+    return place(compose(*overrides), accelerators={"cuda": gpus} if gpus else {}, world=world)
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,14 @@ def _tangent_strides(kernel: Any) -> list[tuple[int, tuple[int, ...]]]:
 
 def _free(line: Free, context: Context) -> Action:
     drops, freed, transfers = line.drops, context.freed, context.transfers
+    lent = {n for n in drops if n.startswith("h:") and not n.startswith("h:s:")}  # h:s: is a master copy
 
     def run(env: Env) -> None:
         for n in drops:
             value = env.pop(n)
             if freed:
                 freed(n, value)
-            if n.startswith("h:") and not n.startswith("h:s:"):  # h:s: is the optimizer's master
+            if n in lent:
                 transfers.give(value)
 
     return run

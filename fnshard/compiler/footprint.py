@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard import tree
 from fnshard.compiler.kernels import Boxed, compile_graph
 from fnshard.compiler.workspace import workspace_bytes
 
@@ -66,25 +64,30 @@ class Footprint:
     workspace_bytes: int
 
 
-def rounded(size: int, device: torch.device) -> int:
-    """What an allocation of `size` bytes takes of a device's memory."""
-    return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if device.type == "cuda" else size
+def rounded(size: int, device: str) -> int:
+    """What an allocation of `size` bytes takes of memory on a type of device."""
+    return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if device == "cuda" else size
 
 
-def eager_footprint(module: fx.GraphModule, entries: Sequence[Entry]) -> Footprint:
-    """Of a graph run node by node (`backend="eager"`)."""
+def eager_footprint(module: fx.GraphModule, entries: Sequence[Entry], device: str) -> Footprint:
+    """Of a graph run node by node (`backend="eager"`).
+
+    Args:
+        device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
+    """
     run = compile_graph(module, backend="eager", options={}, is_backward=False)
-    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries)
+    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, Watch(device))
 
 
 def compiled_footprint(
-    module: fx.GraphModule, compiled: Boxed, entries: Sequence[Entry]
+    module: fx.GraphModule, compiled: Boxed, entries: Sequence[Entry], device: str
 ) -> Footprint | None:
     """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
-    wrapper = generated_wrapper(compiled)
+    watch = Watch(device)
+    wrapper = generated_wrapper(compiled, watch)
     if wrapper is None:
         return None
-    return call_footprint(wrapper, [n.meta["val"] for n in placeholders(module)], entries, wrapper.watch)
+    return call_footprint(wrapper, [n.meta["val"] for n in placeholders(module)], entries, watch)
 
 
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:
@@ -95,32 +98,26 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
 def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int:
     """Tensors that a kernel holds for itself between calls."""
     held = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
-    if compiled is not None and generated_wrapper(compiled) is not None:
+    if compiled is not None and hasattr(compiled, "current_callable"):
         held = list((getattr(compiled, "constants", None) or {}).values())
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)
+    }
     return sum(storages.values())
 
 
-def call_footprint(
-    run: Boxed,
-    likes: Sequence[Tensor],
-    entries: Sequence[Entry],
-    watch: Callable[[Watch], AbstractContextManager[Any]] | None = None,
-) -> Footprint:
+def call_footprint(run: Boxed, likes: Sequence[Tensor], entries: Sequence[Entry], watch: Watch) -> Footprint:
     """Of any boxed callable, on fakes that look like `likes` and share storages as `entries` say."""
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
         args = _arguments(likes, entries)
-        mode = Watch()
         for entry, arg in zip(entries, args, strict=True):
-            mode.adopt(arg, entry)
+            watch.adopt(arg, entry)
         del arg
         kept = [a for a, e in zip(args, entries, strict=True) if not e.dropped]
-        if watch is not None:
-            watch(mode)
-        with mode:
-            mode.look(0)
+        with watch:
+            watch.look(0)
             results = [r for r in run(args) if isinstance(r, Tensor)]
-        footprint = mode.footprint(results)
+        footprint = watch.footprint(results)
         del kept, results
     return footprint
 
@@ -157,9 +154,9 @@ def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 class Watch(TorchDispatchMode):
     """Follows storages from their making to their end, and remembers the worst moment."""
 
-    def __init__(self, workspaces: bool = True) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
-        self.workspaces = workspaces  # whether operators' own are those of the fakes' device
+        self.device = device
         self.given: dict[int, int] = {}  # address of a live argument storage -> its number
         self.new: dict[int, int] = {}  # serial number of a live storage made inside -> its bytes
         self.live = 0
@@ -194,7 +191,7 @@ class Watch(TorchDispatchMode):
             return None  # in place on everything, and unknown to fake tensors
         out = func(*args, **(kwargs or {}))
         self.made(out)
-        self.look(workspace_bytes(func, args, kwargs or {}, out) if self.workspaces else 0)
+        self.look(workspace_bytes(func, args, kwargs or {}, out, self.device))
         return out
 
     def made(self, out: Any) -> None:
@@ -204,7 +201,7 @@ class Watch(TorchDispatchMode):
                 storage = value.untyped_storage()
                 key = storage._cdata
                 if key not in self._refs:
-                    size = rounded(storage.nbytes(), value.device)
+                    size = rounded(storage.nbytes(), self.device)
                     self._serial[key] = self._count
                     self.new[self._count] = size
                     self._count += 1
@@ -242,18 +239,14 @@ class Watch(TorchDispatchMode):
 class Wrapper:
     """A generated `call(args)`, its kernels silent and its allocations fake."""
 
-    def __init__(self, call: types.FunctionType, runner: Any):
-        self._watch: Watch | None = None
+    def __init__(self, call: types.FunctionType, runner: Any, watch: Watch):
+        self._watch = watch
         globals_ = dict(call.__globals__)
         for name in _names(call.__code__):
             if name in globals_:
                 globals_[name] = self._stand_in(name, globals_[name])
         made = types.FunctionType(call.__code__, globals_, call.__name__, call.__defaults__, call.__closure__)
         self._call = types.MethodType(made, runner) if runner is not None else made
-
-    def watch(self, mode: Watch) -> None:
-        """Who is told of workspaces of operators that write into given buffers."""
-        self._watch = mode
 
     def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
         return self._call(args)
@@ -265,17 +258,13 @@ class Wrapper:
         if name == "reinterpret_tensor":
             return lambda x, size, stride, offset=0: x.as_strided(size, stride, x.storage_offset() + offset)
         if name == "extern_kernels":
-            return _Extern(value, self)
+            return _Extern(value, self._watch)
         kept = types.ModuleType | torch.dtype | torch.device | Tensor | type | int | float | str
         if isinstance(value, kept) or type(value).__module__.startswith("torch._ops"):
             return value
         if getattr(value, "__module__", None) == "torch" or value is torch.empty_strided:
             return value
         return _Silent()
-
-    def told(self, name: str, args: Any, out: Tensor) -> None:
-        if self._watch is not None:
-            self._watch.look(workspace_bytes(name, args, {}, out))
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -296,33 +285,26 @@ class _Silent:
 class _Extern:
     """`extern_kernels`: what writes into a given buffer changes nothing, what makes its own runs on fakes."""
 
-    def __init__(self, real: Any, wrapper: Wrapper):
-        self._real, self._wrapper = real, wrapper
+    def __init__(self, real: Any, watch: Watch):
+        self._real, self._watch = real, watch
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Any:
             if out is None:
                 return getattr(self._real, name)(*args, **kwargs)
-            self._wrapper.told(name, args, out)
+            self._watch.look(workspace_bytes(name, args, kwargs, out, self._watch.device))
             return out
 
         return call
 
 
-def generated_wrapper(compiled: Any) -> Wrapper | None:
+def generated_wrapper(compiled: Any, watch: Watch) -> Wrapper | None:
     """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None
     call = getattr(runner, "call", None) or getattr(compiled, "current_callable", None)
     function = getattr(call, "__func__", call)
-    if not isinstance(function, types.FunctionType) or "async_compile" in function.__globals__.get("__all__", ()):
+    if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None
-    if "empty_strided_cpu" not in function.__globals__:
-        return None
-    return Wrapper(function, getattr(call, "__self__", None))
-
-
-def storages_of(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bytes of the storage of each tensor."""
-    return {n: v.untyped_storage().nbytes() for n, v in tree.flatten_with_paths(dict(values))[0].items()}
+    return Wrapper(function, getattr(call, "__self__", None), watch)

@@ -9,30 +9,31 @@ that a caching allocator keeps but does not use; tensors of a few numbers (losse
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fnshard.compiler.effects import Rank
+from fnshard.compiler.differentiate import Kernel
+from fnshard.compiler.effects import play
 from fnshard.compiler.footprint import (
     Entry,
     Footprint,
-    Watch,
     compiled_footprint,
     constant_bytes,
     eager_footprint,
 )
 from fnshard.compiler.kernels import Boxed
+from fnshard.compiler.moves import Rank
 from fnshard.compiler.program import Program
 from fnshard.compiler.schedule import Schedule
+from fnshard.compiler.slots import Slots, Updates, size_of, slots_of
 from fnshard.compiler.tables import columns, megabytes
 from fnshard.compiler.transport import Kind, Transport, kind_of
-from fnshard.compiler.update import MASTER, Updater
 from fnshard.compiler.walk import (
     ACTIVATIONS,
     BUFFERS,
@@ -51,11 +52,9 @@ from fnshard.compiler.walk import (
 )
 from fnshard.errors import BudgetError, report
 from fnshard.mesh import Mesh
-from fnshard.runtime.buckets import Bucket
 from fnshard.spec import LayoutSpec, block_shape
-from fnshard.transform import LeafNorms, Optimizer, StepInfo
+from fnshard.transform import Optimizer
 
-Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
 
 
@@ -164,8 +163,8 @@ def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     raise BudgetError(
         report(
-            f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device, {megabytes(budget)} MB are allowed "
-            f"({megabytes(analysis.peak_bytes - budget)} MB too many). It is made of:",
+            f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device, {megabytes(budget)} MB "
+            f"are allowed ({megabytes(analysis.peak_bytes - budget)} MB too many). It is made of:",
             [
                 *(f"{category}: {megabytes(size)} MB" for category, size in largest),
                 f"in instruction {analysis.at}: {analysis.line}",
@@ -182,7 +181,7 @@ _WAYS_OUT = {
     OPTIMIZER: "Shard optimizer state (zero1, zero2, full_shard), or optimizer_memory='host'.",
     ACTIVATIONS: "remat='unit' or a fraction, more micro-batches (accumulate=), smaller batches.",
     WORKSPACES: "Smaller batches (accumulate=), or a chunked loss.",
-    BUFFERS: "Smaller units, prefetch=0, overlap=0, or a narrower dtype on the wire (compute_dtype, reduce_dtype).",
+    BUFFERS: "Smaller units, prefetch=0, overlap=0, a narrower compute_dtype or reduce_dtype.",
     INPUTS: "A smaller batch.",
 }
 
@@ -225,19 +224,20 @@ def measure(schedule: Schedule, given: Given) -> Ledger:
     walk = Walk(schedule, device)
     transport = Transport(mesh, given.transport or kind_of(mesh))
     slots = slots_of(given.optimizer, schedule.specs, mesh) if given.optimizer else {}
+    known = _UPDATES.setdefault(given.optimizer, {}) if given.optimizer else {}
     rank = Rank(
         walk,
         transport,
         footprint=lambda name, backward, entries: footprint_of(
-            schedule.kernels[name], backward, entries, given.compiled
+            schedule.kernels[name], backward, entries, given.compiled, mesh.device_type
         ),
-        update_bytes=lambda bucket: _update_bytes(bucket, schedule, given.optimizer, slots),
+        update_bytes=Updates(schedule, given.optimizer, slots, known).bytes,
         rank=mesh.rank,
     )
     constants = _put_inputs(walk, given, slots)
     for index, line in enumerate(schedule.instructions):
         walk.begin(line)
-        rank.play(line)
+        play(rank, line)
         walk.end(index)
     analysis = _analysis(walk, transport.resident_bytes(), constants, slots, _kernels_by(given.compiled))
     moments = tuple(_with_transport(m, transport.resident_bytes()) for m in walk.moments)
@@ -259,13 +259,13 @@ def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
     schedule, mesh, accumulate = walk.schedule, walk.schedule.mesh, walk.schedule.accumulate
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
-        block = _of_unit(walk, spec.unit, _size(shape, spec.storage_dtype), PARAMETERS, spec.memory)
-        walk.set(f"s:{path}", Held(block, _count(shape), spec.storage_dtype, shape, None))
+        block = _of_unit(walk, spec.unit, size_of(shape, spec.storage_dtype), PARAMETERS, spec.memory)
+        walk.set(f"s:{path}", Held(block, math.prod(shape), spec.storage_dtype, shape, None))
     for path, held in slots.items():
         spec, parts = schedule.specs[path], {}
         for name, (shape, dtype) in held.items():
-            block = _of_unit(walk, spec.unit, _size(shape, dtype), OPTIMIZER, spec.optimizer_memory)
-            parts[name] = Held(block, _count(shape), dtype, shape, None)
+            block = _of_unit(walk, spec.unit, size_of(shape, dtype), OPTIMIZER, spec.optimizer_memory)
+            parts[name] = Held(block, math.prod(shape), dtype, shape, None)
         walk.set(f"o:{path}", Parts(parts))
     whole = {f"batch:{n}": walk.new(size, INPUTS) for n, size in given.batch_bytes.items()}
     constants = 0
@@ -303,17 +303,6 @@ class _Unit:
     unit: str
 
 
-def _count(shape: Sequence[int]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out
-
-
-def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return _count(shape) * dtype.itemsize
-
-
 def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels: str) -> MemoryAnalysis:
     worst = max(walk.moments, key=lambda m: m.bytes)
     peak = {c: n for c, n in worst.device.items() if n}
@@ -328,7 +317,8 @@ def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels:
     state = _state_bytes(walk.schedule.specs, slots, walk.schedule.mesh)
     resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
     resident |= {k: v for k, v in ((BUFFERS, transport), (INPUTS, constants)) if v}
-    pooled = sum(b.bytes for b in walk.blocks if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER))
+    beside = [b for b in walk.blocks if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER)]
+    on_host = state[PARAMETERS, "host"] + state[OPTIMIZER, "host"] + sum(b.bytes for b in beside)
     return MemoryAnalysis(
         peak_bytes=sum(peak.values()),
         at=worst.index,
@@ -337,7 +327,7 @@ def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels:
         units=units,
         resident=resident,
         host_bytes=walk.worst["host"],
-        host_resident_bytes=state[PARAMETERS, "host"] + state[OPTIMIZER, "host"] + pooled,
+        host_resident_bytes=on_host,
         disk_bytes=walk.worst["disk"],
         disk_resident_bytes=state[PARAMETERS, "disk"] + state[OPTIMIZER, "disk"],
         leaves=_leaves(walk.schedule.specs, slots, walk.schedule.mesh),
@@ -357,10 +347,10 @@ def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[s
     """By path: bytes of the stored shard, the optimizer's slots, the gathered leaf, the gradient shard."""
     return {
         path: {
-            "stored": _size(block_shape(s.shape, s.storage, mesh), s.storage_dtype),
-            "optimizer": sum(_size(shape, dtype) for shape, dtype in slots.get(path, {}).values()),
-            "gathered": _size(s.shape, s.compute_dtype),
-            "gradient": _size(block_shape(s.shape, s.gradient, mesh), s.reduce_dtype) if s.trainable else 0,
+            "stored": size_of(block_shape(s.shape, s.storage, mesh), s.storage_dtype),
+            "optimizer": sum(size_of(shape, dtype) for shape, dtype in slots.get(path, {}).values()),
+            "gathered": size_of(s.shape, s.compute_dtype),
+            "gradient": size_of(block_shape(s.shape, s.gradient, mesh), s.reduce_dtype) if s.trainable else 0,
         }
         for path, s in specs.items()
     }
@@ -369,115 +359,21 @@ def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[s
 # ------------------------------------------------------------------ kernels
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Footprint]] = weakref.WeakKeyDictionary()
+_UPDATES: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def footprint_of(kernel: Any, backward: bool, entries: Sequence[Entry], compiled: Compiled | None) -> Footprint:
-    """Of one kernel's call; each is worked out once."""
-    module: fx.GraphModule = kernel.backward if backward else kernel.forward
+def footprint_of(
+    kernel: Kernel, backward: bool, entries: Sequence[Entry], compiled: Compiled | None, device: str
+) -> Footprint:
+    """Of one kernel's call on a type of device; each is worked out once."""
+    module = kernel.backward if backward else kernel.forward
     generated = None if compiled is None else compiled[kernel.name][int(backward)]
     known = _KNOWN.setdefault(module, {})
-    key = tuple(entries), id(generated)
+    key = tuple(entries), device, id(generated)
     if key not in known:
-        found = None if generated is None else compiled_footprint(module, generated, entries)
-        known[key] = found or eager_footprint(module, entries)
-    return known[key]
-
-
-# ------------------------------------------------------------------ the optimizer
-
-
-def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
-    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included."""
-    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-    known: dict[Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-    for path, spec in specs.items():
-        if not spec.trainable:
-            continue
-        shape = block_shape(spec.shape, spec.optimizer, mesh)
-        key = shape, spec.optimizer_dtype, spec.has_master
-        if key not in known:
-            block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
-            made = optimizer.init_leaf(block)
-            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
-            if spec.has_master:
-                known[key][MASTER] = shape, spec.optimizer_dtype
-        out[path] = known[key]
-    return out
-
-
-class _Comm:
-    """Collectives on fakes: what an optimizer that gathers would be given."""
-
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-
-    def all_gather(self, flat: torch.Tensor, axes: Sequence[str]) -> Any:
-        rows = [torch.empty_like(flat) for _ in range(self.mesh.axes_size(axes))]
-        return _Row(rows)
-
-
-@dataclass(frozen=True)
-class _Row:
-    rows: list[torch.Tensor]
-
-    def wait(self) -> list[torch.Tensor]:
-        return self.rows
-
-    def release(self) -> None:
-        pass
-
-
-_UPDATES: dict[Any, int] = {}
-
-
-def _update_bytes(bucket: Bucket, schedule: Schedule, optimizer: Optimizer | None, slots: Slots) -> int:
-    """What the optimizer's own code takes for a bucket, found by running it on fakes."""
-    specs, mesh = schedule.specs, schedule.mesh
-    barrier = any("scalars" in i.reads for i in schedule.instructions if getattr(i, "bucket", "") == bucket.name)
-    key = (
-        optimizer.name, mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, schedule.accumulate > 1,
-        tuple((_policy(specs[p]), optimizer.settings(p)) for p in bucket.paths),
-    )  # fmt: skip
-    if key not in _UPDATES:
-        _UPDATES[key] = _run_update(bucket, schedule, optimizer, slots, barrier)
-    return _UPDATES[key]
-
-
-def _policy(spec: LayoutSpec) -> LayoutSpec:
-    return replace(spec, unit="-")
-
-
-def _run_update(
-    bucket: Bucket, schedule: Schedule, optimizer: Optimizer, slots: Slots, barrier: bool
-) -> int:
-    specs, mesh = schedule.specs, schedule.mesh
-    # Fakes of a device that torch was not built for cannot be written to.
-    device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
-    with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
-        updater = Updater(optimizer, specs, mesh, mesh.rank, _Comm(mesh))
-        update = updater.bind(bucket)
-        scalar = torch.zeros((), dtype=torch.float64, device=device)
-        env: dict[str, Any] = {"rescale": lambda summary: None, "skip_if": None}
-        updater.start(env, torch.zeros((), dtype=torch.int64, device=device))
-        if barrier:
-            norms = {p: LeafNorms(scalar, scalar) for p in specs} if "leaf_norms" in optimizer.needs else None
-            info: StepInfo = env["info"]
-            env["info"] = StepInfo(info.step, scalar, norms, None, info.gather, info.cut)
-        blocks, held, params = {}, {}, {}
-        for path in bucket.paths:
-            spec = specs[path]
-            dtype = bucket.dtype
-            if schedule.accumulate > 1:
-                dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
-            blocks[path] = torch.empty(block_shape(spec.shape, spec.gradient, mesh), dtype=dtype, device=device)
-            held[path] = {
-                n: torch.empty(shape, dtype=d, device=device) for n, (shape, d) in slots[path].items()
-            }
-            if not (spec.update_on == "host" and spec.memory == "device"):
-                shape = block_shape(spec.shape, spec.storage, mesh)
-                params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
-        watch = Watch(workspaces=device.type == mesh.device_type)
-        with watch:
-            update(blocks, held, params, env)
-    return max(watch.peak, 0)
+        found = None if generated is None else compiled_footprint(module, generated, entries, device)
+        known[key] = found or eager_footprint(module, entries, device), generated  # so that its id stays its
+    return known[key][0]

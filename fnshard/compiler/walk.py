@@ -123,7 +123,7 @@ class Walk:
 
     def new(self, size: int, category: str, tier: str = "device") -> int:
         """A block that the line under way holds until its end."""
-        size = rounded(size, self.device) if tier == "device" else size
+        size = rounded(size, self.device.type) if tier == "device" else size
         self.blocks.append(Block(size, category, self.line.unit if self.line else "-", tier, 1))
         self._mine.append(len(self.blocks) - 1)
         self._count(self.blocks[-1], size)

@@ -28,7 +28,7 @@ class Work:
 
     `kind`: "matmul", "attention", "scatter" or "memory". `flops`: of matmuls and attention. `cheap`,
     `costly`: elementwise operations, transcendental ones apart. `launches`: operators that are started.
-    `size`: what the rate goes by: a matmul's FLOPs, the length that attention is over.
+    `size`: what the rate goes by: a matmul's FLOPs, the length that attention is over; `head`: its heads'.
     """
 
     kind: str
@@ -40,6 +40,7 @@ class Work:
     costly: float = 0.0
     launches: int = 1
     size: float = 0.0
+    head: float = 0.0
 
     @property
     def moved_bytes(self) -> float:
@@ -53,9 +54,11 @@ class Work:
             worked = self.written_bytes / hardware.scatter
         elif self.kind == "memory":
             worked = self.cheap / hardware.elementwise + self.costly / hardware.transcendental
+        elif self.kind == "attention":
+            rate = hardware.rate_of(hardware.attention, self.dtype).at(self.size)
+            worked = self.flops / rate / hardware.rate_of(hardware.attention_heads, self.dtype).at(self.head)
         else:
-            table = hardware.flops if self.kind == "matmul" else hardware.attention
-            worked = self.flops / hardware.rate_of(table, self.dtype).at(self.size)
+            worked = self.flops / hardware.rate_of(hardware.flops, self.dtype).at(self.size)
         return max(streamed, worked, self.launches * hardware.floor_seconds)
 
 
@@ -281,12 +284,14 @@ class _Counter:
         kind, value = self.kinds[node], _value(node)
         tensors = _tensors(value)
         dtype = _compute_dtype(node, tensors)
-        if kind in ("matmul", "attention"):
+        if kind == "matmul":
             flops = flops_of(node)
-            size = (
-                flops if kind == "matmul" else float(_tensors(_value(node.all_input_nodes[0]))[0].shape[-2])
+            return Work(kind, dtype, flops, read, _bytes(value), size=flops)
+        if kind == "attention":
+            length, head = _tensors(_value(node.all_input_nodes[0]))[0].shape[-2:]
+            return Work(
+                kind, dtype, flops_of(node), read, _bytes(value), size=float(length), head=float(head)
             )
-            return Work(kind, dtype, flops, read, _bytes(value), size=size)
         if kind == "scatter":
             return Work(kind, dtype, 0.0, read, read + _bytes(value))
         cheap, costly = _operations(node, kind)

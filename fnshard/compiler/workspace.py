@@ -18,19 +18,23 @@ from torch import Tensor
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
-_CASTS = ("convert_element_type", "_to_copy", "copy", "copy_")  # from one dtype to another, element by element
+_CASTS = (
+    "convert_element_type",
+    "_to_copy",
+    "copy",
+    "copy_",
+)  # element by element
 
 
-def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, device: str) -> int:
     """Bytes that one call allocates and frees again, beside what it returns.
 
     Args:
         op: an `OpOverload`, or the name of an aten function that writes into a given buffer (`"mm"`).
         args, kwargs, out: tensors with or without data.
+        device: the type of device that it runs on ("cpu", "cuda").
     """
     name = op if isinstance(op, str) else op.__name__.partition(".")[0]
-    first = next((a for a in args if isinstance(a, Tensor)), out)
-    device = first.device.type if isinstance(first, Tensor) else "cpu"
     rule = _RULES.get((device, name))
     if rule is not None:
         return rule(args, kwargs, out)
@@ -94,9 +98,9 @@ def _masked_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _summed(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Sums of bools and short integers are made in int64, of the input cast as a whole."""
-    dtype = args[0].dtype
-    return args[0].numel() * 8 if not dtype.is_floating_point and dtype != torch.int64 else 0
+    """Sums of bools and short integers are made in int64, those in fp64 of the input cast as a whole."""
+    x, dtype = args[0], kwargs.get("dtype") or (out.dtype if isinstance(out, Tensor) else args[0].dtype)
+    return x.numel() * dtype.itemsize if dtype != x.dtype and x.dtype not in HALVES else 0
 
 
 def _mean(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
@@ -131,7 +135,7 @@ def _unfolded(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
 
 
 def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    into, indices, values = args[:3]
+    into, _, values = args[:3]
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
 
@@ -164,5 +168,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
+    ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,
+    # Steps for machines that are not here are traced on the CPU.
+    ("cuda", "_scaled_dot_product_flash_attention_for_cpu_backward"): _flash_backward_cuda,
 }

@@ -1,0 +1,88 @@
+"""`python -m experiments.memory part=zero`, or `--multirun part=zero,recipe,sizes,targets` for all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config import ConfigError
+from experiments.memory import recipe, sizes, targets, zero
+from experiments.memory.config import MemoryConfig, build
+from fnshard.errors import FnshardError
+
+ROOT = Path(__file__).resolve().parents[2]
+MISTAKES = (FnshardError, ConfigError, HydraException, OmegaConfBaseException)
+Part = tuple[Callable[[MemoryConfig, Path], dict[str, Any]], Callable[[Mapping[str, Any]], str]]
+PARTS: dict[str, Part] = {
+    "zero": (zero.run, zero.table),
+    "recipe": (recipe.run, recipe.table),
+    "sizes": (sizes.run, sizes.table),
+    "targets": (targets.run, targets.table),
+}
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and exit code 1."""
+    ConfigStore.instance().store(name="memory_schema", node=schema())
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on, instead of printing them its way
+    try:
+        _command_line()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except MISTAKES as error:
+        if wants_traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def schema() -> type:
+    """`MemoryConfig` as Hydra takes it: not frozen, lists for tuples."""
+    kinds = {"str": str, "int": int, "float": float, "str | None": str | None, "int | None": int | None,
+             "tuple[int, ...]": list[int], "tuple[str, ...]": list[str]}  # fmt: skip
+    fields = []
+    for f in dataclasses.fields(MemoryConfig):
+        default = dataclasses.field(default=f.default)
+        if isinstance(f.default, tuple):
+            default = dataclasses.field(default_factory=lambda d=f.default: list(d))
+        fields.append((f.name, kinds[f.type], default))
+    return dataclasses.make_dataclass("MemorySchema", fields)
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="memory")
+def _command_line(composed: DictConfig) -> None:
+    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)
+
+
+def start(config: MemoryConfig, folder: Path) -> dict[str, Any]:
+    """One part; its JSON, its table as Markdown and its pictures go to `folder`.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run, table = PARTS[config.part]
+    found = {"config": dataclasses.asdict(config), **run(config, folder)}
+    (folder / f"{config.part}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = table(found)
+    (folder / f"{config.part}.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}\n\nresults: {folder}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

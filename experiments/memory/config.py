@@ -1,0 +1,116 @@
+"""What the memory experiments are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.config import ConfigError
+from experiments.memory.plans import LLAMA
+from experiments.model import DecoderConfig
+from fnshard.errors import report
+
+MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
+TARGETS = ("remat", "offload", "resident", "fit")
+# What `null` means, by part: of what is measured on this machine.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "zero": {"size": "5m", "rows": 1, "length": 256, "rounds": 0},
+    "recipe": {"size": "25m", "rows": 4, "length": 256, "rounds": 3},
+    "targets": {"size": "25m", "rows": 8, "length": 512, "rounds": 4},
+    "sizes": {"size": "tiny", "rows": 1, "length": 256, "rounds": 0},
+}
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """All options; those that are None depend on the part (`DEFAULTS`).
+
+    Args:
+        part: "zero" (ZeRO 1, 2, 3 against DDP), "recipe" (LitGPT's, ingredient by ingredient), "sizes" (what
+            fits where, on paper), "targets" (what fnshard has promised itself).
+        size: a file of `conf/model`, for what runs here; `rows`, `length`: of a rank's batch of tokens.
+        rounds: timed steps; 0 times nothing.
+        backend: of fnshard, for what runs here.
+        worlds: numbers of ranks that "zero" lowers for; `measured_worlds`: that it starts here.
+        large: the model that "zero" and "recipe" lower, and that nothing runs; one of `plans.LLAMA`.
+        models, ranks, large_rows, large_length: what "sizes" lowers, at which numbers of ranks, and a rank's
+            batch there.
+        targets: which of "remat", "offload", "resident", "fit".
+    """
+
+    part: str = "zero"
+    size: str | None = None
+    rows: int | None = None
+    length: int | None = None
+    rounds: int | None = None
+    backend: str = "inductor"
+    worlds: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    measured_worlds: tuple[int, ...] = (2, 4)
+    large: str = "1b"
+    models: tuple[str, ...] = ("1b", "8b", "70b")
+    ranks: tuple[int, ...] = (1, 8, 64, 1024)
+    large_rows: int = 2
+    large_length: int = 4096
+    targets: tuple[str, ...] = TARGETS
+    timeout_s: float = 600.0
+
+    @property
+    def model(self) -> DecoderConfig:
+        """The decoder that `size` names."""
+        return model_of(self.size)
+
+
+def model_of(size: str) -> DecoderConfig:
+    """A file of `conf/model`."""
+    return DecoderConfig(**yaml.safe_load((MODELS / f"{size}.yaml").read_text(encoding="utf-8")))
+
+
+def build(values: Mapping[str, Any]) -> MemoryConfig:
+    """A complete configuration from what Hydra composed.
+
+    Raises:
+        ConfigError: unknown keys or values that cannot be; all of them at once.
+    """
+    fields = {f.name: f for f in dataclasses.fields(MemoryConfig)}
+    problems = [f"{key}: no such key; there are {', '.join(fields)}." for key in values if key not in fields]
+    known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in fields}
+    config = MemoryConfig(**known)
+    if config.part not in DEFAULTS:
+        problems.append(f"part={config.part}: one of {', '.join(DEFAULTS)}.")
+    else:
+        given = {k: v for k, v in DEFAULTS[config.part].items() if getattr(config, k) is None}
+        config = replace(config, **given)
+        problems += _problems(config)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(report(f"the memory experiment's configuration has {count}:", problems))
+    return config
+
+
+def _problems(config: MemoryConfig) -> list[str]:
+    out = []
+    choices: dict[str, Any] = {
+        "size": sorted(path.stem for path in MODELS.glob("*.yaml")),
+        "backend": ["inductor", "eager"],
+        "large": list(LLAMA),
+        "models": list(LLAMA),
+        "targets": list(TARGETS),
+    }
+    for name, known in choices.items():
+        value = getattr(config, name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if each not in known:
+                out.append(f"{name}={each}: one of {', '.join(known)}.")
+    least = {"rows": 1, "length": 1, "rounds": 0, "large_rows": 1, "large_length": 1, "worlds": 2,
+             "measured_worlds": 2, "ranks": 1}  # fmt: skip
+    for name, bound in least.items():
+        value = getattr(config, name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if each < bound:
+                out.append(f"{name}={each}: must be {bound} or more.")
+    return out

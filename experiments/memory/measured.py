@@ -1,0 +1,80 @@
+"""Measured: start ranks for one job and read what they found; Markdown tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from experiments.memory.plans import Job
+from fnshard.launch import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = "measured.json"
+
+
+def measure(job: Job, folder: Path, timeout_s: float) -> dict[str, Any]:
+    """What `experiments.memory.rank` measures of a job, from new processes of one thread each.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.json"
+    told = {"job": dataclasses.asdict(job), "folder": str(folder), "timeout_s": timeout_s}
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    launch(
+        [sys.executable, "-u", "-m", "experiments.memory.rank", str(path)],
+        ranks=job.ranks,
+        logs=folder / "ranks",
+        env={"PYTHONPATH": python, "OMP_NUM_THREADS": "1"},
+    )
+    return json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+
+
+def ratio(found: Mapping[str, Any], name: str, base: str) -> float:
+    """Median over rounds of the quotient of two steps of one round, so that the machine's drift cancels."""
+    pairs = zip(found["plans"][name]["seconds"], found["plans"][base]["seconds"], strict=True)
+    return median(a / b for a, b in pairs)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row is its head, the first column is text, the others are numbers.
+
+    >>> print(markdown([["a", "b"], ["x", "1"]]))
+    | a | b |
+    |---|---:|
+    | x | 1 |
+    """
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+
+
+def mega(size: float) -> str:
+    """Bytes as MB of 1e6, whole.
+
+    >>> mega(1.6e6)
+    '2'
+    """
+    return f"{size / 1e6:,.0f}"
+
+
+def giga(size: float) -> str:
+    """Bytes as GB of 1e9, to two digits behind the point."""
+    return f"{size / 1e9:,.2f}"
+
+
+def setting(found: Mapping[str, Any]) -> str:
+    """What was run, one line."""
+    job = found["job"]
+    before, after = found["load_average"]
+    return (
+        f"{found['parameters'] / 1e6:.1f}M parameters, {job['ranks']} CPU ranks x {job['rows']} x "
+        f"{job['length']} tokens, {job['backend']}, load {before:.1f} to {after:.1f}"
+    )

@@ -1,0 +1,173 @@
+"""Plans: ways to train a decoder, as a step on paper and as one that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.bench.contenders import CONTENDERS, Task, global_batch
+from experiments.model import Decoder, DecoderConfig, next_token_loss
+from fnshard import tree
+from fnshard.fit import Fit, fit
+from fnshard.lowered import Lowered
+from fnshard.runtime.connect import connection
+
+# Meta's Llama 3.2 1B, Llama 3.1 8B and 70B: shapes alone.
+LLAMA = {
+    "1b": DecoderConfig(2048, 16, 32, 8, context=4096, vocab=128256, mlp=8192, tied=True, theta=5e5),
+    "8b": DecoderConfig(4096, 32, 32, 8, context=4096, vocab=128256, mlp=14336, theta=5e5),
+    "70b": DecoderConfig(8192, 80, 64, 8, context=4096, vocab=128256, mlp=28672, theta=5e5),
+}
+MIXED = {
+    "storage_dtype": torch.bfloat16,
+    "compute_dtype": torch.bfloat16,
+    "reduce_dtype": torch.float32,
+    "optimizer_dtype": torch.float32,
+}  # bf16 parameters, an fp32 master copy and fp32 moments: 14 bytes a parameter at rest
+DDP = "ddp"  # torch's own, measured beside
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train.
+
+    Args:
+        preset: of `fnshard.presets`, or "ddp": torch's.
+        dtype: of compute and of gradients on the wire; parameters and optimizer stay fp32.
+        whole: the whole model is one unit (no wrap policy), not one a block.
+        fit_share: if not 0, `fnshard.fit` chooses, within this share of the preset's predicted peak.
+    """
+
+    name: str
+    preset: str = "full_shard"
+    dtype: str = "float32"
+    remat: str | float = "none"
+    memory: str = "device"
+    optimizer_memory: str = "device"
+    whole: bool = False
+    fit_share: float = 0.0
+
+    def specs(self, params: Any, mesh: fs.Mesh, **policy: Any) -> Any:
+        """Its spec tree; `policy`: dtypes that go before its own."""
+        dtypes = {} if self.dtype == "float32" else {"compute_dtype": getattr(torch, self.dtype)}
+        return fs.presets.PRESETS[self.preset](
+            params, mesh, units=_one_unit if self.whole else None, memory=self.memory,
+            optimizer_memory=self.optimizer_memory, **{**dtypes, **policy},
+        )  # fmt: skip
+
+
+def _one_unit(params: Any) -> dict[str, str]:
+    return dict.fromkeys(tree.flatten_with_paths(params)[0], "model")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one launch measure.
+
+    Args:
+        rounds: of one timed step each; 0: none.
+        steps: after the first that are followed byte by byte.
+        pictures: draw each plan's memory over its schedule.
+    """
+
+    model: DecoderConfig
+    plans: tuple[Plan, ...]
+    ranks: int
+    rows: int
+    length: int
+    rounds: int
+    backend: str
+    steps: int = 2
+    pictures: bool = False
+    seed: int = 0
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> Job:
+        """From plain values, as `dataclasses.asdict` makes them."""
+        made = dict(values)
+        made["model"] = DecoderConfig(**made["model"])
+        made["plans"] = tuple(Plan(**p) for p in made["plans"])
+        return Job(**made)
+
+
+@dataclass
+class Running:
+    """A plan at work on one rank."""
+
+    step: Callable[[], Any]
+    lowered: Lowered | None = None
+    found: Fit | None = None
+    state_bytes: Callable[[], dict[str, int]] = dict
+    transport_bytes: Callable[[], int] = lambda: 0
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+def loss_of(config: DecoderConfig, device: str = "meta") -> tuple[Decoder, Callable[..., Tensor], Any]:
+    """A decoder, its loss as a pure function, and its parameters."""
+    with torch.device(device):
+        model = Decoder(config)
+    apply, params = fs.make_functional(model)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(apply(params, tokens), targets)
+
+    return model, loss_fn, params
+
+
+def on_paper(
+    plan: Plan, model: DecoderConfig, ranks: int, rows: int, length: int, **policy: Any
+) -> Lowered:
+    """The step for so many ranks that do not exist; "cpu" in name only: nothing here needs a device."""
+    mesh = fs.make_mesh(shard=ranks, device="cpu", abstract=True)
+    _, loss_fn, params = loss_of(replace(model, context=length))
+    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    specs = plan.specs(params, mesh, **policy)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), remat=plan.remat)
+    return step.lower(params, tokens, tokens)
+
+
+def start(plan: Plan, job: Job, world: fs.Mesh) -> Running:
+    """Make a plan's step and state on this rank; the first step compiles."""
+    config = replace(job.model, context=job.length)
+    rows = global_batch(0, job.seed, job.ranks * job.rows, job.length, config.vocab)
+    batch = tuple(part[world.rank * job.rows :][: job.rows] for part in rows)
+    if plan.preset == DDP:
+        torch.manual_seed(job.seed)
+        dtypes = (getattr(torch, plan.dtype),) * 2
+        contender = CONTENDERS[DDP](Task(Decoder(config), world, *dtypes, 1e-3, 0.0, job.backend))
+        return Running(lambda: contender.step(*batch))
+    mesh = fs.make_mesh(shard=job.ranks, device="cpu")  # with a connection of its own
+    model, loss_fn, params = loss_of(config)
+    specs, found, optimizer = plan.specs(params, mesh), None, fs.optim.adamw(1e-3)
+    options: dict[str, Any] = {"remat": plan.remat, "backend": job.backend}
+    if plan.fit_share:
+        whole = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
+        budget = int(plan.fit_share * whole.lower(params, *batch).memory_analysis().peak_bytes)
+        found = fit(
+            loss_fn, params, mesh, batch=batch, device_bytes=budget, hardware="cpu", optimizer=optimizer,
+            specs=specs, backend=job.backend,
+        )  # fmt: skip
+        specs, options = found.specs, dict(found.options)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
+    lowered, state = step.lower(params, *batch), step.init(model, seed=job.seed)
+
+    def run() -> None:
+        nonlocal state
+        state, _ = step(state, *batch)
+
+    def state_bytes() -> dict[str, int]:
+        """At rest on the device, as the state itself says: apart from the host's mappings."""
+        device = {p: s for p, s in step._lowering.specs.items()}
+        slots = {p: s for p, s in state.opt_state.items() if device[p].optimizer_memory == "device"}
+        held = [t for group in slots.values() for t in group.values()]
+        return {"optimizer_device_bytes": sum(t.numel() * t.element_size() for t in held)}
+
+    return Running(
+        run, lowered, found, state_bytes, lambda: connection(mesh).transport_bytes(),
+        lambda: connection(mesh).close(),
+    )  # fmt: skip

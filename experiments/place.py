@@ -1,0 +1,80 @@
+"""A configuration on this machine: devices, ranks, directories, and a batch that can be cut."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from experiments.config import ConfigError, TrainConfig
+from fnshard.errors import report
+
+CPU_RANKS = 2  # where there is no accelerator and nobody says how many
+
+
+def place(config: TrainConfig, *, accelerators: Mapping[str, int], world: int | None = None) -> TrainConfig:
+    """`config` with `run.device` and `mesh.shard` filled in from what there is.
+
+    Args:
+        accelerators: devices by type, `{"cuda": 8}`; empty on a machine without.
+        world: ranks that already run (under `torchrun`); None: they are to be started here.
+
+    Raises:
+        ConfigError: more ranks than devices, axes that do not multiply to the ranks there are, a
+            batch that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
+    """
+    device = config.run.device
+    disk_dir = config.run.disk_dir
+    if disk_dir is not None and not os.path.isdir(disk_dir):
+        raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
+    if device == "auto":
+        device = next(iter(accelerators), "cpu")
+    if device != "cpu" and device not in accelerators:
+        has = ", ".join(["cpu", *accelerators])
+        raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
+    replicate, shard = config.mesh.replicate, config.mesh.shard
+    there = world or (CPU_RANKS if device == "cpu" else accelerators[device])
+    if shard is None:
+        if there % replicate and (world or replicate < there):
+            raise ConfigError(
+                f"mesh.replicate={replicate} does not divide {there} ranks. "
+                "Fix: another mesh.replicate, or say mesh.shard too."
+            )
+        shard = max(1, there // replicate)
+    ranks = replicate * shard
+    asked = f"mesh.replicate={replicate} times mesh.shard={shard} asks for {_count(ranks, 'rank')}"
+    if world and ranks != world:
+        raise ConfigError(f"{asked}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
+    if device != "cpu" and not world and ranks > accelerators[device]:
+        has = _count(accelerators[device], f"{device} device")
+        raise ConfigError(f"{asked}; this machine has {has}. Fix: a smaller mesh, or run.device=cpu.")
+    _check_rows(config, ranks)
+    return replace(
+        config,
+        mesh=replace(config.mesh, shard=shard),
+        run=replace(config.run, device=device),
+    )
+
+
+def _check_rows(config: TrainConfig, ranks: int) -> None:
+    over = _count(ranks, "rank")
+    micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
+    parts = {"rows": (ranks * config.run.accumulate, over + micro), "held_out_rows": (ranks, over)}
+    wrong, fixes = [], []
+    for name, (divisor, shown) in parts.items():
+        rows = getattr(config.data, name)
+        if rows % divisor:
+            wrong.append(f"data.{name}={rows} does not divide over {shown}.")
+            fixes.append(f"data.{name}={math.ceil(rows / divisor) * divisor}")
+    if wrong:
+        raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
+
+
+def ranks_of(config: TrainConfig) -> int:
+    """Ranks of a `place`d configuration."""
+    return config.mesh.replicate * config.mesh.shard
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -1,0 +1,111 @@
+"""What a strategy comes to: specs and options of the step; `strategy=auto` lets `fnshard.fit` choose them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fnshard as fs
+from experiments.config import AUTO, TrainConfig
+from fnshard.fit import Fit
+from fnshard.fit import fit as search
+from fnshard.hardware import TABLE
+from fnshard.lowered import Lowered
+
+PLAN, MEMORY = "plan.json", "memory.txt"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`shard_step(fn, specs, mesh=..., optimizer=..., **options)`; `found`: the search, if there was one."""
+
+    specs: Any
+    options: Mapping[str, Any]
+    found: Fit | None = None
+    hardware: str = ""
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self.options["accumulate"]
+
+
+def plan_of(
+    config: TrainConfig, fn: Callable[..., Any], params: Any, mesh: fs.Mesh, optimizer: fs.optim.Optimizer
+) -> Plan:
+    """The configuration's strategy as specs and options; the same on every rank, as its inputs are.
+
+    Raises:
+        BudgetError: `strategy=auto`, and nothing fits.
+    """
+    run, strategy = config.run, config.strategy
+    dtypes = {f"{field}_dtype": getattr(torch, name) for field, name in vars(config.precision).items()}
+    options = {
+        "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
+        "grad_norm": True,
+    }  # fmt: skip
+    if strategy.name == AUTO:
+        hardware = hardware_of(run.hardware, mesh)
+        rows = config.data.rows // mesh.size
+        tokens = torch.empty(rows, config.model.context, dtype=torch.int64, device="meta")
+        found = search(
+            fn, params, mesh, batch=(tokens, tokens), device_bytes=int(run.device_gb * 1e9),
+            hardware=hardware, optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **dtypes),
+            **options,
+        )  # fmt: skip
+        return Plan(found.specs, found.options, found, hardware.name)
+    tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    specs = fs.presets.PRESETS[strategy.name](params, mesh, **dtypes, **tiers)
+    options |= {
+        "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
+        "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
+    }  # fmt: skip
+    return Plan(specs, options)
+
+
+def hardware_of(name: str, mesh: fs.Mesh) -> fs.Hardware:
+    """Whose speed to plan for: by name, measured together by all ranks, or by what the device is called."""
+    if name == "measure":
+        return fs.Hardware.measure(mesh)
+    if name != AUTO:
+        return fs.Hardware.named(name)
+    if mesh.device_type == "cpu":
+        return fs.Hardware.named("cpu")
+    called = torch.cuda.get_device_name().lower() if mesh.device_type == "cuda" else ""
+    return fs.Hardware.named(next((known for known in TABLE if known in called), "h100"))
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Print what was chosen and why, and leave it in `plan.json`; nothing where nothing was chosen."""
+    if plan.found is None:
+        return
+    values = {"hardware": plan.hardware, **plan.found.as_dict()}
+    (folder / PLAN).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    print(f"planned for {plan.hardware}: {plan.found}", flush=True)
+
+
+def write_memory(lowered: Lowered, folder: Path) -> None:
+    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen."""
+    analysis = lowered.memory_analysis()
+    (folder / MEMORY).write_text(f"{analysis}\n", encoding="utf-8")
+    beside = [
+        f"{size / 1e6:.1f} MB on the {tier}"
+        for tier, size in (("host", analysis.host_bytes), ("disk", analysis.disk_bytes))
+        if size
+    ]
+    told = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *beside])
+    print(f"a rank's predicted peak: {told} (details: {MEMORY})", flush=True)
+
+
+def append_compiled(lowered: Lowered, folder: Path) -> None:
+    """Behind the first step: what the generated kernels take, if there are any."""
+    analysis = lowered.memory_analysis()
+    if analysis.kernels == "eager":
+        return
+    with (folder / MEMORY).open("a", encoding="utf-8") as file:
+        file.write(f"\nwith the kernels that were compiled:\n{analysis}\n")

@@ -1,0 +1,134 @@
+"""Slots: an optimizer's state and what its update takes, on paper: its own code is run on fakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fnshard.compiler.footprint import Watch
+from fnshard.compiler.schedule import Schedule
+from fnshard.compiler.update import MASTER, Updater
+from fnshard.mesh import Mesh
+from fnshard.runtime.buckets import Bucket
+from fnshard.spec import LayoutSpec, block_shape
+from fnshard.transform import LeafNorms, Optimizer, StepInfo
+
+Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
+def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
+    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included."""
+    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    known: dict[Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for path, spec in specs.items():
+        if not spec.trainable:
+            continue
+        shape = block_shape(spec.shape, spec.optimizer, mesh)
+        key = shape, spec.optimizer_dtype, spec.has_master
+        if key not in known:
+            block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
+            made = optimizer.init_leaf(block)
+            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
+            if spec.has_master:
+                known[key][MASTER] = shape, spec.optimizer_dtype
+        out[path] = known[key]
+    return out
+
+
+class _Comm:
+    """Collectives on fakes: what an optimizer that gathers would be given."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
+    def all_gather(self, flat: torch.Tensor, axes: Sequence[str]) -> Any:
+        rows = [torch.empty_like(flat) for _ in range(self.mesh.axes_size(axes))]
+        return _Row(rows)
+
+
+@dataclass(frozen=True)
+class _Row:
+    rows: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.rows
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What the Updates of a schedule take beside what they change. `known`: found before."""
+
+    schedule: Schedule
+    optimizer: Optimizer
+    slots: Slots
+    known: dict[Any, int]
+
+    def bytes(self, bucket: Bucket, barrier: bool) -> int:
+        """Of one bucket, on the device that updates it.
+
+        Where the optimizer's code cannot run without data, one copy of the bucket's state.
+
+        Args:
+            barrier: whether the step's scalars are known by then (gradients may be scaled by them).
+        """
+        specs, mesh, settings = self.schedule.specs, self.schedule.mesh, self.optimizer.settings
+        key = (
+            mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, self.schedule.accumulate > 1,
+            bucket.dtype, tuple((replace(specs[p], unit="-"), settings(p)) for p in bucket.paths),
+        )  # fmt: skip
+        if key not in self.known:
+            try:
+                self.known[key] = self._run(bucket, barrier)
+            except Exception:  # an optimizer of the user's: any may come, and none is his mistake
+                held = (slot for p in bucket.paths for slot in self.slots[p].values())
+                self.known[key] = sum(size_of(shape, dtype) for shape, dtype in held)
+        return self.known[key]
+
+    def _run(self, bucket: Bucket, barrier: bool) -> int:
+        specs, mesh = self.schedule.specs, self.schedule.mesh
+        # Fakes of a device that torch was not built for cannot be written to.
+        device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
+        with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+            updater = Updater(self.optimizer, specs, mesh, mesh.rank, _Comm(mesh))
+            update = updater.bind(bucket)
+            env = self._env(updater, barrier, device)
+            blocks, held, params = {}, {}, {}
+            for path in bucket.paths:
+                spec, dtype = specs[path], bucket.dtype
+                if self.schedule.accumulate > 1:
+                    dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
+                block = block_shape(spec.shape, spec.gradient, mesh)
+                blocks[path] = torch.empty(block, dtype=dtype, device=device)
+                held[path] = {
+                    n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()
+                }
+                if not (spec.update_on == "host" and spec.memory == "device"):
+                    shape = block_shape(spec.shape, spec.storage, mesh)
+                    params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
+            with Watch(mesh.device_type) as watch:
+                update(blocks, held, params, env)
+        return max(watch.peak, 0)
+
+    def _env(self, updater: Updater, barrier: bool, device: torch.device) -> dict[str, Any]:
+        env: dict[str, Any] = {"rescale": lambda summary: None, "skip_if": None}
+        updater.start(env, torch.zeros((), dtype=torch.int64, device=device))
+        if barrier:
+            info: StepInfo = env["info"]
+            scalar = torch.zeros((), dtype=torch.float64, device=device)
+            asked = "leaf_norms" in self.optimizer.needs
+            norms = {p: LeafNorms(scalar, scalar) for p in self.schedule.specs} if asked else None
+            env["info"] = replace(info, global_norm=scalar, leaf_norms=norms)
+        return env
+
+
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(shape) * dtype.itemsize

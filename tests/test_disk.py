@@ -1,0 +1,106 @@
+"""The disk tier for real: a process that may not hold its optimizer state, a file system that is full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYERS, WIDTH, STEPS = 12, 2048, 3
+PROGRAM = """
+import json, resource, sys
+import torch
+import fnshard as fs
+
+torch.set_num_threads(1)
+layers, width, steps = map(int, sys.argv[1:4])
+tier, folder = sys.argv[4:]
+params = {f"layers.{i}.{n}": torch.empty(width, width, device="meta") for i in range(layers) for n in "ab"}
+
+def loss(p, x):
+    for i in range(layers):
+        x = x + torch.tanh(x @ p[f"layers.{i}.a"]) @ p[f"layers.{i}.b"]
+    return x.square().mean()
+
+mesh = fs.make_mesh(shard=1)
+specs = fs.presets.full_shard(params, mesh, memory=tier, optimizer_memory=tier)
+step = fs.shard_step(
+    loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager", disk_dir=folder, prefetch=0,
+    overlap=0,
+)
+x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+step.lower(params, x).compile()  # what compiling holds is no matter here
+limit = 0
+if tier == "disk":
+    with open("/proc/self/status") as status:
+        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    limit = used + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+state = step.init(params, init=lambda path, leaf: leaf.normal_(std=0.02))
+losses = []
+for _ in range(steps):
+    state, metrics = step(state, x)
+    losses.append(metrics["loss"].item())
+held = sum(v.nbytes for slots in state.opt_state.values() for v in slots.values())
+print(json.dumps({"losses": losses, "limit": limit, "optimizer_bytes": held}))
+"""
+
+
+def run(tier: str, folder: Path) -> dict:
+    command = [sys.executable, "-c", PROGRAM, str(LAYERS), str(WIDTH), str(STEPS), tier, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_optimizer_state_larger_than_the_process_may_be(tmp_path: Path) -> None:
+    on_disk, in_memory = run("disk", tmp_path), run("device", tmp_path)
+    assert on_disk["optimizer_bytes"] == in_memory["optimizer_bytes"] > on_disk["limit"]
+    assert len(on_disk["losses"]) == STEPS
+    for a, b in zip(on_disk["losses"], in_memory["losses"], strict=True):
+        assert abs(a - b) <= 1e-6 * abs(b)
+    assert list(tmp_path.iterdir()) == []
+
+
+FULL = """
+import sys, torch
+import fnshard as fs
+from fnshard.errors import StateError
+
+params = {f"layers.{i}.w": torch.ones(256, 256) for i in range(32)}
+specs = fs.match_specs(params, [("*", fs.LayoutSpec(optimizer_memory="disk"))])
+step = fs.shard_step(
+    lambda p, x: sum((x @ w).sum() for w in p.values()), specs, optimizer=fs.optim.adamw(1e-3),
+    backend="eager", disk_dir=sys.argv[1],
+)
+try:
+    step.init(params)
+except StateError as error:
+    print(error)
+    print(all(bool((w == 1).all()) for w in params.values()))
+"""
+
+
+def test_a_file_system_that_is_full(tmp_path: Path) -> None:
+    """A real one of 1 MB, mounted in a namespace of its own: an error, no SIGBUS, and nothing left on it."""
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    shell = f"mount -t tmpfs -o size=1m none {disk} && {sys.executable} {script} {disk} && ls {disk} | wc -l"
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", shell],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    if done.returncode and ("not permitted" in done.stderr or "denied" in done.stderr):
+        pytest.skip("no namespaces here")
+    assert done.returncode == 0, done.stderr[-2000:]
+    *lines, intact, left = done.stdout.splitlines()
+    assert "is full, with" in "\n".join(lines)
+    assert (intact, left.strip()) == ("True", "0")

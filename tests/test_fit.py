@@ -1,0 +1,163 @@
+"""Fit: every plan is within its budget and no neighbour that fits is faster; what cannot fit says so."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toys import Llama
+
+import fnshard as fs
+from experiments.bench.memory import live_bytes
+from fnshard.errors import BudgetError, SpecError
+from fnshard.fit import Search, fit
+
+# blocks, width, hidden, rows, time, ranks, hardware, dtype of compute
+SETTINGS = {
+    "deep": (8, 64, 128, 4, 32, 8, "h100", torch.float32),
+    "wide": (2, 256, 512, 2, 16, 4, "a100", torch.bfloat16),
+    "long": (3, 32, 64, 2, 256, 2, "h200", torch.float32),
+    "alone": (3, 64, 128, 6, 32, 1, "h100", torch.float32),
+    "cpu": (4, 64, 128, 4, 32, 2, "cpu", torch.float32),
+    "many": (3, 128, 256, 1, 32, 64, "h100", torch.bfloat16),
+}
+BUDGETS = 34  # of each setting: over 200 triples in all
+
+
+@cache
+def search_of(name: str) -> Search:
+    blocks, width, hidden, rows, time, ranks, hardware, dtype = SETTINGS[name]
+    with torch.device("meta"):
+        model = Llama(blocks, width, hidden, 4, 2, 256)
+        tokens = torch.zeros(rows, time, dtype=torch.int64)
+    apply, params = fs.make_functional(model)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = apply(params, tokens).float()  # [B, T, V]
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    mesh = fs.make_mesh(shard=ranks, abstract=True, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, compute_dtype=dtype)
+    return Search(loss, params, mesh, batch=(tokens,), hardware=hardware, specs=specs)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plans_are_within_budget_and_no_neighbour_is_faster(name: str) -> None:
+    """Budgets from less than the most frugal plan takes to more than the fastest one does."""
+    search, draw = search_of(name), random.Random(name)
+    roomy = search.fit(1 << 40)
+    with pytest.raises(BudgetError, match="nothing fits") as refused:
+        search.fit(1)
+    assert "would do; or change one thing: " in str(refused.value)
+    least = min(c.peak_bytes for c in search.seen.values())
+    fitted = 0
+    for _ in range(BUDGETS):
+        budget = int(least * 0.8 + draw.random() * (1.1 * roomy.peak_bytes - least * 0.8))
+        try:
+            plan = search.fit(budget)
+        except BudgetError:
+            assert all(c.peak_bytes > budget for c in search.seen.values())
+            continue
+        fitted += 1
+        assert plan.lowered.memory_analysis().peak_bytes == plan.peak_bytes <= budget
+        for choice in search.neighbours(plan.chosen.choice):
+            other = search.look(choice)
+            assert other.peak_bytes > budget or other.seconds >= plan.seconds, (plan, other)
+        assert plan.seconds >= roomy.seconds
+    assert fitted > BUDGETS // 2
+
+
+def test_the_most_frugal_budget_that_is_named_works() -> None:
+    search = search_of("deep")
+    with pytest.raises(BudgetError) as refused:
+        search.fit(1)
+    named = float(str(refused.value).split("a budget of ")[1].split(" GB")[0]) * 1e9
+    assert search.fit(int(named)).peak_bytes <= named
+
+
+def test_a_plan_is_what_shard_step_takes() -> None:
+    """The step made from specs and options is the step on paper."""
+    search = search_of("deep")
+    plan = search.fit(int(search.fit(1 << 40).peak_bytes * 0.5))
+    assert plan.chosen.choice.recomputed
+    step = fs.shard_step(search.fn, plan.specs, mesh=search.mesh, optimizer=search.optimizer, **plan.options)
+    _, params = fs.make_functional(Llama(8, 64, 128, 4, 2, 256))
+    lowered = step.lower(params, *search.batch)
+    assert lowered.as_text() == plan.lowered.as_text()
+    assert lowered.memory_analysis().peak_bytes == plan.peak_bytes
+
+
+def test_it_says_why() -> None:
+    plan = search_of("deep").fit(int(search_of("deep").fit(1 << 40).peak_bytes * 0.6))
+    text = str(plan)
+    assert "<- chosen" in text and "GB too many" in text and "% slower" in text
+    found = plan.as_dict()
+    assert found["peak_bytes"] <= found["device_bytes"] and len(found["rejected"]) == len(plan.rejected)
+
+
+def test_more_memory_is_never_slower() -> None:
+    search = search_of("wide")
+    most = search.fit(1 << 40).peak_bytes
+    seconds = []
+    for share in (1.0, 0.9, 0.8, 0.7):
+        try:
+            seconds.append(search.fit(int(most * share)).seconds)
+        except BudgetError:
+            break
+    assert seconds[0] == min(seconds)
+
+
+def test_the_dimension_to_change_follows_the_memory() -> None:
+    """Long sequences: a shorter one; a wide model of few blocks: smaller units."""
+    for name, dimension in (("long", "a shorter sequence"), ("wide", "smaller units")):
+        with pytest.raises(BudgetError, match=dimension):
+            search_of(name).fit(1)
+
+
+def test_a_plan_runs_within_its_budget() -> None:
+    """Measured on one CPU rank, eager: half of what the plain step needs."""
+    torch.manual_seed(0)
+    model = Llama(4, 128, 256, 4, 2, 256)
+    apply, params = fs.make_functional(model)
+    tokens = torch.randint(0, 256, (8, 64))
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = apply(params, tokens)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    mesh, optimizer = fs.make_mesh(shard=1), fs.optim.adamw(1e-3)
+    how = {"batch": (tokens,), "hardware": "cpu", "optimizer": optimizer, "backend": "eager"}
+    search = Search(loss, params, mesh, **how)
+    plain = fs.shard_step(loss, search.base, mesh=mesh, optimizer=optimizer, backend="eager")
+    budget = plain.lower(params, tokens).memory_analysis().peak_bytes // 2
+    plan = search.fit(budget)
+    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+
+    def make() -> Any:
+        held = [step.init(params)]
+
+        def once() -> None:
+            held[0], _ = step(held[0], tokens)
+
+        return once
+
+    assert live_bytes(make, torch.device("cpu"), steps=2).peak <= budget * 1.01
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+def test_what_is_chosen_here_cannot_be_given() -> None:
+    search = search_of("deep")
+    with pytest.raises(SpecError, match="fit chooses accumulate, remat; leave them out"):
+        fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, remat="unit", accumulate=2)
+
+
+def test_hardware_that_nobody_knows() -> None:
+    search = search_of("deep")
+    with pytest.raises(SpecError, match="no hardware is called 'b900'"):
+        fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, hardware="b900")
