@@ -7,8 +7,9 @@ a cache). Nothing here knows of models or schedules: `Hardware.measure` is micro
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -150,14 +151,15 @@ class Hardware:
         return TABLE[name]
 
     @staticmethod
-    def measure(mesh: Mesh | None = None) -> Hardware:
+    def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:
         """The machine at hand, by micro-benchmarks of a few seconds.
 
         Args:
             mesh: its transport is measured, and its ranks load the machine together, as in a step. A
                 collective call: every rank gets equal numbers. None: this process alone.
+            clock: in seconds. On a CPU that others use too, `time.thread_time` leaves out what they took.
         """
-        return Hardware.from_dict(measure(mesh))
+        return Hardware.from_dict(measure(mesh, clock))
 
     def link(self, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> Link:
         """Of a group of ranks: within a node, or through the network.

@@ -39,12 +39,12 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f
 Points = list[tuple[float, float]]
 
 
-def measure(mesh: Mesh | None = None) -> dict[str, Any]:
+def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """The values of `Hardware.as_dict`, equal on all ranks; see `Hardware.measure`."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = mesh.device if mesh else accelerator or torch.device("cpu")
     comm = connection(mesh) if mesh and mesh.size > 1 else None
-    bench = _Bench(device, comm)
+    bench = _Bench(device, comm, clock)
     found = bench.compute() | bench.memory() | bench.calls()
     found |= bench.links(mesh, 1 / _rate(found["copy"]["points"]))
     return found if comm is None else mean_of([json.loads(t) for t in comm.gather_object(json.dumps(found))])
@@ -76,6 +76,7 @@ class _Bench:
 
     device: torch.device
     comm: Collectives | None
+    clock: Callable[[], float]
 
     @property
     def large(self) -> int:
@@ -90,19 +91,19 @@ class _Bench:
         wait()
         if self.comm is not None:
             self.comm.barrier()
-        began = time.perf_counter()
+        began = self.clock()
         work()
         wait()
-        repeats = max(1, min(1000, math.ceil(SAMPLE_s / (time.perf_counter() - began))))
+        repeats = max(1, min(1000, math.ceil(SAMPLE_s / (self.clock() - began))))
         if self.comm is not None:  # what is timed may be a collective itself
             repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))
         samples = []
         for _ in range(SAMPLES):
-            began = time.perf_counter()
+            began = self.clock()
             for _ in range(repeats):
                 work()
             wait()
-            samples.append((time.perf_counter() - began) / repeats)
+            samples.append((self.clock() - began) / repeats)
         return statistics.median(samples)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

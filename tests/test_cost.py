@@ -246,7 +246,13 @@ def test_a_curve_is_interpolated_and_flat_beyond_its_ends() -> None:
 
 def quick() -> Any:
     """One short sample of each benchmark."""
-    sizes = {"MATMULS": (32, 64, 128), "LENGTHS": (32, 64), "COUNTS": (1 << 10, 1 << 11, 1 << 12, 1 << 14), "ROWS": (64, 4096), "COLD_bytes": 1 << 16}
+    sizes = {
+        "MATMULS": (32, 64, 128),
+        "LENGTHS": (32, 64),
+        "COUNTS": (1 << 10, 1 << 11, 1 << 12, 1 << 14),
+        "ROWS": (64, 4096),
+        "COLD_bytes": 1 << 16,
+    }
     return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_s=1e-6, **sizes)
 
 

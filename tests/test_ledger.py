@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sharded
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import MODELS
 from torch import Tensor
@@ -45,12 +45,12 @@ SAMPLE: list[Case] = [
     ("zero2", "unit", "streamed", 1),
 ]
 COMPILED: list[Case] = [("full_shard", "none", "fp32", 1), ("zero2", "unit", "bf16 host", 4)]
-MATRIX = itertools.product(
+MATRIX = list(itertools.product(
     ["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"],
     ["none", "unit", 0.5],
     ["fp32", "bf16", "fp32 host", "bf16 host"],
     [1, 4],
-)
+))  # fmt: skip
 
 
 def decoder_step(mesh: fs.Mesh, case: Case, backend: str) -> tuple[Any, dict[str, Tensor], Tensor]:
@@ -128,7 +128,9 @@ def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: 
     check_case(ranks(2), case, backend)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     remat=st.sampled_from(["none", "unit", 0.5]),

@@ -64,12 +64,12 @@ def test_outputs_say_what_they_alias() -> None:
 
 
 def test_arguments_that_share_a_storage_die_together() -> None:
-    x = torch.zeros(KB)
+    x, y = torch.zeros(KB), torch.zeros(KB)
     shared, apart = [Entry(0, True, 4 * KB)] * 2, [Entry(0, True, 4 * KB), Entry(1, True, 4 * KB)]
     fn = lambda x, y: ((x.sin() + 1).exp() + y,)  # noqa: E731
     # Apart, the first is gone when the second result is made; shared, it lives as long as the second.
-    assert above_entry(footprint(fn, apart, x, x), 4 * KB) == 4 * KB
-    assert above_entry(footprint(fn, shared, x, x), 4 * KB) == 8 * KB
+    assert above_entry(footprint(fn, apart, x, y), 4 * KB) == 4 * KB
+    assert above_entry(footprint(fn, shared, x, y), 4 * KB) == 8 * KB
 
 
 # ------------------------------------------------------------------ sums

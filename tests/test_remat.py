@@ -187,6 +187,20 @@ def test_what_is_offloaded_leaves_the_device_behind_its_last_reader() -> None:
         assert not any(line.backward for line in runs), "the backward reads a copy"
 
 
+def test_what_is_read_again_at_once_stays() -> None:
+    """Between the last reader before and the first after, two kernels run at least."""
+    lines = lowered(remat={"*": "offload"}).schedule.instructions
+    for i, line in enumerate(lines):
+        if isinstance(line, ToHost):
+            back = {f"h:{n}" for n in line.reads}
+            reader = next(k for k, r in enumerate(lines) if any(n[2:].split("#")[0] in line.reads
+                          for n in r.reads if n.startswith("t:")))  # fmt: skip
+            last = max(k for k, r in enumerate(lines[:reader]) if isinstance(r, Run)
+                       and set(line.reads) & {*r.reads, *r.writes})  # fmt: skip
+            assert back and i > last
+            assert sum(isinstance(r, Run) for r in lines[last + 1 : reader]) >= 2
+
+
 # ------------------------------------------------------------------ mistakes
 
 

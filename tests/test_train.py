@@ -62,15 +62,35 @@ GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "ru
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
 def test_every_file_of_conf_composes(choice):
-    placed = place(compose(choice), accelerators={})
+    budget = ["run.device_gb=24"] if choice == "strategy=auto" else []
+    placed = place(compose(choice, *budget), accelerators={})
     assert configs.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
     group, name = choice.split("=")
-    if group in ("strategy", "optimizer", "schedule"):
+    if group in ("optimizer", "schedule") or name in configs.STRATEGIES:
         assert getattr(placed, group).name == name
 
 
 def test_every_strategy_has_a_file():
-    assert options("strategy") == sorted(configs.STRATEGIES)
+    assert set(options("strategy")) == {*configs.STRATEGIES, "offload", "full_shard_remat"}
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("strategy.remat=unit", "unit"),
+        ("strategy.remat=unit+offload", "unit+offload"),
+        ("strategy.remat=0.5", 0.5),
+        ("strategy.remat={layers.*:offload}", {"layers.*": "offload"}),
+        ("strategy=full_shard_remat", "unit"),
+    ],
+)
+def test_remat_is_a_name_a_number_or_a_mapping(override, wanted):
+    assert compose(override).strategy.remat == wanted
+
+
+def test_offload_is_of_parameters_and_optimizer():
+    strategy = compose("strategy=offload").strategy
+    assert (strategy.name, strategy.memory, strategy.optimizer_memory) == ("full_shard", "host", "host")
 
 
 def test_sizes_are_what_the_names_say():
@@ -122,6 +142,28 @@ REFUSED_BY_US = [
         ["optimizer=sgd", "optimizer.momentum=0"],
         r"optimizer\.nesterov=true: needs optimizer\.momentum above 0",
     ),
+    (["strategy.remat=block"], r"strategy\.remat='block': one of 'none', 'unit', 'offload'"),
+    (["strategy.remat=1.5"], r"strategy\.remat=1\.5: one of 'none', .* a fraction from 0 to 1"),
+    (["strategy.remat={layers.*:half}"], r"strategy\.remat=\{'layers\.\*': 'half'\}: one of"),
+    (["strategy.memory=nvme"], r"strategy\.memory='nvme': must be one of device, host, disk"),
+    (["strategy.optimizer_memory=ram"], r"strategy\.optimizer_memory='ram': must be one of device, host"),
+    (["strategy.update_on=disk"], r"strategy\.update_on='disk': must be one of device, host\."),
+    (["strategy.update_on=host"], r"strategy\.update_on='host': needs strategy\.optimizer_memory=host"),
+    (["strategy.memory=disk"], r"run\.disk_dir=None: what rests on disk needs a directory"),
+    (["run.disk_dir=there"], r"run\.disk_dir='there': nothing rests on disk"),
+    (["strategy=auto"], r"strategy=auto: needs a budget\. Fix: run\.device_gb=24"),
+    (["run.device_gb=24"], r"run\.device_gb=24: a budget is for strategy=auto"),
+    (["run.hardware=h100"], r"run\.hardware=h100: only strategy=auto plans for a hardware"),
+    (["strategy=auto", "run.device_gb=0"], r"run\.device_gb=0\.0: must be above 0"),
+    (
+        ["strategy=auto", "run.device_gb=1", "run.hardware=tpu"],
+        r"run\.hardware='tpu': must be one of auto, h100",
+    ),
+    (
+        ["strategy=auto", "run.device_gb=1", "strategy.remat=unit", "strategy.memory=host"],
+        r"strategy=auto chooses remat and memory by itself",
+    ),
+    (["strategy=auto", "run.device_gb=1", "run.accumulate=2"], r"strategy=auto chooses the micro-batches"),
     (["run.prompt=''"], r"run\.prompt='': a sample needs at least one byte"),
 ]
 
@@ -200,6 +242,12 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, wan
             0,
             None,
             r"(?s)data\.rows=8 does.*data\.held_out_rows=128 does.*Fix: data\.rows=9 data\.held_out_rows=129",
+        ),
+        (
+            ["strategy.optimizer_memory=disk", "run.disk_dir=not_there"],
+            0,
+            None,
+            r"run\.disk_dir='not_there' is no directory\. Fix: make it",
         ),
         (["run.accumulate=3"], 0, None, r"(?s)2 ranks times run\.accumulate=3.*Fix: data\.rows=12"),
     ],
@@ -372,6 +420,51 @@ def test_a_short_run_leaves_everything(tmp_path):
     assert (folder / "sample.txt").read_text().startswith("def ")
     assert {p.name for p in (folder / "ranks").iterdir()} == {"rank0.log", "rank1.log"}
     assert "step 4/4" in (folder / "ranks" / "rank0.log").read_text()
+
+
+AUTO = ("strategy=auto", "model.layers=3", "run.steps=3")
+SMALL_GB = 0.00055  # of the 0.8 MB that full_shard takes: something must give
+
+
+def test_auto_plans_within_its_budget_and_trains(tmp_path):
+    done = command(tmp_path, *SMALL, *AUTO, f"run.device_gb={SMALL_GB}", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert 0 < plan["peak_bytes"] <= plan["device_bytes"] == round(SMALL_GB * 1e9)
+    assert plan["hardware"] == "cpu" and plan["rejected"] and "<- chosen" in done.stdout
+    assert plan["plan"]["accumulate"] > 1 or plan["plan"]["recomputed"] or plan["plan"]["optimizer_on_host"]
+    device = re.search(r"^device +([\d.,]+)", (tmp_path / "memory.txt").read_text(), re.MULTILINE)
+    assert float(device[1]) == pytest.approx(plan["peak_bytes"] / 1e6, abs=1e-3)  # the job runs that plan
+    assert f"a rank's predicted peak: {plan['peak_bytes'] / 1e6:.1f} MB" in done.stdout
+    assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 2, 3]
+
+
+def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
+    done = command(tmp_path, *SMALL, *AUTO, "run.device_gb=0.00001", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert re.search(r"error: strategy=auto run\.device_gb=1e-05: nothing fits into .*", done.stderr)
+    assert re.search(r"Fix: a budget of .* would do", done.stderr)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
+    runs = {
+        "plain": (),
+        "saved": ("strategy=offload", "strategy.remat=unit"),
+        "disk": ("strategy.optimizer_memory=disk", f"run.disk_dir={tmp_path}"),
+    }
+    losses = {}
+    for name, more in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        done = command(folder, *SMALL, "run.steps=3", *more, f"hydra.run.dir={folder}")
+        assert done.returncode == 0, done.stderr
+        losses[name] = [row.get("loss", row.get("held_out_loss")) for row in rows_of(folder)]
+        assert ("on the disk" if name == "disk" else "on its device") in done.stdout
+    assert len(losses["plain"]) == 4
+    assert losses["saved"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["disk"] == pytest.approx(losses["plain"], rel=1e-5)
 
 
 def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path):

@@ -1,1 +1,1 @@
-"""What memory costs and what saves it, measured and on paper. `python -m experiments.memory`; see README.md."""
+"""What saves memory, and how much, measured and on paper. `python -m experiments.memory`; see README.md."""

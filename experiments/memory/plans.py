@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Plan:
         preset: of `fnshard.presets`, or "ddp": torch's.
         dtype: of compute and of gradients on the wire; parameters and optimizer stay fp32.
         whole: the whole model is one unit (no wrap policy), not one a block.
+        clip: gradients' global norm is clipped, so that all of them wait for it.
         fit_share: if not 0, `fnshard.fit` chooses, within this share of the preset's predicted peak.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     memory: str = "device"
     optimizer_memory: str = "device"
     whole: bool = False
+    clip: bool = False
     fit_share: float = 0.0
 
     def specs(self, params: Any, mesh: fs.Mesh, **policy: Any) -> Any:
@@ -59,6 +61,11 @@ class Plan:
             params, mesh, units=_one_unit if self.whole else None, memory=self.memory,
             optimizer_memory=self.optimizer_memory, **{**dtypes, **policy},
         )  # fmt: skip
+
+    def optimizer(self) -> fs.optim.Optimizer:
+        """AdamW."""
+        made = fs.optim.adamw(1e-3)
+        return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), made) if self.clip else made
 
 
 def _one_unit(params: Any) -> dict[str, str]:
@@ -101,10 +108,9 @@ class Running:
 
     step: Callable[[], Any]
     lowered: Lowered | None = None
-    found: Fit | None = None
-    state_bytes: Callable[[], dict[str, int]] = dict
+    optimizer_device_bytes: Callable[[], int] = lambda: 0
     transport_bytes: Callable[[], int] = lambda: 0
-    close: Callable[[], None] = field(default=lambda: None)
+    close: Callable[[], None] = lambda: None
 
 
 def loss_of(config: DecoderConfig, device: str = "meta") -> tuple[Decoder, Callable[..., Tensor], Any]:
@@ -119,23 +125,39 @@ def loss_of(config: DecoderConfig, device: str = "meta") -> tuple[Decoder, Calla
     return model, loss_fn, params
 
 
-def on_paper(
-    plan: Plan, model: DecoderConfig, ranks: int, rows: int, length: int, **policy: Any
-) -> Lowered:
+def on_paper(plan: Plan, model: DecoderConfig, ranks: int, rows: int, length: int, **policy: Any) -> Lowered:
     """The step for so many ranks that do not exist; "cpu" in name only: nothing here needs a device."""
     mesh = fs.make_mesh(shard=ranks, device="cpu", abstract=True)
     _, loss_fn, params = loss_of(replace(model, context=length))
     tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
     specs = plan.specs(params, mesh, **policy)
-    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), remat=plan.remat)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=plan.optimizer(), remat=plan.remat)
     return step.lower(params, tokens, tokens)
 
 
-def start(plan: Plan, job: Job, world: fs.Mesh) -> Running:
-    """Make a plan's step and state on this rank; the first step compiles."""
-    config = replace(job.model, context=job.length)
-    rows = global_batch(0, job.seed, job.ranks * job.rows, job.length, config.vocab)
-    batch = tuple(part[world.rank * job.rows :][: job.rows] for part in rows)
+def batch_of(job: Job, rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's tokens and targets, int64 [rows, length]."""
+    whole = global_batch(0, job.seed, job.ranks * job.rows, job.length, job.model.vocab)
+    return tuple(part[rank * job.rows :][: job.rows].clone() for part in whole)
+
+
+def choose(plan: Plan, job: Job, world: fs.Mesh) -> Fit | None:
+    """What `fnshard.fit` chooses within `fit_share` of the plan's predicted peak; None where it is 0."""
+    if not plan.fit_share:
+        return None
+    _, loss_fn, params = loss_of(replace(job.model, context=job.length))
+    batch, specs, optimizer = batch_of(job, world.rank), plan.specs(params, world), plan.optimizer()
+    step = fs.shard_step(loss_fn, specs, mesh=world, optimizer=optimizer, backend=job.backend)
+    budget = int(plan.fit_share * step.lower(params, *batch).memory_analysis().peak_bytes)
+    return fit(
+        loss_fn, params, world, batch=batch, device_bytes=budget, hardware="cpu", optimizer=optimizer,
+        specs=specs, backend=job.backend,
+    )  # fmt: skip
+
+
+def start(plan: Plan, job: Job, world: fs.Mesh, found: Fit | None = None) -> Running:
+    """Make a plan's step and state on this rank; the first step compiles. `found`: of `choose`."""
+    config, batch = replace(job.model, context=job.length), batch_of(job, world.rank)
     if plan.preset == DDP:
         torch.manual_seed(job.seed)
         dtypes = (getattr(torch, plan.dtype),) * 2
@@ -143,15 +165,9 @@ def start(plan: Plan, job: Job, world: fs.Mesh) -> Running:
         return Running(lambda: contender.step(*batch))
     mesh = fs.make_mesh(shard=job.ranks, device="cpu")  # with a connection of its own
     model, loss_fn, params = loss_of(config)
-    specs, found, optimizer = plan.specs(params, mesh), None, fs.optim.adamw(1e-3)
+    specs, optimizer = plan.specs(params, mesh), plan.optimizer()
     options: dict[str, Any] = {"remat": plan.remat, "backend": job.backend}
-    if plan.fit_share:
-        whole = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
-        budget = int(plan.fit_share * whole.lower(params, *batch).memory_analysis().peak_bytes)
-        found = fit(
-            loss_fn, params, mesh, batch=batch, device_bytes=budget, hardware="cpu", optimizer=optimizer,
-            specs=specs, backend=job.backend,
-        )  # fmt: skip
+    if found is not None:
         specs, options = found.specs, dict(found.options)
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
     lowered, state = step.lower(params, *batch), step.init(model, seed=job.seed)
@@ -160,14 +176,12 @@ def start(plan: Plan, job: Job, world: fs.Mesh) -> Running:
         nonlocal state
         state, _ = step(state, *batch)
 
-    def state_bytes() -> dict[str, int]:
-        """At rest on the device, as the state itself says: apart from the host's mappings."""
-        device = {p: s for p, s in step._lowering.specs.items()}
-        slots = {p: s for p, s in state.opt_state.items() if device[p].optimizer_memory == "device"}
-        held = [t for group in slots.values() for t in group.values()]
-        return {"optimizer_device_bytes": sum(t.numel() * t.element_size() for t in held)}
+    def optimizer_device_bytes() -> int:
+        """Of the state that is not on the host or the disk."""
+        slots = [v for p, v in state.opt_state.items() if step.specs[p].optimizer_memory == "device"]
+        return sum(t.numel() * t.element_size() for group in slots for t in group.values())
 
     return Running(
-        run, lowered, found, state_bytes, lambda: connection(mesh).transport_bytes(),
+        run, lowered, optimizer_device_bytes, lambda: connection(mesh).transport_bytes(),
         lambda: connection(mesh).close(),
     )  # fmt: skip

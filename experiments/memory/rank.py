@@ -18,7 +18,7 @@ import fnshard as fs
 from experiments.bench.measure import largest, release
 from experiments.bench.memory import live_bytes
 from experiments.memory.measured import MEASURED
-from experiments.memory.plans import Job, Plan, Running, start
+from experiments.memory.plans import Job, Plan, Running, choose, start
 from fnshard.launch import run_rank
 
 
@@ -48,7 +48,7 @@ def race(job: Job, world: fs.Mesh) -> dict[str, list[float]]:
     running: dict[str, Running] = {}
     for plan in job.plans:
         say(world, f"first steps of {plan.name}")
-        running[plan.name] = start(plan, job, world)
+        running[plan.name] = start(plan, job, world, choose(plan, job, world))
         for _ in range(2):
             running[plan.name].step()
     order, seconds = random.Random(job.seed), {p.name: [] for p in job.plans}
@@ -70,9 +70,10 @@ def race(job: Job, world: fs.Mesh) -> dict[str, list[float]]:
 def watch(plan: Plan, job: Job, world: fs.Mesh, folder: Path) -> dict[str, Any]:
     """Live bytes of a plan's steps on the rank that holds most (transport slots added), and the ledger's."""
     made: list[Running] = []
+    found = choose(plan, job, world)
 
     def make() -> Any:
-        made.append(start(plan, job, world))
+        made.append(start(plan, job, world, found))
         return made[0].step
 
     live = live_bytes(make, world.device, job.steps)
@@ -81,14 +82,13 @@ def watch(plan: Plan, job: Job, world: fs.Mesh, folder: Path) -> dict[str, Any]:
     numbers = [float(n) for n in (live.peak + transport, live.between + transport, transport)]
     peak, between, slots = (int(n) for n in largest(numbers))
     out: dict[str, Any] = {"peak_bytes": peak, "between_bytes": between, "transport_bytes": slots}
-    out |= running.state_bytes()
+    out["optimizer_device_bytes"] = running.optimizer_device_bytes()
     if running.lowered is not None:
         out["predicted"] = _short(running.lowered)
         if job.pictures and world.rank == 0:
             fs.plot.memory(running.lowered, folder / f"{plan.name.replace(' ', '_')}.png")
-    if running.found is not None:
-        out |= {"budget_bytes": running.found.device_bytes, "fit": running.found.as_dict()}
-        out["fit_text"] = str(running.found)
+    if found is not None:
+        out |= {"budget_bytes": found.device_bytes, "fit": found.as_dict(), "fit_text": str(found)}
     running.close()
     made.clear()
     del running

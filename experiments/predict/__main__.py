@@ -26,12 +26,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
+    parser.add_argument(
+        "--clock", default="wall", choices=("wall", "cpu"), help="cpu: what other processes took is left out"
+    )
     parser.add_argument("--plans", nargs="*", default=[], choices=[p.name for p in PLANS], metavar="PLAN")
     parser.add_argument("--out", type=Path, default=Path("outputs") / "predict")
     args = parser.parse_args()
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    told = {"folder": str(folder), "rounds": args.rounds, "backend": args.backend, "plans": args.plans}
+    told = {"folder": str(folder), "rounds": args.rounds, "backend": args.backend}
+    told |= {"clock": args.clock, "names": args.plans}
     job = folder / "job.json"
     job.write_text(json.dumps(told) + "\n", encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

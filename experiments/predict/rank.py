@@ -8,6 +8,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from fnshard.launch import run_rank
 WARMUP = 3
 
 
-def main(folder: Path, rounds: int, backend: str, names: list[str]) -> None:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+
+
+def main(folder: Path, rounds: int, backend: str, clock: str, names: list[str]) -> None:
     """Measure, predict, compare; rank 0 writes `folder/predict.json` and the pictures.
 
     Micro-benchmarks and steps take turns, so that both see the machine in the same moods; a plan's
@@ -45,14 +49,15 @@ def main(folder: Path, rounds: int, backend: str, names: list[str]) -> None:
     hardware: list[fs.Hardware] = []
     for number in range(rounds):
         _say(mesh, f"round {number + 1} of {rounds}")
-        hardware.append(fs.Hardware.measure(mesh))
+        hardware.append(fs.Hardware.measure(mesh, CLOCKS[clock]))
         for place in order.sample(range(len(plans)), len(plans)):
             predicted[place].append(trained[place].lowered.timeline(hardware[-1]))
-            measured[place].append(_seconds(mesh, trained[place]))
+            measured[place].append(_seconds(mesh, trained[place], CLOCKS[clock]))
     if mesh.rank == 0:
         found = {
             "ranks": mesh.size,
             "rounds": rounds,
+            "clock": clock,
             "backend": backend,
             "load_average": [load, os.getloadavg()[0]],
             "hardware": hardware[-1].as_dict(),
@@ -64,13 +69,13 @@ def main(folder: Path, rounds: int, backend: str, names: list[str]) -> None:
         write(found, [t.lowered.timeline(hardware[-1]) for t in trained], folder)
 
 
-def _seconds(mesh: fs.Mesh, trained: Trained) -> float:
+def _seconds(mesh: fs.Mesh, trained: Trained, clock: Callable[[], float]) -> float:
     """Of one step from a common start, of the rank that takes longest."""
     if mesh.size > 1:
         dist.barrier()
-    began = time.perf_counter()
+    began = clock()
     trained.run()
-    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    seconds = torch.tensor(clock() - began, dtype=torch.float64)
     if mesh.size > 1:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.item()
@@ -97,6 +102,5 @@ def _say(mesh: fs.Mesh, text: str) -> None:
 
 if __name__ == "__main__":
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    run_rank(
-        lambda: main(Path(job["folder"]), job["rounds"], job["backend"], job["plans"]), device_type="cpu"
-    )
+    job["folder"] = Path(job["folder"])
+    run_rank(lambda: main(**job), device_type="cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fnshard.compiler.footprint import Watch
+from fnshard.compiler.footprint import Entry, Watch
 from fnshard.compiler.schedule import Schedule
 from fnshard.compiler.update import MASTER, Updater
 from fnshard.mesh import Mesh
@@ -113,7 +113,11 @@ class Updates:
                 if not (spec.update_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
-            with Watch(mesh.device_type) as watch:
+            watch = Watch(mesh.device_type)
+            slots = [v for parts in held.values() for v in parts.values()]
+            for number, value in enumerate([*blocks.values(), *params.values(), *slots]):
+                watch.adopt(value, Entry(number))
+            with watch:
                 update(blocks, held, params, env)
         return max(watch.peak, 0)
 

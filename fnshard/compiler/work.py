@@ -28,7 +28,7 @@ class Work:
 
     `kind`: "matmul", "attention", "scatter" or "memory". `flops`: of matmuls and attention. `cheap`,
     `costly`: elementwise operations, transcendental ones apart. `launches`: operators that are started.
-    `size`: what the rate goes by: a matmul's FLOPs, the length that attention is over; `head`: its heads'.
+    `size`: what the rate goes by: a matmul's FLOPs, an attention's length; `head`: its heads'.
     """
 
     kind: str

@@ -1,0 +1,87 @@
+"""What fits where: Llama's shapes at many ranks, in the memory of common GPUs, and the plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fnshard as fs
+from experiments.memory.config import MemoryConfig
+from experiments.memory.measured import giga, markdown
+from experiments.memory.plans import LLAMA, MIXED, loss_of
+from fnshard.errors import BudgetError
+from fnshard.fit import Search
+
+BUDGETS = {24: "a100", 80: "h100", 141: "h200"}  # GB, and whose speed the times are predicted for
+SEARCHED_FOR = "h100"
+
+
+def run(config: MemoryConfig, folder: Path) -> dict[str, Any]:
+    """One search a model and number of ranks, asked for one budget after the other."""
+    found: list[dict[str, Any]] = []
+    for size in config.models:
+        for ranks in config.ranks:
+            began = time.perf_counter()
+            search = make_search(size, ranks, config.large_rows, config.large_length)
+            for gigabytes, hardware in BUDGETS.items():
+                entry = {"model": size, "ranks": ranks, "gigabytes": gigabytes, "hardware": hardware}
+                found.append({**entry, **_fit(search, gigabytes, hardware)})
+            took = time.perf_counter() - began
+            found[-1]["search_seconds"] = took
+            print(f"... {size} on {ranks}: {len(search.seen)} plans in {took:.0f} s", flush=True)
+            (folder / "so_far.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    return {"rows": config.large_rows, "length": config.large_length, "fits": found}
+
+
+def make_search(size: str, ranks: int, rows: int, length: int) -> Search:
+    """The plans of a model at so many ranks; traced here, once."""
+    _, loss_fn, params = loss_of(replace(LLAMA[size], context=length))
+    mesh = fs.make_mesh(shard=ranks, device="cpu", abstract=True)  # in name: it stands for accelerators
+    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    specs = fs.presets.full_shard(params, mesh, **MIXED)
+    return Search(loss_fn, params, mesh, batch=(tokens, tokens), hardware=SEARCHED_FOR, specs=specs)
+
+
+def _fit(search: Search, gigabytes: int, hardware: str) -> dict[str, Any]:
+    try:
+        plan = search.fit(int(gigabytes * 1e9))
+    except BudgetError as error:
+        return {"fits": False, "why": str(error)}
+    timeline = plan.lowered.timeline(fs.Hardware.named(hardware))
+    analysis = plan.lowered.memory_analysis()
+    return {
+        "fits": True,
+        "plan": str(plan.chosen.choice),
+        "peak_bytes": plan.peak_bytes,
+        "host_bytes": analysis.host_bytes,
+        "seconds": timeline.step_seconds,
+        "mfu": timeline.mfu,
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """A line per model, ranks and budget."""
+    rows = [["model", "ranks", "GPU", "peak GB", "host GB a rank", "step s", "MFU", "plan"]]
+    for entry in found["fits"]:
+        start = [entry["model"], f"{entry['ranks']}", f"{entry['gigabytes']} GB ({entry['hardware']})"]
+        if entry["fits"]:
+            rest = [giga(entry["peak_bytes"]), giga(entry["host_bytes"]), f"{entry['seconds']:.2f}"]
+            rows.append([*start, *rest, f"{entry['mfu']:.0%}", entry["plan"]])
+        else:
+            rows.append([*start, "does not fit", "-", "-", "-", least(entry["why"])])
+    tokens = f"{found['rows']} x {found['length']}"
+    return "\n".join([
+        f"{tokens} tokens a rank and step; bf16 parameters and compute, fp32 master copy and moments, "
+        "gradients sent in fp32.", "", markdown(rows),
+    ])  # fmt: skip
+
+
+def least(why: str) -> str:
+    """Of a refusal, the last line: what would do."""
+    return why.splitlines()[-1].removeprefix("Fix: ")
