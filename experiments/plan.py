@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fnshard as fs
 from experiments.config import AUTO, TrainConfig
-from fnshard.fit import Fit
-from fnshard.fit import fit as search
+from fnshard.errors import report
 from fnshard.hardware import TABLE
 from fnshard.lowered import Lowered
 
@@ -26,7 +26,7 @@ class Plan:
 
     specs: Any
     options: Mapping[str, Any]
-    found: Fit | None = None
+    found: fs.Fit | None = None
     hardware: str = ""
 
     @property
@@ -42,6 +42,7 @@ def plan_of(
 
     Raises:
         BudgetError: `strategy=auto`, and nothing fits.
+        AgreementError: `strategy=auto`, and ranks planned differently.
     """
     run, strategy = config.run, config.strategy
     dtypes = {f"{field}_dtype": getattr(torch, name) for field, name in vars(config.precision).items()}
@@ -53,7 +54,7 @@ def plan_of(
         hardware = hardware_of(run.hardware, mesh)
         rows = config.data.rows // mesh.size
         tokens = torch.empty(rows, config.model.context, dtype=torch.int64, device="meta")
-        found = search(
+        found = _agreed(
             fn, params, mesh, batch=(tokens, tokens), device_bytes=int(run.device_gb * 1e9),
             hardware=hardware, optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **dtypes),
             **options,
@@ -66,6 +67,25 @@ def plan_of(
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
     }  # fmt: skip
     return Plan(specs, options)
+
+
+def _agreed(*args: Any, **options: Any) -> fs.Fit:
+    """`fs.fit` on every rank, and each hears what the others found: none acts, or gives up, alone."""
+    try:
+        found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
+        mine = str(found.chosen.choice)
+    except fs.BudgetError as error:
+        found, mine = error, str(error)
+    if dist.is_initialized():
+        told: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        if len(set(told)) > 1:
+            raise fs.AgreementError(
+                report("ranks planned differently:", [f"rank {i}: {each}" for i, each in enumerate(told)])
+            )
+    if isinstance(found, fs.BudgetError):
+        raise found
+    return found
 
 
 def hardware_of(name: str, mesh: fs.Mesh) -> fs.Hardware:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from experiments.config import build
 from fnshard.errors import BudgetError
-from fnshard.launch import LOGS, run_rank
+from fnshard.launch import LOGS, leave_group, run_rank
 
 REFUSAL = "refused.txt"  # why no rank began to train; the process that started them reads it
 
@@ -32,9 +32,10 @@ def run_job(job: Mapping[str, Any]) -> NoReturn:
         folder = _agree(Path(job["folder"]))
         try:
             train(config, folder, list(job["overrides"]))
-        except BudgetError as error:  # on all ranks: they plan alike
+        except BudgetError as error:  # on all ranks: they agreed on it
             if int(os.environ.get("RANK", "0")) == 0:
                 _tell(f"strategy=auto run.device_gb={config.run.device_gb:g}: {error}", folder)
+            leave_group()  # nobody ends before it has been told
             sys.exit(1)
 
     run_rank(main, device_type=config.run.device, timeout_s=config.run.timeout_s)

@@ -53,11 +53,13 @@ MATRIX = list(itertools.product(
 ))  # fmt: skip
 
 
-def decoder_step(mesh: fs.Mesh, case: Case, backend: str) -> tuple[Any, dict[str, Tensor], Tensor]:
+def decoder_step(
+    mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 3
+) -> tuple[Any, dict[str, Tensor], Tensor]:
     """A step of a small decoder, its full parameters and a batch [8, 64]."""
     preset, remat, policy, accumulate = case
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(width=128, layers=3, heads=4, kv_heads=2, context=64))
+    model = Decoder(DecoderConfig(width=width, layers=layers, heads=4, kv_heads=2, context=64))
     apply, params = fs.make_functional(model)
     specs = fs.presets.PRESETS[preset](params, mesh, **POLICIES[policy])
     step = fs.shard_step(
@@ -128,9 +130,7 @@ def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: 
     check_case(ranks(2), case, backend)
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
-)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(
     name=st.sampled_from(sorted(MODELS)),
     remat=st.sampled_from(["none", "unit", 0.5]),
@@ -158,7 +158,7 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
     import torch.distributed as dist
 
     mesh = fs.make_mesh(**axes, device="cpu")
-    step, params, tokens = decoder_step(mesh, (preset, "none", "bf16", 4), "eager")
+    step, params, tokens = decoder_step(mesh, (preset, "none", "bf16", 2), "eager", width=32, layers=1)
     mesh.connections[step.options.timeout] = connect(mesh, timeout=60.0, transport="p2p")
     state = step.init(params)
     state, _ = step(state, tokens, tokens)  # the first one meets

@@ -157,7 +157,7 @@ REFUSED_BY_US = [
     (["strategy=auto", "run.device_gb=0"], r"run\.device_gb=0\.0: must be above 0"),
     (
         ["strategy=auto", "run.device_gb=1", "run.hardware=tpu"],
-        r"run\.hardware='tpu': must be one of auto, h100",
+        r"run\.hardware='tpu': must be one of auto",
     ),
     (
         ["strategy=auto", "run.device_gb=1", "strategy.remat=unit", "strategy.memory=host"],
@@ -449,11 +449,8 @@ def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
 
 
 def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
-    runs = {
-        "plain": (),
-        "saved": ("strategy=offload", "strategy.remat=unit"),
-        "disk": ("strategy.optimizer_memory=disk", f"run.disk_dir={tmp_path}"),
-    }
+    saving = ("strategy=offload", "strategy.optimizer_memory=disk", "strategy.remat=unit")
+    runs = {"plain": (), "disk": (*saving, f"run.disk_dir={tmp_path}")}
     losses = {}
     for name, more in runs.items():
         folder = tmp_path / name
@@ -463,7 +460,6 @@ def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
         losses[name] = [row.get("loss", row.get("held_out_loss")) for row in rows_of(folder)]
         assert ("on the disk" if name == "disk" else "on its device") in done.stdout
     assert len(losses["plain"]) == 4
-    assert losses["saved"] == pytest.approx(losses["plain"], rel=1e-5)
     assert losses["disk"] == pytest.approx(losses["plain"], rel=1e-5)
 
 

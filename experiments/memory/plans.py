@@ -13,7 +13,6 @@ import fnshard as fs
 from experiments.bench.contenders import CONTENDERS, Task, global_batch
 from experiments.model import Decoder, DecoderConfig, next_token_loss
 from fnshard import tree
-from fnshard.fit import Fit, fit
 from fnshard.lowered import Lowered
 from fnshard.runtime.connect import connection
 
@@ -141,7 +140,7 @@ def batch_of(job: Job, rank: int) -> tuple[Tensor, Tensor]:
     return tuple(part[rank * job.rows :][: job.rows].clone() for part in whole)
 
 
-def choose(plan: Plan, job: Job, world: fs.Mesh) -> Fit | None:
+def choose(plan: Plan, job: Job, world: fs.Mesh) -> fs.Fit | None:
     """What `fnshard.fit` chooses within `fit_share` of the plan's predicted peak; None where it is 0."""
     if not plan.fit_share:
         return None
@@ -149,13 +148,13 @@ def choose(plan: Plan, job: Job, world: fs.Mesh) -> Fit | None:
     batch, specs, optimizer = batch_of(job, world.rank), plan.specs(params, world), plan.optimizer()
     step = fs.shard_step(loss_fn, specs, mesh=world, optimizer=optimizer, backend=job.backend)
     budget = int(plan.fit_share * step.lower(params, *batch).memory_analysis().peak_bytes)
-    return fit(
+    return fs.fit(
         loss_fn, params, world, batch=batch, device_bytes=budget, hardware="cpu", optimizer=optimizer,
         specs=specs, backend=job.backend,
     )  # fmt: skip
 
 
-def start(plan: Plan, job: Job, world: fs.Mesh, found: Fit | None = None) -> Running:
+def start(plan: Plan, job: Job, world: fs.Mesh, found: fs.Fit | None = None) -> Running:
     """Make a plan's step and state on this rank; the first step compiles. `found`: of `choose`."""
     config, batch = replace(job.model, context=job.length), batch_of(job, world.rank)
     if plan.preset == DDP:
