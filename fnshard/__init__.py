@@ -18,7 +18,7 @@ from fnshard.errors import (
     StateError,
     TraceError,
 )
-from fnshard.fit import Fit, fit
+from fnshard.fit import fit
 from fnshard.forward import shard_forward
 from fnshard.functional import make_functional
 from fnshard.hardware import Hardware
@@ -52,6 +52,7 @@ __all__ = [
     "Whole",
     "diff",
     "errors",
+    "fit",
     "lockstep",
     "make_functional",
     "make_mesh",

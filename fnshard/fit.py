@@ -14,16 +14,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fnshard import presets, tree
+from fnshard.choice import RECOMPUTE, Candidate, Choice, Fit
 from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
-from fnshard.compiler.schedule import Run
-from fnshard.compiler.timeline import Timeline
 from fnshard.compiler.trace import flatten_batch, without_autocast
 from fnshard.errors import BudgetError, SpecError, report
 from fnshard.hardware import Hardware
@@ -33,101 +32,6 @@ from fnshard.optim import adamw
 from fnshard.spec import LayoutSpec, is_spec
 from fnshard.step import Step, shard_step
 from fnshard.transform import Optimizer
-
-RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from dear in bytes to dear in time
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One plan.
-
-    Args:
-        accumulate: micro-batches in a step.
-        remat: what recomputed units do.
-        recomputed: how many units are, from the first on.
-        kept: how many units stay gathered between forward and backward, from the last on.
-        optimizer_on_host, parameters_on_host: what rests there.
-        ahead: how many kernels ahead gathers are issued, and later reductions waited for.
-    """
-
-    accumulate: int = 1
-    remat: str | float = RECOMPUTE[0]
-    recomputed: int = 0
-    kept: int = 0
-    optimizer_on_host: bool = False
-    parameters_on_host: bool = False
-    ahead: int = 1
-
-    def __str__(self) -> str:
-        where = [n for n, on in (("optimizer", self.optimizer_on_host), ("parameters", self.parameters_on_host))
-                 if on]  # fmt: skip
-        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}"]
-        parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
-        parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
-        parts.append(f"{' and '.join(where)} on the host" if where else "nothing on the host")
-        return ", ".join(parts) + ("" if self.ahead else ", no prefetch")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that was lowered: its predicted peak on the device and its predicted time."""
-
-    choice: Choice
-    peak_bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.peak_bytes / 1e9:9.3f} GB {self.seconds * 1e3:10.1f} ms  {self.choice}"
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What `fit` chose.
-
-    `specs` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes; `lowered`
-    is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one decision,
-    with why they were not taken.
-    """
-
-    specs: Any
-    options: Mapping[str, Any]
-    chosen: Candidate
-    device_bytes: int
-    rejected: tuple[tuple[Candidate, str], ...]
-    lowered: Lowered = field(repr=False)
-    timeline: Timeline = field(repr=False)
-    looked_at: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted, on the device."""
-        return self.chosen.peak_bytes
-
-    @property
-    def seconds(self) -> float:
-        """Of one step, predicted."""
-        return self.chosen.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
-        return {
-            "plan": vars(self.chosen.choice) | {},
-            "peak_bytes": self.peak_bytes,
-            "device_bytes": self.device_bytes,
-            "seconds": self.seconds,
-            "mfu": self.timeline.mfu,
-            "rejected": [
-                {"plan": str(c.choice), "peak_bytes": c.peak_bytes, "seconds": c.seconds, "why": why}
-                for c, why in self.rejected
-            ],
-            "looked_at": self.looked_at,
-        }
-
-    def __str__(self) -> str:
-        lines = [f"within {self.device_bytes / 1e9:.3f} GB, of {self.looked_at} plans looked at:"]
-        lines.append(f"  {self.chosen}  <- chosen")
-        lines += [f"  {candidate}: {why}" for candidate, why in self.rejected]
-        return "\n".join(lines)
 
 
 def fit(
@@ -174,7 +78,7 @@ def fit(
 
 
 class Search:
-    """The plans of one function, batch and mesh; remembers those it has lowered, for one budget after another.
+    """The plans of one function, batch and mesh; remembers those it has lowered, for many budgets.
 
     Takes what `fit` takes, but for the budget.
     """
@@ -297,7 +201,7 @@ class Search:
         )  # fmt: skip
 
     def _best_first(self, budget: int) -> Candidate | None:
-        """Coarse decisions in the order of what they would cost if all units were kept and none recomputed."""
+        """Coarse decisions in the order of their time if all units were kept and none recomputed."""
         best: Candidate | None = None
         queue: list[tuple[float, int, Choice]] = []
         tickets, known = itertools.count(), set()
@@ -415,7 +319,8 @@ class Search:
                 f"nothing fits into {budget / 1e9:.3f} GB: the most frugal plan takes "
                 f"{least.peak_bytes / 1e9:.3f} GB ({least.choice}). Its peak, in {analysis.line}:",
                 [f"{name}: {size / 1e9:.3f} GB" for name, size in largest],
-                f"a budget of {math.ceil(least.peak_bytes / 1e6) / 1e3:.3f} GB would do; or change one thing: "
+                f"a budget of {math.ceil(least.peak_bytes / 1e6) / 1e3:.3f} GB would do; "
+                "or change one thing: "
                 f"{self._dimension(analysis.units, largest[0][0])}.",
             )
         )

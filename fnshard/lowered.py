@@ -179,8 +179,8 @@ class Lowered:
         named = zip(program.inputs, program.placeholders, strict=True)
         values = [node.meta["val"] for known, node in named if known.kind == "batch"]
         shapes = {tuple(v.shape) for v in values if v.dim() == 2 and v.dtype == torch.int64}
-        mesh = self.stages.schedule.mesh
-        return math.prod(shapes.pop()) * self.options.accumulate * mesh.data_size if len(shapes) == 1 else None
+        parts = self.options.accumulate * self.stages.schedule.mesh.data_size
+        return math.prod(shapes.pop()) * parts if len(shapes) == 1 else None
 
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""

