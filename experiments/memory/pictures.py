@@ -31,7 +31,7 @@ def bars(levels: Mapping[str, Sequence[Mapping[str, int]]], worlds: Sequence[str
     axes.set_xticks(range(len(worlds)), worlds)
     axes.set(xlabel="ranks", ylabel="GB on each (pale: at the peak)")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -86,7 +87,7 @@ def watch(plan: Plan, job: Job, world: fs.Mesh, folder: Path) -> dict[str, Any]:
     if running.lowered is not None:
         out["predicted"] = _short(running.lowered)
         if job.pictures and world.rank == 0:
-            fs.plot.memory(running.lowered, folder / f"{plan.name.replace(' ', '_')}.png")
+            fs.plot.memory(running.lowered, folder / f"{_slug(plan.name)}.png")
     if found is not None:
         out |= {"budget_bytes": found.device_bytes, "fit": found.as_dict(), "fit_text": str(found)}
     running.close()
@@ -102,6 +103,10 @@ def _short(lowered: Any) -> dict[str, Any]:
     values = analysis.as_dict()
     names = ("peak_bytes", "resident_bytes", "host_bytes", "disk_bytes", "kernels")
     return {**{n: values[n] for n in names}, "peak": values["peak"], "resident": values["resident"]}
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_")
 
 
 def say(world: fs.Mesh, text: str) -> None:

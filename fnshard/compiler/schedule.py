@@ -155,9 +155,15 @@ class Free(Instruction):
 
     @property
     def detail(self) -> str:
-        leaves = sum(n.startswith("p:") for n in self.drops)
-        rest = [n for n in self.drops if not n.startswith("p:")]
-        return ", ".join(rest + ([f"{leaves} gathered leaves"] if leaves else []))
+        kinds = {
+            "p:": "gathered leaves",
+            "g:": "full gradients",
+            "t:s:": "loaded shards",
+            "t:o:": "loaded slots",
+        }
+        many = {k: sum(n.startswith(k) for n in self.drops) for k in kinds}
+        rest = [n for n in self.drops if not n.startswith(tuple(kinds))]
+        return ", ".join(rest + [f"{count} {kinds[k]}" for k, count in many.items() if count])
 
 
 @dataclass(frozen=True)

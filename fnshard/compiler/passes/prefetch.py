@@ -45,8 +45,9 @@ def _place(lines: list[Instruction], moved: Instruction, depth: int) -> int:
     place = len(lines)
     for index in range(len(lines) - 1, -1, -1):
         line = lines[index]
-        if type(line) is type(moved) or reads.intersection(line.writes):
-            # Each kind keeps its order: it is the order in which they are waited for.
+        # Issues of a kind keep their order: it is the order in which they are waited for.
+        overtakes = type(line) is type(moved) and not isinstance(moved, Wait)
+        if overtakes or reads.intersection(line.writes):
             break
         if isinstance(line, Run):
             if depth == 0 or any(n.startswith(versions) for n in line.reads):
