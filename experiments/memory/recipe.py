@@ -34,7 +34,7 @@ def run(config: MemoryConfig, folder: Path) -> dict[str, Any]:
     """Measured here, and on paper for a large model on eight ranks."""
     chosen = plans()
     job = Job(config.model, chosen, RANKS, config.rows, config.length, config.rounds, config.backend)
-    measured = measure(replace(job, pictures=True), folder, config.timeout_s)
+    measured = measure(replace(job, steps=2, pictures=True), folder, config.timeout_s)
     paper = {}
     for plan in chosen:
         lowered = on_paper(plan, LLAMA[config.large], LARGE_RANKS, LARGE_ROWS, LARGE_LENGTH)

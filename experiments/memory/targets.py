@@ -24,13 +24,13 @@ def jobs(config: MemoryConfig) -> dict[str, Job]:
     small = model_of("5m") if config.size == "25m" else config.model
     few = replace(job, rows=min(2, job.rows), length=min(256, job.length))
     return {
-        "remat": replace(job, plans=(PLAIN, Plan("unit", remat="unit"))),
+        "remat": replace(job, steps=2, plans=(PLAIN, Plan("unit", remat="unit"))),
         "offload": replace(few, plans=(PLAIN, OFFLOADED, ALL_OFFLOADED), rounds=3 * job.rounds),
         "resident": replace(
             few, model=small, ranks=4, rounds=0,
             plans=(Plan(DDP, DDP), Plan("no_shard", "no_shard"), Plan("full_shard")),
         ),
-        "fit": replace(job, plans=(PLAIN, FITTED), rounds=0, length=min(256, job.length)),
+        "fit": replace(job, plans=(PLAIN, FITTED), steps=2, rounds=0, length=min(256, job.length)),
     }  # fmt: skip
 
 

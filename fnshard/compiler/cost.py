@@ -132,11 +132,10 @@ class Pricer:
             sizes[f"s:{path}"] = (
                 math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
             )
-            master = spec.optimizer_dtype != spec.storage_dtype
             optimizer = (
                 math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
             )
-            sizes[f"o:{path}"] = (self.slots + master) * optimizer
+            sizes[f"o:{path}"] = (self.slots + spec.has_master) * optimizer
         of_kernel: dict[tuple[str, bool], list[float]] = {}
         for line in self.schedule.instructions:
             if isinstance(line, Run):
