@@ -128,7 +128,7 @@ def test_what_fits_and_what_does_not(monkeypatch, tmp_path):
     assert all(e["peak_bytes"] <= plenty * 1e9 and e["seconds"] > 0 for e in found["fits"] if e["fits"])
     text = sizes.table(found)
     assert text.count("does not fit") == 2 and text.count("a budget of ") == 2
-    assert text.count("micro-batch") >= 2
+    assert text.count("| 1b |") == 2 and text.count("<br>") == 2
 
 
 def test_bars_are_drawn(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 import fnshard as fs
 from experiments.memory.config import MemoryConfig
-from experiments.memory.measured import giga, markdown
+from experiments.memory.measured import markdown
 from experiments.memory.plans import LLAMA, MIXED, loss_of
 from fnshard.errors import BudgetError
 from fnshard.fit import Search
@@ -66,20 +66,39 @@ def _fit(search: Search, gigabytes: int, hardware: str) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A line per model, ranks and budget."""
-    rows = [["model", "ranks", "GPU", "peak GB", "host GB a rank", "step s", "MFU", "plan"]]
-    for entry in found["fits"]:
-        start = [entry["model"], f"{entry['ranks']}", f"{entry['gigabytes']} GB ({entry['hardware']})"]
-        if entry["fits"]:
-            rest = [giga(entry["peak_bytes"]), giga(entry["host_bytes"]), f"{entry['seconds']:.2f}"]
-            rows.append([*start, *rest, f"{entry['mfu']:.0%}", entry["plan"]])
-        else:
-            rows.append([*start, "does not fit", "-", "-", "-", least(entry["why"])])
+    """A line per model and number of ranks, a column per budget."""
+    budgets = dict.fromkeys((e["gigabytes"], e["hardware"]) for e in found["fits"])
+    rows = [["model", "ranks", *(f"{gb} GB ({gpu})" for gb, gpu in budgets)]]
+    for model, ranks in dict.fromkeys((e["model"], e["ranks"]) for e in found["fits"]):
+        mine = [e for e in found["fits"] if (e["model"], e["ranks"]) == (model, ranks)]
+        rows.append([model, f"{ranks}", *(cell(e) for e in mine)])
     tokens = f"{found['rows']} x {found['length']}"
     return "\n".join([
         f"{tokens} tokens a rank and step; bf16 parameters and compute, fp32 master copy and moments, "
-        "gradients sent in fp32.", "", markdown(rows),
+        "gradients sent in fp32. Peak on the device (and on a rank's host), step time, MFU; the plan.",
+        "", markdown(rows),
     ])  # fmt: skip
+
+
+def cell(entry: Mapping[str, Any]) -> str:
+    """What a budget comes to."""
+    if not entry["fits"]:
+        return f"does not fit: {least(entry['why'])}"
+    host = f" + {entry['host_bytes'] / 1e9:,.0f} on the host" if entry["host_bytes"] >= 5e8 else ""
+    numbers = f"{entry['peak_bytes'] / 1e9:.1f} GB{host}, {entry['seconds']:.3g} s, {entry['mfu']:.0%}"
+    return f"{numbers}<br>{short(entry['plan'])}"
+
+
+def short(plan: str) -> str:
+    """Of a plan what is not plain `full_shard`.
+
+    >>> short("2 micro-batches, no remat, 3 units kept gathered, nothing on the host")
+    '2 micro-batches, 3 units kept gathered'
+    >>> short("1 micro-batch, no remat, all resharded, nothing on the host")
+    'full_shard as it is'
+    """
+    plain = ("1 micro-batch", "no remat", "all resharded", "nothing on the host")
+    return ", ".join(part for part in plan.split(", ") if part not in plain) or "full_shard as it is"
 
 
 def least(why: str) -> str:

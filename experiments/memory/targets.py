@@ -86,10 +86,7 @@ def _time(seen: Mapping[str, Any], name: str, what: str, most: float) -> list[Ro
 
 def _resident(seen: Mapping[str, Any]) -> list[Row]:
     rest = {n: p["between_bytes"] for n, p in seen["plans"].items()}
-    return [
-        ("full_shard on 4 ranks: bytes at rest of DDP's", rest["full_shard"] / rest[DDP], 0.27),
-        ("full_shard on 4 ranks: bytes at rest of no_shard's", rest["full_shard"] / rest["no_shard"], 0.27),
-    ]
+    return [("full_shard on 4 ranks: bytes at rest of DDP's", rest["full_shard"] / rest[DDP], 0.27)]
 
 
 def _fit(seen: Mapping[str, Any]) -> list[Row]:
