@@ -9,6 +9,7 @@ from typing import Any
 from fnshard.compiler.timeline import Timeline
 from fnshard.lowered import Lowered
 
+OPTIMIZER = ("device", "streamed", "host")
 RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from dear in bytes to dear in time
 
 
@@ -21,7 +22,9 @@ class Choice:
         remat: what recomputed units do.
         recomputed: how many units are, from the first on.
         kept: how many units stay gathered between forward and backward, from the last on.
-        optimizer_on_host, parameters_on_host: what rests there.
+        optimizer: where its state rests and is updated: "device"; "host"; or "streamed", which rests on the
+            host and is updated on the device.
+        parameters_on_host: whether stored shards rest there.
         ahead: how many kernels ahead gathers are issued, and later reductions waited for.
     """
 
@@ -29,13 +32,15 @@ class Choice:
     remat: str | float = RECOMPUTE[0]
     recomputed: int = 0
     kept: int = 0
-    optimizer_on_host: bool = False
+    optimizer: str = "device"
     parameters_on_host: bool = False
     ahead: int = 1
 
     def __str__(self) -> str:
-        tiers = {"optimizer": self.optimizer_on_host, "parameters": self.parameters_on_host}
-        where = [name for name, on_host in tiers.items() if on_host]
+        optimizer = {"device": [], "host": ["optimizer"], "streamed": ["optimizer (streamed)"]}[
+            self.optimizer
+        ]
+        where = optimizer + (["parameters"] if self.parameters_on_host else [])
         parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
@@ -51,8 +56,15 @@ class Candidate:
     peak_bytes: int
     seconds: float
 
+    @property
+    def cost(self) -> tuple[float, int, int, int, int]:
+        """What the search makes small: time to a microsecond, then what is done to save memory."""
+        c = self.choice
+        moved = (c.optimizer != "device") + c.parameters_on_host
+        return round(self.seconds, 6), moved, c.accumulate, c.recomputed, -c.kept
+
     def __str__(self) -> str:
-        return f"{self.peak_bytes / 1e9:9.3f} GB {self.seconds * 1e3:10.1f} ms  {self.choice}"
+        return f"{size(self.peak_bytes):>10} {self.seconds * 1e3:10.1f} ms  {self.choice}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,16 @@ class Fit:
         }
 
     def __str__(self) -> str:
-        lines = [f"within {self.device_bytes / 1e9:.3f} GB, of {self.looked_at} plans looked at:"]
+        lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at:"]
         lines.append(f"  {self.chosen}  <- chosen")
         lines += [f"  {candidate}: {why}" for candidate, why in self.rejected]
         return "\n".join(lines)
+
+
+def size(nbytes: float) -> str:
+    """In the unit that shows some digits.
+
+    >>> size(79_820_000_000), size(5_300_000)
+    ('79.820 GB', '5.300 MB')
+    """
+    return f"{nbytes / 1e9:.3f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:.3f} MB"

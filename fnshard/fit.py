@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fnshard import presets, tree
-from fnshard.choice import RECOMPUTE, Candidate, Choice, Fit
+from fnshard.choice import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
 from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
 from fnshard.compiler.trace import flatten_batch, without_autocast
@@ -146,8 +146,9 @@ class Search:
 
         def chosen(spec: LayoutSpec) -> LayoutSpec:
             changes: dict[str, Any] = {"reshard": spec.unit not in kept} if spec.unit in self.units else {}
-            if choice.optimizer_on_host and spec.trainable:
-                changes |= {"optimizer_memory": "host", "update_on": "host"}
+            if choice.optimizer != "device" and spec.trainable:
+                place = "device" if choice.optimizer == "streamed" else "host"
+                changes |= {"optimizer_memory": "host", "update_on": place}
             if choice.parameters_on_host:
                 changes["memory"] = "host"
             return replace(spec, **changes)
@@ -163,14 +164,14 @@ class Search:
             "overlap": choice.ahead,
         }  # fmt: skip
 
-    def lower(self, choice: Choice) -> Lowered:
+    def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front, known = self._front(choice.accumulate)
         specs = dict(zip(step._lowering.specs, tree.flatten(self.specs_of(choice), is_spec)[0], strict=True))
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         with without_autocast():
-            stages = schedule_for(front, specs, self.mesh, Keeping(options["remat"]), passes, known)
+            stages = schedule_for(front, specs, self.mesh, Keeping(options["remat"]), passes, known, verified)
         sizes = {n: v.numel() * v.element_size() for n, v in flatten_batch(self.batch)[0].items()}
         chosen = replace(step.options, remat=options["remat"], passes=passes)
         return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
@@ -178,7 +179,7 @@ class Search:
     def look(self, choice: Choice) -> Candidate:
         """A plan's peak and time; each is lowered once."""
         if choice not in self.seen:
-            lowered = self.lower(choice)
+            lowered = self.lower(choice, verified=False)
             self.seen[choice] = Candidate(
                 choice, lowered.memory_analysis().peak_bytes, lowered.timeline(self.hardware).step_seconds
             )
@@ -239,8 +240,8 @@ class Search:
         at = self.divisors.index(coarse.accumulate)
         if at + 1 < len(self.divisors):
             yield replace(coarse, accumulate=self.divisors[at + 1])
-        if not coarse.optimizer_on_host:
-            yield replace(coarse, optimizer_on_host=True)
+        if coarse.optimizer == "device":
+            yield from (replace(coarse, optimizer=o) for o in OPTIMIZER[1:])
         if not coarse.parameters_on_host:
             yield replace(coarse, parameters_on_host=True)
         if coarse.ahead:
@@ -287,7 +288,7 @@ class Search:
             out += [replace(choice, kept=n)] if 0 <= n <= count and self._gathers else []
         if choice.recomputed:
             out += [replace(choice, remat=r) for r in RECOMPUTE]
-        out.append(replace(choice, optimizer_on_host=not choice.optimizer_on_host))
+        out += [replace(choice, optimizer=o) for o in OPTIMIZER]
         out.append(replace(choice, parameters_on_host=not choice.parameters_on_host))
         out.append(replace(choice, ahead=1 - choice.ahead))
         plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out]
@@ -297,17 +298,17 @@ class Search:
         """Step to a faster neighbour that fits while there is one; and the last one's neighbours."""
         while True:
             around = [self.look(c) for c in self.neighbours(best.choice)]
-            better = [c for c in around if c.peak_bytes <= budget and c.seconds < best.seconds]
+            better = [c for c in around if c.peak_bytes <= budget and c.cost < best.cost]
             if not better:
                 return best, around
-            best = min(better, key=lambda c: c.seconds)
+            best = min(better, key=lambda c: c.cost)
 
     # -------------------------------------------------------------- nothing fits
 
     def _impossible(self, budget: int) -> BudgetError:
         count = len(self.units)
         frugal = [
-            Choice(self.divisors[-1], remat, count if remat != RECOMPUTE[0] else 0, 0, True, parameters, 0)
+            Choice(self.divisors[-1], remat, count if remat != RECOMPUTE[0] else 0, 0, "host", parameters, 0)
             for remat in RECOMPUTE
             for parameters in (False, True)
         ]
@@ -316,10 +317,10 @@ class Search:
         largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
         return BudgetError(
             report(
-                f"nothing fits into {budget / 1e9:.3f} GB: the most frugal plan takes "
-                f"{least.peak_bytes / 1e9:.3f} GB ({least.choice}). Its peak, in {analysis.line}:",
-                [f"{name}: {size / 1e9:.3f} GB" for name, size in largest],
-                f"a budget of {math.ceil(least.peak_bytes / 1e6) / 1e3:.3f} GB would do; "
+                f"nothing fits into {size(budget)}: the most frugal plan takes {size(least.peak_bytes)} "
+                f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
+                [f"{name}: {size(held)}" for name, held in largest],
+                f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; "
                 "or change one thing: "
                 f"{self._dimension(analysis.units, largest[0][0])}.",
             )
@@ -341,12 +342,12 @@ class Search:
 def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:
     if a is None or b is None:
         return b if a is None else a
-    return b if b.seconds < a.seconds else a
+    return b if b.cost < a.cost else a
 
 
 def _why(candidate: Candidate, best: Candidate, budget: int) -> str:
     if candidate.peak_bytes > budget:
-        return f"{(candidate.peak_bytes - budget) / 1e9:.3f} GB too many"
+        return f"{size(candidate.peak_bytes - budget)} too many"
     slower = candidate.seconds / best.seconds - 1
     return f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast"
 

@@ -86,7 +86,8 @@ def test_the_most_frugal_budget_that_is_named_works() -> None:
     search = search_of("deep")
     with pytest.raises(BudgetError) as refused:
         search.fit(1)
-    named = float(str(refused.value).split("a budget of ")[1].split(" GB")[0]) * 1e9
+    number, unit = str(refused.value).split("a budget of ")[1].split()[:2]
+    named = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
     assert search.fit(int(named)).peak_bytes <= named
 
 
@@ -105,7 +106,7 @@ def test_a_plan_is_what_shard_step_takes() -> None:
 def test_it_says_why() -> None:
     plan = search_of("deep").fit(int(search_of("deep").fit(1 << 40).peak_bytes * 0.6))
     text = str(plan)
-    assert "<- chosen" in text and "GB too many" in text and "% slower" in text
+    assert "<- chosen" in text and "MB too many" in text and "% slower" in text
     found = plan.as_dict()
     assert found["peak_bytes"] <= found["device_bytes"] and len(found["rejected"]) == len(plan.rejected)
 

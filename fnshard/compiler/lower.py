@@ -96,11 +96,13 @@ def schedule_for(
     keeping: Keeping,
     passes: Passes,
     known: MutableMapping[str, Kernel] | None = None,
+    verified: bool = True,
 ) -> Stages:
     """The stages that look at specs and remat.
 
     Args:
         known: kernels made before, see `differentiate_all`.
+        verified: False leaves `verify` out: a search verifies what it chooses.
     """
     program, segments, plan = front.program, front.segments, front.plan
     kept = policies(segments, keeping.remat, keeping.save, (s.unit for s in specs.values()))
@@ -109,7 +111,8 @@ def schedule_for(
     keys = [kernel_key(s.source, p) for s, p in zip(segments.segments, kept, strict=True)]
     schedule = build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan)
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    return Stages(program, segments, kernels, run_passes(schedule, passes, offloaded))
+    schedule = run_passes(schedule, passes, offloaded)
+    return Stages(program, segments, kernels, verify(schedule) if verified else schedule)
 
 
 def lower(
@@ -128,13 +131,13 @@ def lower(
 
 
 def run_passes(schedule: Schedule, passes: Passes, offloaded: frozenset[int] = frozenset()) -> Schedule:
-    """The passes in order, then `verify`. `offloaded`: segments that keep on the host what they keep."""
+    """The passes in order. `offloaded`: segments that keep on the host what they keep."""
     schedule = reshard(schedule)
     schedule = update_in_backward(schedule)
     schedule = offload(schedule, offloaded)
     schedule = overlap(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
-    return verify(insert_frees(schedule))
+    return insert_frees(schedule)
 
 
 def trace_device(mesh: Mesh) -> torch.device:
