@@ -44,17 +44,18 @@ class Choice:
         parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
-        parts.append(f"{' and '.join(where)} on the host" if where else "nothing on the host")
+        parts.append(f"{' and '.join(where)} on the host" if where else "nothing moved to the host")
         return ", ".join(parts) + ("" if self.ahead else ", no prefetch")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was lowered: its predicted peak on the device and its predicted time."""
+    """A plan that was lowered: its predicted peaks on the device and on the host, and its predicted time."""
 
     choice: Choice
     peak_bytes: int
     seconds: float
+    host_bytes: int = 0
 
     @property
     def cost(self) -> tuple[float, int, int, int, int]:
@@ -64,7 +65,8 @@ class Candidate:
         return round(self.seconds, 6), moved, c.accumulate, c.recomputed, -c.kept
 
     def __str__(self) -> str:
-        return f"{size(self.peak_bytes):>10} {self.seconds * 1e3:10.1f} ms  {self.choice}"
+        host = f" ({size(self.host_bytes)} there)" if self.host_bytes else ""
+        return f"{size(self.peak_bytes):>10} {self.seconds * 1e3:10.1f} ms  {self.choice}{host}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Fit:
         return {
             "plan": vars(self.chosen.choice) | {},
             "peak_bytes": self.peak_bytes,
+            "host_bytes": self.chosen.host_bytes,
             "device_bytes": self.device_bytes,
             "seconds": self.seconds,
             "mfu": self.timeline.mfu,

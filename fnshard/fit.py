@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import glob
 import heapq
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnshard import presets, tree
 from fnshard.choice import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
 from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
-from fnshard.compiler.trace import flatten_batch, without_autocast
+from fnshard.compiler.trace import without_autocast
 from fnshard.errors import BudgetError, SpecError, report
 from fnshard.hardware import Hardware
-from fnshard.lowered import Lowered, check_arguments, micro_batch
+from fnshard.lowered import Lowered, bytes_of_batch, check_arguments, micro_batch
 from fnshard.mesh import Mesh
 from fnshard.optim import adamw
 from fnshard.spec import LayoutSpec, is_spec
@@ -95,11 +96,7 @@ class Search:
         specs: Any = None,
         **options: Any,
     ):
-        taken = sorted({"accumulate", "remat", "save", "prefetch", "overlap"} & set(options))
-        if taken:
-            raise SpecError(
-                f"fit chooses {', '.join(taken)}; leave {'it' if len(taken) == 1 else 'them'} out."
-            )
+        _check_arguments(params, mesh, batch, hardware, options)
         self.fn, self.mesh, self.batch, self.options = fn, mesh, tuple(batch), options
         self.hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
         self.optimizer = adamw(1e-3) if optimizer is None else optimizer
@@ -145,11 +142,12 @@ class Search:
         kept = set(self.units[len(self.units) - choice.kept :])
 
         def chosen(spec: LayoutSpec) -> LayoutSpec:
+            # What the caller rests on the host or on disk stays there.
             changes: dict[str, Any] = {"reshard": spec.unit not in kept} if spec.unit in self.units else {}
-            if choice.optimizer != "device" and spec.trainable:
+            if choice.optimizer != "device" and spec.trainable and spec.optimizer_memory == "device":
                 place = "device" if choice.optimizer == "streamed" else "host"
                 changes |= {"optimizer_memory": "host", "update_on": place}
-            if choice.parameters_on_host:
+            if choice.parameters_on_host and spec.memory == "device":
                 changes["memory"] = "host"
             return replace(spec, **changes)
 
@@ -172,26 +170,34 @@ class Search:
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         with without_autocast():
             stages = schedule_for(front, specs, self.mesh, Keeping(options["remat"]), passes, known, verified)
-        sizes = {n: v.numel() * v.element_size() for n, v in flatten_batch(self.batch)[0].items()}
         chosen = replace(step.options, remat=options["remat"], passes=passes)
+        sizes = bytes_of_batch(self.batch)
         return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
 
     def look(self, choice: Choice) -> Candidate:
         """A plan's peak and time; each is lowered once."""
         if choice not in self.seen:
             lowered = self.lower(choice, verified=False)
-            self.seen[choice] = Candidate(
-                choice, lowered.memory_analysis().peak_bytes, lowered.timeline(self.hardware).step_seconds
-            )
+            memory, seconds = lowered.memory_analysis(), lowered.timeline(self.hardware).step_seconds
+            self.seen[choice] = Candidate(choice, memory.peak_bytes, seconds, memory.host_bytes)
         return self.seen[choice]
 
     # -------------------------------------------------------------- searching
 
     def fit(self, device_bytes: int) -> Fit:
         """The fastest plan within a budget; see `fit`."""
-        best = self._best_first(device_bytes)
-        if best is None:
+        if (
+            not isinstance(device_bytes, int | float)
+            or isinstance(device_bytes, bool)
+            or not device_bytes > 0
+        ):
+            raise SpecError(f"device_bytes={device_bytes!r}: a number of bytes, more than 0.")
+        fastest = self.look(self._free(Choice(accumulate=self.divisors[0])))
+        if fastest.peak_bytes > device_bytes and self._frugal().peak_bytes > device_bytes:
             raise self._impossible(device_bytes)
+        best = self._best_first(device_bytes)
+        if best is None:  # the most frugal plan fits, and the search that is bounded by time passed it by
+            best = self._frugal()
         best, rejected = self._descend(best, device_bytes)
         lowered = self.lower(best.choice)
         shown = sorted(rejected, key=lambda c: (c.peak_bytes > device_bytes, c.seconds))
@@ -235,14 +241,18 @@ class Search:
     def _gathers(self) -> bool:
         return any(self.mesh.ordered(s.storage.axes) for s in tree.flatten(self.base, is_spec)[0])
 
+    def _moves(self, tier: str) -> bool:
+        """Whether anything that "memory" or "optimizer_memory" is said of rests on the device."""
+        return any(getattr(s, tier) == "device" for s in tree.flatten(self.base, is_spec)[0] if s.trainable)
+
     def _savings(self, coarse: Choice) -> Iterator[Choice]:
         """Coarse choices that save memory by one more decision."""
         at = self.divisors.index(coarse.accumulate)
         if at + 1 < len(self.divisors):
             yield replace(coarse, accumulate=self.divisors[at + 1])
-        if coarse.optimizer == "device":
+        if coarse.optimizer == "device" and self._moves("optimizer_memory"):
             yield from (replace(coarse, optimizer=o) for o in OPTIMIZER[1:])
-        if not coarse.parameters_on_host:
+        if not coarse.parameters_on_host and self._moves("memory"):
             yield replace(coarse, parameters_on_host=True)
         if coarse.ahead:
             yield replace(coarse, ahead=0)
@@ -288,8 +298,9 @@ class Search:
             out += [replace(choice, kept=n)] if 0 <= n <= count and self._gathers else []
         if choice.recomputed:
             out += [replace(choice, remat=r) for r in RECOMPUTE]
-        out += [replace(choice, optimizer=o) for o in OPTIMIZER]
-        out.append(replace(choice, parameters_on_host=not choice.parameters_on_host))
+        out += [replace(choice, optimizer=o) for o in OPTIMIZER] if self._moves("optimizer_memory") else []
+        if self._moves("memory"):
+            out.append(replace(choice, parameters_on_host=not choice.parameters_on_host))
         out.append(replace(choice, ahead=1 - choice.ahead))
         plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out]
         return [c for c in dict.fromkeys(plain) if c != choice]
@@ -305,14 +316,18 @@ class Search:
 
     # -------------------------------------------------------------- nothing fits
 
-    def _impossible(self, budget: int) -> BudgetError:
+    def _frugal(self) -> Candidate:
+        """The plan that does everything to save memory."""
         count = len(self.units)
-        frugal = [
+        plans = [
             Choice(self.divisors[-1], remat, count if remat != RECOMPUTE[0] else 0, 0, "host", parameters, 0)
             for remat in RECOMPUTE
             for parameters in (False, True)
         ]
-        least = min((self.look(c) for c in frugal), key=lambda c: c.peak_bytes)
+        return min((self.look(c) for c in plans), key=lambda c: c.peak_bytes)
+
+    def _impossible(self, budget: int) -> BudgetError:
+        least = self._frugal()
         analysis = self.lower(least.choice).memory_analysis()
         largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
         return BudgetError(
@@ -359,3 +374,28 @@ def _divisors(batch: Sequence[Any]) -> list[int]:
     scalars = any(isinstance(v, Tensor) and not v.dim() for v in named.values())
     most = math.gcd(*rows) if rows and not scalars else 1
     return [d for d in range(1, most + 1) if most % d == 0]
+
+
+def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what `fit` does not take.
+
+    Raises:
+        SpecError: all of it at once.
+    """
+    chosen = {"accumulate", "remat", "save", "prefetch", "overlap"}
+    known = set(inspect.signature(shard_step).parameters) - {"fn", "specs", "mesh", "optimizer"} - chosen
+    wrong = [f"{name}=: fit chooses it; leave it out" for name in options if name in chosen]
+    unknown = [name for name in options if name not in known | chosen]
+    wrong += [f"{name}=: no option of shard_step ({', '.join(sorted(known))})" for name in unknown]
+    if isinstance(params, nn.Module):
+        wrong.append("params is a module: apply, params = fs.make_functional(module)")
+    if not isinstance(mesh, Mesh):
+        wrong.append(f"mesh={mesh!r}: make one with fs.make_mesh(shard=8, abstract=True)")
+    if not isinstance(batch, tuple | list):
+        wrong.append(
+            f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` behind the parameters"
+        )
+    if not isinstance(hardware, str | Hardware):
+        wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
+    if wrong:
+        raise SpecError(report("these arguments of fit are not to be had:", wrong))

@@ -97,7 +97,8 @@ class Hardware:
         axis_links: by mesh axis, where an axis has a link of its own.
         host_link_bytes_per_s: one direction between device and host.
         host_update_bytes_per_s: the optimizer on the host.
-        disk_bytes_per_s: between disk and host.
+        disk_bytes_per_s: between disk and host; measured: written and flushed, to the disk of
+            `tempfile.gettempdir()`.
         instruction_seconds: of host time for one line of a schedule.
         kernel_seconds: of host time to start a compiled graph.
         launch_seconds: of host time to start one operator.
@@ -151,8 +152,29 @@ class Hardware:
         return TABLE[name]
 
     @staticmethod
+    def of(hardware: Hardware | str) -> Hardware:
+        """Itself, or one of the table by name.
+
+        Raises:
+            SpecError: neither, or an unknown name.
+        """
+        if isinstance(hardware, str):
+            return Hardware.named(hardware)
+        if not isinstance(hardware, Hardware):
+            raise SpecError(
+                report(
+                    f"hardware={hardware!r}: a Hardware or the name of one.",
+                    fix=f"one of {', '.join(map(repr, TABLE))}, or fs.Hardware.measure() for this machine.",
+                )
+            )
+        return hardware
+
+    @staticmethod
     def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:
         """The machine at hand, by micro-benchmarks of a few seconds.
+
+        The disk is that of `tempfile.gettempdir()` (where `TMPDIR` points to), which need not be the one of
+        `disk_dir`. A CPU's memory is this rank's share of its host, or of its control group's limit.
 
         Args:
             mesh: its transport is measured, and its ranks load the machine together, as in a step. A

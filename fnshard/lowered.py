@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import threading
 import warnings
@@ -11,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -99,7 +98,7 @@ class Lowered:
     """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
 
     Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
-    this rank's batch, by leaf.
+    this rank's batch, by leaf. `moved`: bytes of transfers by instruction number, once a ledger was made.
     """
 
     stages: Stages
@@ -107,6 +106,7 @@ class Lowered:
     compiled: Kernels | None = None
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
 
     @property
     def program(self) -> Program:
@@ -140,6 +140,9 @@ class Lowered:
 
         Args:
             transport: "shared" (CPU ranks of one host), "p2p", "native"; None looks at the mesh.
+
+        Raises:
+            SpecError: another transport.
         """
         return self._ledger(transport).analysis
 
@@ -148,15 +151,31 @@ class Lowered:
         return self._ledger(transport).timeline
 
     def _ledger(self, transport: Kind | None = None) -> Ledger:
+        if transport is not None and transport not in get_args(Kind):
+            raise SpecError(
+                report(f"transport={transport!r}: one of {', '.join(map(repr, get_args(Kind)))}, or None.")
+            )
         given = Given(self.program, self.batch_bytes, self.optimizer, self.compiled, transport)
-        return measure(self.schedule, given)
+        found = measure(self.schedule, given)
+        self.moved = found.moved
+        return found
 
-    def assert_fits(self, bytes: int) -> None:
+    def _moved(self) -> Mapping[int, int]:
+        """Bytes of transfers; they do not depend on how kernels are compiled, or on the transport."""
+        if self.moved is None:
+            transfers = any(isinstance(line, TRANSFERS) for line in self.schedule.instructions)
+            self.moved = self._ledger().moved if transfers else {}
+        return self.moved
+
+    def assert_fits(self, bytes: float) -> None:
         """Refuse a step whose peak on the device is above `bytes`; for tests of one's own.
 
         Raises:
             BudgetError: the peak, where it is, the biggest parts of it, and the ways out.
+            SpecError: `bytes` is no number above 0.
         """
+        if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes > 0:
+            raise SpecError(report(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9."))
         check_fits(self.memory_analysis(), bytes)
 
     def comm_analysis(self) -> Traffic:
@@ -164,23 +183,34 @@ class Lowered:
 
         `analysis["gather"]["bytes"]`: of whole buffers; see `compiler.traffic`.
         """
-        transfers = any(isinstance(line, TRANSFERS) for line in self.schedule.instructions)
-        return analyse(self.schedule, self._ledger().moved if transfers else {})
+        return analyse(self.schedule, self._moved())
 
-    def timeline(self, hardware: Hardware) -> Timeline:
-        """A simulated run on `hardware`: step time, what is exposed, MFU; see `compiler.timeline`."""
+    def timeline(self, hardware: Hardware | str) -> Timeline:
+        """A simulated run on `hardware`: step time, what is exposed, MFU; see `compiler.timeline`.
+
+        Args:
+            hardware: a `Hardware`, or the name of one ("h100").
+
+        Raises:
+            SpecError: neither.
+        """
+        hardware, tokens = Hardware.of(hardware), self._tokens()
         fused = self.options.backend == "inductor"
         slots = len(self.optimizer.slots) if self.optimizer else 0
-        return simulate(self.schedule, hardware, fused=fused, slots=slots, tokens=self._tokens())
+        return simulate(
+            self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved()
+        )
 
     def _tokens(self) -> int | None:
-        """Of one step on all ranks: where every integer leaf of the batch with two dims has one shape."""
+        """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before
+        they are cut into micro-batches, have as many numbers.
+        """
         program = self.stages.program
         named = zip(program.inputs, program.placeholders, strict=True)
-        values = [node.meta["val"] for known, node in named if known.kind == "batch"]
-        shapes = {tuple(v.shape) for v in values if v.dim() == 2 and v.dtype == torch.int64}
-        parts = self.options.accumulate * self.stages.schedule.mesh.data_size
-        return math.prod(shapes.pop()) * parts if len(shapes) == 1 else None
+        values = {known.name: node.meta["val"] for known, node in named if known.kind == "batch"}
+        rows = {n for n, v in values.items() if v.dim() == 2 and v.dtype == torch.int64}
+        counts = {self.batch_bytes[n] // 8 for n in rows & set(self.batch_bytes)}
+        return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
 
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""
@@ -205,7 +235,18 @@ def diff(before: Lowered, after: Lowered) -> Difference:
     ...     return step.lower(params, torch.ones(2, 4))
     >>> list(diff(lowered(LayoutSpec()), lowered(LayoutSpec(P("shard")))).collectives)
     ['all_reduce', 'gather', 'reduce_scatter']
+
+    Raises:
+        SpecError: one of them is no `Lowered`.
     """
+    wrong = [type(each).__name__ for each in (before, after) if not isinstance(each, Lowered)]
+    if wrong:
+        raise SpecError(
+            report(
+                f"fs.diff compares two lowered steps, not {' and '.join(wrong)}.",
+                fix="step.lower(params, *batch) of each.",
+            )
+        )
     return compare(
         *((each.schedule, each.memory_analysis(), each.comm_analysis()) for each in (before, after))
     )
@@ -274,7 +315,7 @@ class Lowering:
                     self.options.passes,
                     keeping,
                 )
-                sizes = {n: v.numel() * v.element_size() for n, v in flatten_batch(batch)[0].items()}
+                sizes = bytes_of_batch(batch)
                 lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
                 self.on_paper = key, lowered
             return self.on_paper[1]
@@ -341,6 +382,12 @@ def micro_batch(batch: Sequence[Any], parts: int) -> tuple[Any, ...]:
         )
     cut = [v.narrow(0, 0, v.shape[0] // parts) if n in tensors else v for n, v in named.items()]
     return tree.unflatten(cut, structure)
+
+
+def bytes_of_batch(batch: Sequence[Any]) -> dict[str, int]:
+    """Of its tensors, by name, all micro-batches together."""
+    named = flatten_batch(batch)[0].items()
+    return {n: v.numel() * v.element_size() for n, v in named if isinstance(v, Tensor)}
 
 
 def batch_key(batch: Sequence[Any]) -> tuple[tuple[str, Any], ...]:

@@ -12,11 +12,12 @@ import json
 import math
 import os
 import platform
+import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ SAMPLES, SAMPLE_s = 5, 6e-3
 MATMULS, LENGTHS = (64, 128, 256, 512, 1024), (128, 256, 512, 1024)  # of square matmuls, of attention
 COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed; rare dtypes get one size
 COLD_bytes = 64 << 20  # more than caches hold
+DISK_bytes = 64 << 20  # written and flushed, more than a disk's own cache swallows at once
 ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 Points = list[tuple[float, float]]
@@ -47,7 +49,10 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     bench = _Bench(device, comm, clock)
     found = bench.compute() | bench.memory() | bench.calls()
     found |= bench.links(mesh, 1 / _rate(found["copy"]["points"]))
-    return found if comm is None else mean_of([json.loads(t) for t in comm.gather_object(json.dumps(found))])
+    if comm is None:
+        return found
+    all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
+    return mean_of(all_found) | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
 
 
 def mean_of(values: list[Any]) -> Any:
@@ -179,7 +184,7 @@ class _Bench:
         host = host if self.device.type == "cpu" else host.pin_memory()
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
         with tempfile.TemporaryDirectory(prefix="fnshard-") as folder:
-            disk = self._disk(Path(folder) / "tier", host)
+            disk = self._disk(Path(folder) / "tier")
         return {
             "memory": _curve(streamed),
             "copy": _curve(copied),
@@ -187,7 +192,7 @@ class _Bench:
             "host_link_bytes_per_s": link,
             "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
             "disk_bytes_per_s": disk,
-            "memory_bytes": _memory_bytes(self.device),
+            "memory_bytes": _memory_bytes(self.device, self._ranks_here()),
         }
 
     def _copy(self, count: int) -> tuple[float, float]:
@@ -205,10 +210,23 @@ class _Bench:
         """How many buffers of `size` bytes to go around, so that each has left the caches again."""
         return max(1, min(256, COLD_bytes * self.large // size))
 
-    def _disk(self, path: Path, host: Tensor) -> float:
-        """Bytes/s into a mapped file."""
-        mapped = torch.from_file(str(path), shared=True, size=host.numel())
-        return mapped.nbytes / self.seconds(lambda: mapped.copy_(host), host.device)
+    def _disk(self, path: Path) -> float:
+        """Bytes/s into a file, until they are on the disk and not in the page cache alone."""
+        data = torch.randint(256, (DISK_bytes,), dtype=torch.uint8).numpy()
+        wall = replace(self, clock=time.perf_counter)  # a disk's time is not the thread's
+        with path.open("wb", buffering=0) as file:
+
+            def write() -> None:
+                file.seek(0)
+                file.write(data)
+                os.fsync(file.fileno())
+
+            return data.nbytes / wall.seconds(write, torch.device("cpu"))
+
+    def _ranks_here(self) -> int:
+        """How many ranks share this host."""
+        host = socket.gethostname()
+        return 1 if self.comm is None else self.comm.gather_object(host).count(host)
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
         """Bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
@@ -300,10 +318,33 @@ class _Bench:
         return {"latency_seconds": latency, **found}
 
 
-def _memory_bytes(device: torch.device) -> int:
+def _memory_bytes(device: torch.device, ranks: int) -> int:
+    """Of one rank's device; a CPU's memory is shared by the ranks of its host."""
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min([whole, *_cgroup_limits(Path("/"))]) // ranks
     return torch.accelerator.get_memory_info(device)[1]
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Memory limits of this process's control groups and those around them (cgroups 2 and 1), in bytes."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        inside = Path(group.lstrip("/"))
+        for folder in (inside, *inside.parents):  # a container may see its own group as the top
+            try:
+                found.append(int((root / "sys/fs/cgroup" / top / folder / name).read_text()))
+            except (OSError, ValueError):  # not mounted here, or "max"
+                continue
+    return found
 
 
 def _processor(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fnshard.errors import MissingExtraError, report
+from fnshard.errors import MissingExtraError, SpecError, report
 
 if TYPE_CHECKING:
     from fnshard.compiler.timeline import Timeline
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
 TIERS = ("host", "disk")  # whose bytes are not on the device
+TRANSFERRED = ("to_device", "to_host")  # which go over a rank's own link, not from rank to rank
 LANE_VERBS = {
     "gather": "#56B4E9", "reduce_scatter": "#E69F00", "all_reduce": "#E69F00", "publish": "#009E73",
     "reduce_scalars": "#CC79A7", "to_device": "#56B4E9", "to_host": "#E69F00",
@@ -30,7 +31,17 @@ def timeline(timeline: Timeline, path: str | Path) -> Path:
     Args:
         timeline: of `lowered.timeline(hardware)`.
         path: of the PNG; its folder is made.
+
+    Raises:
+        SpecError: something else, such as a `Lowered`, which knows no hardware.
     """
+    if not hasattr(timeline, "spans"):
+        raise SpecError(
+            report(
+                f"fs.plot.timeline draws a Timeline, not {type(timeline).__name__}.",
+                fix='pass lowered.timeline(hardware), such as lowered.timeline("h100").',
+            )
+        )
     scale, unit = _time_unit(timeline.step_seconds)
     lanes = [lane for lane, seconds in timeline.busy_seconds.items() if seconds]
     figure, axes = _figure(11, 1.5 + 0.8 * len(lanes))
@@ -104,25 +115,35 @@ def memory(memory: Any, path: str | Path) -> Path:
 
 
 def traffic(comm: Any, path: str | Path) -> Path:
-    """Bytes on the wire by collective.
+    """Bytes that one rank sends to others, by collective; below them, hatched, those that transfers move
+    over its host link.
 
     Args:
-        comm: of `lowered.comm_analysis()`, or `{verb: {"bytes": b, "count": n}}`.
+        comm: a `Lowered`, its `comm_analysis()`, or `{verb: {"sent_bytes": b, "count": n}}`; of the
+            transfers, "to_device" and "to_host", `bytes` is drawn.
         path: of the PNG; its folder is made.
+
+    Raises:
+        SpecError: something else.
     """
-    rows = _traffic_rows(comm)
+    rows = traffic_rows(comm)
     scale, unit = _byte_unit(max((size for _, size, _ in rows), default=0))
     figure, axes = _figure(8, 1.4 + 0.5 * max(len(rows), 1))
     values = [size * scale for _, size, _ in rows]
     colours = [LANE_VERBS.get(name.split()[0], COLOURS[0]) for name, _, _ in rows]
-    bars = axes.barh(range(len(rows)), values, color=colours)
+    bars = axes.barh(range(len(rows)), values, color=colours, edgecolor="white")
+    for bar, (name, _, _) in zip(bars, rows, strict=True):
+        bar.set_hatch("//" if name in TRANSFERRED else None)
     axes.bar_label(
         bars, [f"{v:.4g} {unit}, {n} ×" for v, (_, _, n) in zip(values, rows, strict=True)], padding=4
     )
     axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _, _ in rows])
     axes.invert_yaxis()
     axes.margins(x=0.3)
-    axes.set_xlabel(f"{unit} on the wire, one step")
+    hatched = any(name in TRANSFERRED for name, _, _ in rows)
+    axes.set_xlabel(
+        f"{unit} that one rank sends to others in a step{'; hatched: over its host link' if hatched else ''}"
+    )
     return _save(figure, path)
 
 
@@ -138,13 +159,24 @@ def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[flo
     return phases, {name: list(series) for name, series in values.items() if name not in TIERS}
 
 
-def _traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
-    values = comm.as_dict() if hasattr(comm, "as_dict") else dict(comm)
-    values = values.get("verbs", values)
+def traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
+    """Verb, bytes and count: collectives by what one rank sends, then transfers by what they move."""
+    if hasattr(comm, "comm_analysis"):
+        comm = comm.comm_analysis()
+    values = comm.as_dict() if hasattr(comm, "as_dict") else comm
+    if not isinstance(values, Mapping):
+        raise SpecError(
+            report(
+                f"fs.plot.traffic draws a step's traffic, not {type(comm).__name__}.",
+                fix="pass a lowered step, or its lowered.comm_analysis().",
+            )
+        )
     rows = [
-        (n, float(v["bytes"]), int(v.get("count", 0))) for n, v in values.items() if isinstance(v, Mapping)
+        (verb, float(sums["bytes" if verb in TRANSFERRED else "sent_bytes"]), int(sums.get("count", 0)))
+        for verb, sums in values.get("verbs", values).items()
+        if isinstance(sums, Mapping)
     ]
-    return sorted(rows, key=lambda row: -row[1])
+    return sorted(rows, key=lambda row: (row[0] in TRANSFERRED, -row[1]))
 
 
 def _what(lane: str, verb: str, phase: str) -> str:

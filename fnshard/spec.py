@@ -182,9 +182,19 @@ class LayoutSpec:
         return self.shape is not None and self.unit is not None and self.trainable is not None
 
     @property
+    def updated_on(self) -> str:
+        """Where the optimizer runs: "device" or "host"."""
+        return self.update_on or ("device" if self.optimizer_memory == "device" else "host")
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What micro-batches are summed in: no narrower than the wire, no narrower than the optimizer."""
+        return torch.promote_types(self.reduce_dtype, self.optimizer_dtype)
+
+    @property
     def has_master(self) -> bool:
         """Whether the optimizer has a copy of the leaf: of another dtype, or because the host updates it."""
-        elsewhere = self.update_on == "host" and self.memory == "device"
+        elsewhere = self.updated_on == "host" and self.memory == "device"
         return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
 
     def resolve(self, leaf: Tensor, unit: str) -> LayoutSpec:
@@ -202,7 +212,6 @@ class LayoutSpec:
             compute_dtype=compute_dtype,
             reduce_dtype=self.reduce_dtype or compute_dtype,
             optimizer_dtype=self.optimizer_dtype or storage_dtype,
-            update_on=self.update_on or ("device" if self.optimizer_memory == "device" else "host"),
             trainable=trainable,
             unit=self.unit or unit,
             shape=tuple(leaf.shape),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnshard.errors import StateError, report
@@ -62,10 +63,14 @@ class TrainState:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def copy(self) -> TrainState:
-        """A state with tensors of its own."""
+        """A state with tensors of its own; of what rests on disk too they are in the host's memory."""
         from fnshard import tree
 
-        fields = {k: tree.map(lambda t: t.clone(), v) for k, v in self.as_dict().items()}
+        def copied(tensor: Tensor) -> Tensor:
+            pinned = tensor.device.type == "cpu" and tensor.is_pinned()
+            return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
+
+        fields = {k: tree.map(copied, v) for k, v in self.as_dict().items()}
         return TrainState(**fields)
 
     def consume(self) -> TrainState:

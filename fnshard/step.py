@@ -15,6 +15,7 @@ from fnshard.compiler.lower import Passes
 from fnshard.compiler.program import Program
 from fnshard.compiler.remat import Remat
 from fnshard.compiler.scalars import Scalars, Summary
+from fnshard.compiler.slots import Slots, check_slots, slots_of
 from fnshard.compiler.update import init_slots
 from fnshard.errors import OptimizerError, StateError, report
 from fnshard.functional import make_functional
@@ -112,6 +113,7 @@ class Step:
         self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
         self._runner = Runner(self._lowering, optimizer)
         self._chosen_scale: LossScale | None = None
+        self._expected_slots: Slots | None = None
         self._check_optimizer()
 
     @property
@@ -180,6 +182,7 @@ class Step:
         self._resolve_from_blocks(params)
         seed, number = (int(state.seed), int(state.step)) if training else rng
         if training:
+            check_slots(state.opt_state, self._slots, self._lowering.specs, self.mesh)
             self._scale.check(state.loss_scale)
         policy = [f"optimizer {self.optimizer!r}", f"{self._scale!r}", f"seed {seed}, step {number}"]
         bound = self._runner.bind(batch, params, self._scalars, policy)
@@ -235,6 +238,12 @@ class Step:
     # -------------------------------------------------------------- the plan
 
     @property
+    def _slots(self) -> Slots:
+        if self._expected_slots is None:
+            self._expected_slots = slots_of(self.optimizer, self._lowering.specs, self.mesh)
+        return self._expected_slots
+
+    @property
     def _scale(self) -> LossScale:
         if self._chosen_scale is None or not self._lowering.resolved:
             specs = self._lowering.specs.values()
@@ -245,17 +254,24 @@ class Step:
     def _plan(self, program: Program) -> Plan:
         needs = self.optimizer.needs if self.optimizer is not None else frozenset()
         stands_between = bool(needs & {"global_norm", "leaf_norms"}) or self._scale.dynamic
+        norms = stands_between or self.options.grad_norm
         return Plan(
             accumulate=self.options.accumulate,
             accumulate_mode=self.options.accumulate_mode,
             update=self.optimizer is not None,
-            norms=stands_between or self.options.grad_norm,
+            norms=norms,
+            scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
             barrier=stands_between or program.outputs.count is not None,
         )
 
+    @property
+    def _leaf_norms(self) -> tuple[str, ...]:
+        """Leaves whose norms the optimizer asks for."""
+        asked = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
+        return tuple(p for p, s in self._lowering.specs.items() if s.trainable) if asked else ()
+
     def _scalars(self, lowered: Lowered) -> Scalars:
         specs = self._lowering.specs
-        asked = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
         return Scalars(
             outputs=lowered.program.outputs,
             results=lowered.segments.results,
@@ -263,7 +279,7 @@ class Step:
             specs=specs,
             accumulate=self.options.accumulate,
             norms=self._plan(lowered.program).norms,
-            leaf_norms=tuple(p for p, s in specs.items() if s.trainable) if asked else (),
+            leaf_norms=self._leaf_norms,
             flags=FLAGS,
         )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,9 +23,20 @@ from fnshard import Hardware, SpecError
 from fnshard import measure as measuring
 from fnshard.compiler import schedule as lines
 from fnshard.compiler.cost import _PRICES, Pricer
-from fnshard.compiler.schedule import AllReduce, Gather, Instruction, ReduceScatter, Run, ToDevice, Update
+from fnshard.compiler.schedule import (
+    TRANSFERS,
+    AllReduce,
+    Gather,
+    Instruction,
+    ReduceScatter,
+    Run,
+    ToDevice,
+    ToHost,
+    Update,
+)
 from fnshard.compiler.work import GraphCost, graph_cost
 from fnshard.hardware import TABLE, Curve, Link
+from fnshard.transform import Optimizer
 
 H100 = Hardware.named("h100")
 
@@ -207,6 +222,57 @@ def test_what_rests_on_disk_also_takes_the_disks_time() -> None:
     assert seconds["disk"] - seconds["host"] == pytest.approx(size / H100.disk_bytes_per_s)
 
 
+TIERS = {
+    "optimizer": {"optimizer_memory": "host"},
+    "parameters": {"memory": "host"},
+    "streamed": {"optimizer_memory": "host", "update_on": "device"},
+    "disk": {"memory": "host", "optimizer_memory": "disk"},
+}
+MASTER = {"optimizer_dtype": torch.float32}
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_transfers_are_priced_by_the_bytes_that_the_ledger_counts(preset: str, tier: str) -> None:
+    """Line by line; with what the ledger says at hand, and without."""
+    one = replace(H100, host_link_bytes_per_s=1.0, disk_bytes_per_s=math.inf)
+    for accumulate, dtypes, remat in itertools.product((1, 2), ({}, MASTER), ("none", "offload")):
+        dtype = torch.bfloat16 if dtypes else torch.float32
+        params = {p: v.to(dtype) for p, v in chain(3).items()}
+        more = {"accumulate": accumulate, "policy": TIERS[tier] | dtypes, "remat": remat}
+        low = lower(loss, params, rows().to(dtype), ranks=3, preset=preset, **more)
+        moved = low._ledger().moved
+        lines = {i: x for i, x in enumerate(low.schedule.instructions) if isinstance(x, TRANSFERS)}
+        assert lines and set(lines) == set(moved) and sum(moved.values())
+        for known in (moved, None):
+            pricer = Pricer(low.schedule, one, moved=known)
+            assert {i: pricer.of(x).flight_seconds for i, x in lines.items()} == moved
+
+
+def test_a_lowered_step_prices_transfers_by_its_own_ledger() -> None:
+    """Whatever its optimizer keeps: none, one slot, one in half precision."""
+
+    def halved(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        return -0.1 * grad, {"seen": grad.half()}
+
+    short = Optimizer("short()", halved, {"seen": lambda p: torch.zeros_like(p, dtype=torch.float16)})
+    for optimizer in (fs.optim.sgd(0.1), fs.optim.sgd(0.1, momentum=0.9), short):
+        how = {"optimizer": optimizer, "policy": TIERS["streamed"]}
+        low = lower(loss, chain(2, 64), rows(64), ranks=4, **how)
+        slow = replace(H100, host_link_bytes_per_s=1e3)
+        moved = low.comm_analysis().to_device_bytes + low.comm_analysis().to_host_bytes
+        assert low.timeline(slow).busy_seconds["transfer"] == pytest.approx(moved / 1e3)
+
+
+def test_copies_of_mapped_files_hold_the_host_up() -> None:
+    for tier, blocking in (("host", False), ("disk", True)):
+        low = lower(loss, chain(2, 64), rows(64), ranks=4, policy={"memory": tier})
+        assert price(low, ToDevice).blocking == blocking
+        low = lower(loss, chain(2, 64), rows(64), ranks=4, policy={"optimizer_memory": tier})
+        assert price(low, ToDevice).blocking == blocking  # a master copy, that rests with the slots
+        assert not price(low, ToHost).blocking  # gradients
+
+
 def test_kernels_cost_more_uncompiled() -> None:
     low = lower(*llama(2), ranks=2)
     run = next(i for i in low.schedule.instructions if isinstance(i, Run) and "layers.0" in i.units)
@@ -252,6 +318,7 @@ def quick() -> Any:
         "COUNTS": (1 << 10, 1 << 11, 1 << 12, 1 << 14),
         "ROWS": (64, 4096),
         "COLD_bytes": 1 << 16,
+        "DISK_bytes": 1 << 16,
     }
     return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_s=1e-6, **sizes)
 
@@ -265,6 +332,65 @@ def test_measuring_this_machine() -> None:
     assert timeline.step_seconds > 0
 
 
+def test_hardware_by_name_or_as_it_is() -> None:
+    low = lower(loss, chain(2), rows(), ranks=2)
+    assert low.timeline("h100").as_dict() == low.timeline(H100).as_dict()
+    with pytest.raises(SpecError, match="no hardware is called 'b9'"):
+        low.timeline("b9")
+    for wrong in (None, 1e12, Hardware):
+        with pytest.raises(SpecError, match=r"a Hardware or the name of one(.|\n)*'h100'"):
+            low.timeline(wrong)
+
+
+def test_the_disk_is_measured_to_the_disk_and_by_the_wall_clock(tmp_path: Path) -> None:
+    """A file that is only in the page cache is not written; the thread's clock stands still meanwhile."""
+    flushed = []
+
+    def slow(fd: int) -> None:
+        flushed.append(os.fstat(fd).st_size)
+        time.sleep(0.01)
+
+    bench = measuring._Bench(torch.device("cpu"), None, time.thread_time)
+    with quick(), mock.patch.object(os, "fsync", slow):
+        rate = bench._disk(tmp_path / "file")
+    assert set(flushed) == {1 << 16} and rate <= (1 << 16) / 0.01
+
+
+GROUPS = {
+    "2": ("0::/a/b\n", {"a/b/memory.max": "700\n", "a/memory.max": "900", "memory.max": "max"}, [700, 900]),
+    "2, seen from within": ("0::/a/b\n", {"memory.max": "500"}, [500]),
+    "2, no limit": ("0::/\n", {"memory.max": "max\n"}, []),
+    "1": (
+        "5:cpu:/a\n4:memory:/a\n0::/\n",
+        {"memory/a/memory.limit_in_bytes": "300", "memory/memory.limit_in_bytes": "9223372036854771712"},
+        [300, 9223372036854771712],
+    ),
+    "none": ("", {}, []),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
+    text, files, expected = GROUPS[name]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(text)
+    for file, value in files.items():
+        path = tmp_path / "sys/fs/cgroup" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(value)
+    assert sorted(measuring._cgroup_limits(tmp_path)) == expected
+    assert measuring._cgroup_limits(tmp_path / "nowhere") == []
+
+
+def test_ranks_of_one_host_share_its_memory_and_heed_a_limit() -> None:
+    cpu = torch.device("cpu")
+    with mock.patch.object(measuring, "_cgroup_limits", lambda root: []):
+        whole = measuring._memory_bytes(cpu, 1)
+        assert measuring._memory_bytes(cpu, 4) == whole // 4
+    with mock.patch.object(measuring, "_cgroup_limits", lambda root: [whole // 2, 2 * whole]):
+        assert measuring._memory_bytes(cpu, 2) == whole // 2 // 2
+
+
 def _measure(rank: int) -> Any:
     with quick():
         return Hardware.measure(fs.make_mesh(shard=2, device="cpu")).as_dict()
@@ -274,4 +400,5 @@ def _measure(rank: int) -> Any:
 def test_ranks_measure_together_and_get_equal_numbers(ranks: Any) -> None:
     first, second = ranks(2).run(_measure)
     assert first == second
+    assert first["memory_bytes"] == measuring._memory_bytes(torch.device("cpu"), 2)
     assert first["ranks_per_node"] == 2 and first["node"]["latency_seconds"] > 0

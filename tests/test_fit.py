@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -165,7 +166,9 @@ def test_a_plan_runs_within_its_budget() -> None:
 
 def test_what_is_chosen_here_cannot_be_given() -> None:
     search = search_of("deep")
-    with pytest.raises(SpecError, match="fit chooses accumulate, remat; leave them out"):
+    with pytest.raises(
+        SpecError, match="remat=: fit chooses it; leave it out\n  accumulate=: fit chooses it"
+    ):
         fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, remat="unit", accumulate=2)
 
 
@@ -173,3 +176,35 @@ def test_hardware_that_nobody_knows() -> None:
     search = search_of("deep")
     with pytest.raises(SpecError, match="no hardware is called 'b900'"):
         fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, hardware="b900")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"mesh": None}, "mesh=None"),
+        ({"batch": torch.ones(2)}, "batch is Tensor"),
+        ({"hardware": 3}, "hardware=3"),
+        ({"params": torch.nn.Linear(2, 2)}, "make_functional"),
+        ({"colour": "red"}, "colour=: no option of shard_step"),
+    ],
+)
+def test_arguments_that_are_none(wrong: Any, message: str) -> None:
+    search = search_of("wide")
+    given = {"params": {}, "mesh": search.mesh, "batch": search.batch, "device_bytes": 1, **wrong}
+    with pytest.raises(SpecError, match=message):
+        fit(search.fn, given.pop("params"), given.pop("mesh"), **given)
+
+
+@pytest.mark.parametrize("budget", [0, -1, "24", True, float("nan"), None])
+def test_budgets_that_are_none(budget: Any) -> None:
+    with pytest.raises(SpecError, match="a number of bytes, more than 0"):
+        search_of("wide").fit(budget)
+
+
+def test_what_rests_on_disk_stays_there() -> None:
+    other = search_of("wide")
+    specs = {p: replace(s, memory="disk", optimizer_memory="disk") for p, s in other.base.items()}
+    params = {p: torch.empty(s.shape, dtype=s.storage_dtype, device="meta") for p, s in specs.items()}
+    search = Search(other.fn, params, other.mesh, batch=other.batch, specs=specs)
+    tiers = {(s.memory, s.optimizer_memory) for s in search.fit(1 << 40).specs.values()}
+    assert tiers == {("disk", "disk")}

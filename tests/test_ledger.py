@@ -108,10 +108,10 @@ def measured_on_rank(rank: int, case: Case, backend: str, world: int) -> dict[st
 def check_case(pool: Any, case: Case, backend: str, world: int = 2) -> None:
     for got in pool.run(measured_on_rank, case, backend, world, timeout=280.0):
         assert got["kernels"] == backend
-        for what in ("peak", "between"):
+        # Shared memory has a slot or two more where a peer was late, which no schedule can know.
+        for what, late in (("peak", 1 << 16), ("between", 1 << 18)):
             predicted, real = got[what]
-            # Shared memory has a few pages more where a peer was late, which no schedule can know.
-            assert predicted == pytest.approx(real, rel=CLOSE, abs=1 << 17), (what, case)
+            assert predicted == pytest.approx(real, rel=CLOSE, abs=late), (what, case)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

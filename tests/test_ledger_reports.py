@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard.compiler.footprint import Entry, eager_footprint
+from fnshard.compiler.scalars import Scalars
 from fnshard.compiler.walk import CATEGORIES
 from fnshard.lowered import Lowered
 
@@ -160,6 +162,31 @@ def test_traffic_adds_up_and_knows_axes_units_and_phases() -> None:
     assert moved["gather"]["count"] == sum(line.verb == "gather" for line in low.schedule.instructions)
 
 
+@pytest.mark.parametrize("scale", [None, "dynamic"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_sum_of_scalars_is_as_long_as_counted(scale: Any, accumulate: int) -> None:
+    mesh, params, sent = fs.make_mesh(shard=2, simulated=True), chain(2), []
+    specs = fs.presets.full_shard(params, mesh)
+
+    def fn(p: Any, x: Tensor) -> Any:
+        out = run_chain(p, x)
+        return fs.Mean(out.sum(), out.numel()), {"max": out.max(), "mean": fs.Mean(out.sum(), 3)}
+
+    optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1))
+    how = {"optimizer": optimizer, "loss_scale": scale, "accumulate": accumulate, "grad_norm": True}
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager", **how)
+    pack = Scalars.pack
+
+    def packed(self: Scalars, *args: Any) -> Tensor:
+        sent.append(pack(self, *args))
+        return sent[-1]
+
+    with mock.patch.object(Scalars, "pack", packed):
+        fs.simulate(mesh, lambda rank: step(step.init(params), rows()))
+    counted = step.lower(params, rows()).comm_analysis().scalar_bytes
+    assert {vector.nbytes for vector in sent} == {counted} and counted >= 6 * 8
+
+
 # ------------------------------------------------------------------ tables, budgets, differences
 
 
@@ -189,6 +216,23 @@ def test_a_budget_is_held_or_refused_with_the_ways_out() -> None:
     largest = sorted(low.memory_analysis().peak.items(), key=lambda item: -item[1])[:3]
     assert all(category in text for category, _ in largest)
     assert "Fix: " in text and isinstance(caught.value, MemoryError)
+
+
+@pytest.mark.parametrize("wrong", ["24GB", None, -1, 0, True, math.nan])
+def test_a_budget_is_a_number(wrong: Any) -> None:
+    with pytest.raises(fs.SpecError, match="a number of bytes above 0"):
+        decoder().assert_fits(wrong)
+    decoder().assert_fits(24e9)
+
+
+def test_questions_that_make_no_sense() -> None:
+    low = decoder()
+    for ask in (low.memory_analysis, low.memory_timeline):
+        with pytest.raises(fs.SpecError, match=r"transport='nonsense': one of .*'shared', 'p2p', 'native'"):
+            ask(transport="nonsense")
+    for pair in ((low, None), (3, low)):
+        with pytest.raises(fs.SpecError, match="fs.diff compares two lowered steps, not (NoneType|int)"):
+            fs.diff(*pair)
 
 
 def test_a_difference_names_what_came_and_went() -> None:

@@ -20,7 +20,7 @@ import fnshard as fs
 from fnshard import LayoutSpec, P, runner
 from fnshard.compiler.schedule import Gather, Norms, Run, ToDevice, ToHost, Update, Wait
 from fnshard.errors import SpecError, StateError
-from fnshard.runtime.memory import Transfers, allocate, each, rest
+from fnshard.runtime.memory import KEPT_steps, Transfers, allocate, each, rest
 from fnshard.runtime.simulated import poison
 
 PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
@@ -296,7 +296,21 @@ def test_host_buffers_are_used_again() -> None:
     moves.give(first)
     second = moves.take(torch.empty(7, 5).t())
     assert second.data_ptr() == first.data_ptr() and second.stride() == (1, 5)
-    assert moves.host_bytes == 140
+    assert not any(moves.free.values())
+    moves.give(second)
+    for _ in range(KEPT_steps + 1):
+        assert moves.free
+        moves.finish()
+    assert not moves.free
+
+
+@pytest.mark.parametrize(
+    "like", [torch.ones(3, 1).expand(3, 4), torch.ones(8, 6)[::2, ::3], torch.empty(0, 3)]
+)
+def test_host_buffers_have_no_gaps_or_overlaps(like: Tensor) -> None:
+    taken = Transfers(CPU).take(like.to("meta"))
+    assert taken.shape == like.shape and not taken.is_meta
+    assert torch.equal(taken.copy_(like), like)
 
 
 def step_on_disk(disk_dir: Any) -> Any:
@@ -346,3 +360,77 @@ def test_a_state_can_move_between_tiers() -> None:
     shards = fs.shard(model.params, here, mesh)
     moved = {p: rest(v, "host", CPU) for p, v in shards.items()}
     assert all(torch.equal(v, model.params[p]) for p, v in fs.unshard(moved, there, mesh).items())
+
+
+# ------------------------------------------------------------------ what others broke
+
+
+def one_step(params: Any, fn: Any, specs: Any, mesh: Any, *batch: Any, **options: Any) -> Any:
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-2), backend="eager", **options)
+    return step(step.init(params), *batch)[0].params
+
+
+@pytest.mark.parametrize("policy", [{"optimizer_memory": "host"}, {**TIERS["streamed"]}])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_strided_gradients_on_one_rank(policy: Any, accumulate: int) -> None:
+    """Kernels may return gradients with gaps, or expanded ones; alone, they are handed on as they are."""
+    mesh = fs.make_mesh(shard=1)
+    params = {"w": torch.ones(3, 2).double(), "v": torch.ones(3, 2).double(), "b": torch.ones(4).double()}
+
+    def fn(p: Any, x: Any) -> Any:
+        pair = torch.stack([p["w"], p["v"]], -1)[..., 0]
+        return (x @ pair).sum() + (p["v"] ** 2).sum() + (x.mean() * p["b"]).sum()
+
+    x = torch.arange(12.0).double().view(4, 3)
+    here = fs.presets.no_shard(params, mesh)
+    there = fs.presets.no_shard(params, mesh, **policy)
+    plain = one_step(params, fn, here, mesh, x, accumulate=accumulate)
+    got = one_step(params, fn, there, mesh, x, accumulate=accumulate)
+    for path, value in plain.items():
+        torch.testing.assert_close(got[path], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tier", ["optimizer_host", "streamed"])
+def test_a_leaf_without_elements(tier: str) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.ones(3, 2), "e": torch.ones(0, 2)}
+    specs = fs.presets.full_shard(params, mesh, **TIERS[tier])
+    fn = lambda p, x: (x @ p["w"]).sum() + p["e"].sum()  # noqa: E731
+    run = lambda rank: one_step(params, fn, specs, mesh, torch.ones(4, 3), accumulate=2)  # noqa: E731
+    assert all(got["e"].numel() == 0 for got in fs.simulate(mesh, run))
+
+
+def test_a_kernel_that_reads_leaves_alone() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.ones(4, 2)}
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(lambda p: (p["w"] ** 2).sum(), specs, mesh=mesh, backend="eager")
+    for loss, grads in fs.simulate(mesh, lambda rank: step(fs.shard(params, specs, mesh))):
+        assert loss == 8 and bool((grads["w"] == 2).all())
+
+
+def test_state_of_other_specs_or_another_optimizer_is_refused_and_kept() -> None:
+    """A master copy that one step keeps and another does not know would fall behind in silence."""
+    model, mesh = model_of("gpt"), fs.make_mesh(shard=1)
+    here = sharded.specs_of(model, "full_shard", mesh)
+    there = sharded.specs_of(model, "full_shard", mesh, optimizer_memory="host")
+    batch = model.batches(1)[0]
+    device, host = (sharded.make_step(mesh, model, s, fs.optim.adamw(1e-2)) for s in (here, there))
+    other = sharded.make_step(mesh, model, here, fs.optim.sgd(1e-2))
+    for maker, user, message in (
+        (host, device, "has slots master, mu, nu; wanted are mu, nu"),
+        (device, host, "has slots mu, nu; wanted are master, mu, nu"),
+        (device, other, "wanted are"),
+    ):
+        state = maker.init(model.params)
+        with pytest.raises(StateError, match="made by another optimizer or other specs") as refused:
+            user(state, *batch)
+        assert message in str(refused.value)
+        maker(state, *batch)  # it was not consumed
+
+
+def test_a_tier_may_be_changed_in_a_resolved_spec() -> None:
+    spec = LayoutSpec().resolve(torch.ones(2, 2), "u")
+    assert spec.updated_on == "device"
+    assert replace(spec, optimizer_memory="host").updated_on == "host"
+    assert replace(spec, optimizer_memory="host", update_on="device").updated_on == "device"

@@ -16,7 +16,7 @@ from toys import chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import Hardware
 from fnshard.compiler.cost import COMMUNICATION, COMPUTE, HOST, TRANSFER, Pricer
-from fnshard.compiler.schedule import Run, Wait
+from fnshard.compiler.schedule import Run, ToHost, Update, Wait
 from fnshard.compiler.timeline import Timeline, simulate
 from fnshard.hardware import Curve, Link
 from fnshard.lowered import Lowered
@@ -47,7 +47,7 @@ plans = st.builds(
     st.sampled_from([1, 2]),
     st.sampled_from([0, 1, 2]),
     st.sampled_from(["none", "unit", "offload"]),
-    st.sampled_from(["device", "host", "stored"]),
+    st.sampled_from(["device", "host", "stored", "disk"]),
 )
 
 
@@ -92,9 +92,10 @@ def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
     ends = {s.index: s.end for s in got.spans if s.lane in (COMMUNICATION, TRANSFER)}
     for index, line in enumerate(low.schedule.instructions):
         flights |= {n: index for n in line.writes if n.startswith("~")}
-        if isinstance(line, Wait) and flights[line.reads[0]] in ends and line.of != "to_host":
+        if isinstance(line, Wait) and flights[line.reads[0]] in ends:
             landed = ends[flights[line.reads[0]]]
-            later = [s.start for s in got.spans if s.index >= index and s.lane == COMPUTE]
+            stopped = any(n.startswith("h:r:") for n in line.writes)  # the host: it issues nothing
+            later = [s.start for s in got.spans if s.index >= index and (stopped or s.lane == COMPUTE)]
             assert min(later, default=landed) >= landed - 1e-12
 
 
@@ -167,6 +168,54 @@ def test_on_one_thread_everything_is_exposed() -> None:
     assert got.step_seconds == pytest.approx(sum(got.busy_seconds.values()))
 
 
+def spans_of(got: Timeline, low: Lowered, kind: type) -> list[Any]:
+    return [s for s in got.spans if isinstance(low.schedule.instructions[s.index], kind)]
+
+
+def test_compute_waits_for_what_it_sent_and_the_host_for_what_it_reads() -> None:
+    """Nobody runs on behind the Wait of a slow copy to the host: that is what the executor does."""
+    slow = replace(H100, host_link_bytes_per_s=1e5)
+    for low in (lowered("full_shard", 2, remat="offload"), lowered("full_shard", 2, tier="host")):
+        got = run(low, slow)
+        assert spans_of(got, low, ToHost)
+        assert got.exposed_transfer_seconds > 0.9 * got.busy_seconds[TRANSFER]
+
+
+def test_an_update_on_the_host_waits_for_the_numbers_that_the_device_makes() -> None:
+    """Without gradients to send, the norm of which makes all wait, the step's count is on the device too."""
+    fn, params, tokens = llama(2)
+    how = {"policy": {"optimizer_memory": "host"}}
+    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1))
+    free = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
+    slow = replace(free, node=Link.even(1e-2, 1e12), network=Link.even(1e-2, 1e12))
+    low = lower(fn, params, tokens, ranks=2, optimizer=clip, **how)
+    got, lines = run(low, slow), low.schedule.instructions
+    (summed,) = [s.end for s in got.spans if s.verb == "reduce_scalars" and s.lane == COMMUNICATION]
+    updates = [s for s in spans_of(got, low, Update) if "scalars" in lines[s.index].reads]
+    assert updates and all(s.start >= summed for s in updates)
+    low = lower(fn, params, tokens, ranks=2, optimizer=fs.optim.sgd(0.1), **how)
+    got = run(low, replace(free, flops={"f32": Curve.flat(1e3)}))
+    first = min(spans_of(got, low, Update), key=lambda s: s.start)
+    before = [s for s in got.spans if s.lane == COMPUTE and s.index < first.index]
+    assert first.start >= max(s.end for s in before)
+
+
+def test_the_host_stands_still_for_the_disk() -> None:
+    """A link and a disk of one speed: what is sent is the same, but nothing is issued beside it."""
+    hardware = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
+    hardware = replace(hardware, host_link_bytes_per_s=1e9, disk_bytes_per_s=1e30)
+    seconds = {}
+    for tier in ("host", "disk"):
+        low = lower(loss, chain(BLOCKS, 256), rows(256), ranks=2, policy={"memory": tier})
+        got = run(low, hardware)
+        seconds[tier] = got.step_seconds
+        loads = {s.index: s.end for s in got.spans if s.verb == "to_device"}
+        for index, end in loads.items():
+            behind = [s.start for s in got.spans if s.index > index]
+            assert tier == "host" or min(behind) >= end
+    assert seconds["disk"] > seconds["host"]
+
+
 def test_updates_on_the_host_take_a_lane_of_their_own() -> None:
     assert run(lowered("full_shard", 2, tier="host"), H100).busy_seconds[HOST] > 0
     assert run(lowered("full_shard", 2), H100).busy_seconds[HOST] == 0
@@ -186,6 +235,16 @@ def test_micro_batches_do_the_work_of_one_batch() -> None:
     assert one.model_flops == four.model_flops
     assert one.tokens_per_second * one.step_seconds == pytest.approx(2 * 4 * 6)
     assert four.tokens_per_second * four.step_seconds == pytest.approx(2 * 4 * 6)
+
+
+def test_tokens_of_whole_leaves_are_counted_once() -> None:
+    def fn(p: Any, tokens: Any) -> Any:
+        return p["w"][tokens].sum()
+
+    low = lower(fn, {"w": torch.randn(8, 4)}, fs.Whole(torch.zeros(4, 6, dtype=torch.int64)),
+                ranks=2, accumulate=2)  # fmt: skip
+    got = low.timeline(H100)
+    assert got.tokens_per_second * got.step_seconds == pytest.approx(2 * 4 * 6)
 
 
 def test_frozen_leaves_have_no_gradient_to_compute() -> None:

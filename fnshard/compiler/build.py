@@ -50,6 +50,7 @@ class Plan:
             accumulate "local" full gradients and reduce once.
         update: run the optimizer (else return the gradients).
         norms: reduce squared norms with the scalars.
+        scalars: how many numbers ride on ReduceScalars beside what `fn` returns.
         barrier: something global (a norm, a Mean's count, an overflow flag) stands between the last
             gradient and the first update.
     """
@@ -59,6 +60,7 @@ class Plan:
     update: bool = True
     norms: bool = False
     barrier: bool = False
+    scalars: int = 0
     differentiate: bool = True
 
 
@@ -106,7 +108,7 @@ class _Builder:
             lambda s: s.gradient,
             lambda s: s.reduce_dtype,
             "reduce",
-            apart=lambda s: (s.memory, s.optimizer_memory, s.update_on),
+            apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on),
         )
         published = {p: s for p, s in trained.items() if self._must_publish(s)} if self.plan.update else {}
         self.publishes = make_buckets(
@@ -350,10 +352,12 @@ class _Builder:
 
     # -------------------------------------------------------------- the end of the step
 
+    def scalars_wanted(self) -> int:
+        """Numbers that `fn` returns and ranks sum."""
+        return len(self.outputs.summed) if self.plan.differentiate else 0
+
     def scalar_reads(self) -> tuple[str, ...]:
-        wanted = [self.outputs.loss] + ([self.outputs.count] if self.outputs.count is not None else [])
-        wanted += [i for kind, *rest in self.outputs.aux if kind in ("scalar", "mean") for i in rest]
-        names = dict.fromkeys(self.segments.results[i] for i in wanted)
+        names = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
         return tuple(self.value(n, m) for m in range(self.plan.accumulate) for n in names)
 
     def scalars_issue(self, extra: tuple[str, ...] = ()) -> None:
@@ -385,7 +389,7 @@ class _Builder:
             stored = tuple(f"s:{p}" for p in bucket.paths)
             slots = tuple(f"o:{p}" for p in bucket.paths)
             # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
-            params = () if spec.update_on == "host" and spec.memory == "device" else stored
+            params = () if spec.updated_on == "host" and spec.memory == "device" else stored
             self.lines.append(
                 Update(
                     bucket.unit,
@@ -428,6 +432,7 @@ class _Builder:
             tuple(inputs),
             tuple(outputs),
             self.plan.accumulate,
+            scalars=self.scalars_wanted() + self.plan.scalars,
             reduced=dict(self.reduced),
         )
 

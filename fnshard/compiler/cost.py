@@ -2,7 +2,9 @@
 
 Kernels are counted by `work`; packing, casts and updates by their bytes; collectives by the algorithm
 bandwidth of rings: (n - 1) / n of a buffer for a gather or a scatter, twice that for a sum (Patarasuk and
-Yuan, JPDC 2009), within a node or between nodes as the group lies.
+Yuan, JPDC 2009), within a node or between nodes as the group lies. Transfers go by the bytes that the ledger
+counts. The disk tier is mapped files, which are pageable memory: a copy from or to it holds the host up until
+it is done (CUDA stages such copies), so nothing is issued beside it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Price:
     """What one instruction takes.
 
     `device_seconds`: on the compute lane (on the host's, where `on_host`), before what it sends off.
-    `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line.
+    `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line;
+    where `blocking`, the host then waits for the flight too.
     """
 
     device_seconds: float = 0.0
@@ -57,6 +60,7 @@ class Price:
     flight_seconds: float = 0.0
     on_host: bool = False
     flops: float = 0.0
+    blocking: bool = False
 
 
 @dataclass
@@ -66,18 +70,23 @@ class Pricer:
     Args:
         fused: kernels are compiled by Inductor; else every operator runs by itself.
         slots: tensors of optimizer state per leaf, beside a master copy (AdamW's two).
+        moved: bytes of transfers, by the number of their instruction (`Ledger.moved`); without it they are
+            added up from the sizes of what is named, state counted as `slots` tensors of a block each.
     """
 
     schedule: Schedule
     hardware: Hardware
     fused: bool = True
     slots: int = 2
+    moved: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
         self._kernels: dict[tuple[str, bool], Price] = {}
         self._sums: dict[tuple[str, str], float] = {}
         self._sizes = self._value_bytes()
+        lines = self.schedule.instructions
+        self._moved = {lines[i].writes[0]: float(size) for i, size in (self.moved or {}).items()}
 
     def of(self, line: Instruction) -> Price:
         """Of one line."""
@@ -135,7 +144,8 @@ class Pricer:
             optimizer = (
                 math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
             )
-            sizes[f"o:{path}"] = (self.slots + spec.has_master) * optimizer
+            sizes[f"o:{path}"] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
+            sizes[f"h:s:{path}"] = optimizer  # the master copy that the host has updated
         of_kernel: dict[tuple[str, bool], list[float]] = {}
         for line in self.schedule.instructions:
             if isinstance(line, Run):
@@ -150,10 +160,10 @@ class Pricer:
                 sizes[line.writes[0]] = sizes.get(line.reads[0], 0.0)
             elif isinstance(line, Zeros):
                 sizes[line.writes[0]] = math.prod(line.like.shape) * line.like.dtype.itemsize
-            elif isinstance(line, Wait | Local | Accumulate):
-                for name in line.writes:
-                    if name.startswith("r:"):
-                        sizes[name] = float(self.schedule.buckets[line.bucket].row_bytes)
+            elif isinstance(line, Wait | Local) and line.writes and line.writes[0].startswith("r:"):
+                sizes[line.writes[0]] = float(self.schedule.buckets[line.bucket].row_bytes)
+            elif isinstance(line, Accumulate) and line.writes[0].startswith(("r:", "h:r:")):
+                sizes[line.writes[0]] = self.blocks_bytes(self.schedule.buckets[line.bucket], _summed)
         return sizes
 
     # -------------------------------------------------------------- moving
@@ -187,13 +197,24 @@ class Pricer:
         seconds = link.latency_seconds * math.ceil(math.log2(n)) + rate.seconds(share * size)
         return {"lane": COMMUNICATION, "flight_seconds": seconds}
 
+    def transfer_bytes(self, line: ToDevice | ToHost) -> float:
+        """What a transfer moves."""
+        counted = self._moved.get(line.writes[0])
+        return self.bytes_of(line.reads) if counted is None else counted
+
     def transfer(self, line: ToDevice | ToHost) -> Price:
-        """Over the host link; what rests on disk over the disk, too."""
-        h, size = self.hardware, self.bytes_of(line.reads)
+        """Over the host link; what rests on disk over the disk, too, and with the host waiting."""
+        h, size = self.hardware, self.transfer_bytes(line)
         seconds = size / h.host_link_bytes_per_s
-        stored = [n for n in (*line.reads, *line.into) if self.rests_on_disk(n)]
-        seconds += self.bytes_of(tuple(dict.fromkeys(stored))) / h.disk_bytes_per_s
-        return Price(0.0, h.instruction_seconds + h.launch_seconds, TRANSFER, seconds)
+        # Where state is written `into`, each value read goes to one home; a master copy rests with its slots.
+        homes = line.into if isinstance(line, ToHost) and line.into else line.reads
+        disk = [n for n, home in zip(line.reads, homes, strict=True) if self.rests_on_disk(home)]
+        known = self.bytes_of(line.reads)
+        if disk:
+            seconds += size * (self.bytes_of(tuple(disk)) / known if known else 1.0) / h.disk_bytes_per_s
+        pageable = bool(disk) or any(self.rests_on_disk(f"o:{n[4:]}") for n in line.reads if n[:4] == "h:s:")
+        host = h.instruction_seconds + h.launch_seconds
+        return Price(0.0, host, TRANSFER, seconds, blocking=pageable)
 
     def rests_on_disk(self, name: str) -> bool:
         """Whether a state value's home is the disk."""
@@ -216,7 +237,7 @@ class Pricer:
             if spec.optimizer_dtype != bucket.dtype:
                 size += count * (own + bucket.dtype.itemsize)
         h = self.hardware
-        if specs[bucket.paths[0]].update_on == "host":
+        if specs[bucket.paths[0]].updated_on == "host":
             disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))
             seconds = size / h.host_update_bytes_per_s + disk / h.disk_bytes_per_s
             return Price(seconds, h.instruction_seconds, on_host=True)
@@ -235,7 +256,7 @@ def _computed(spec: Any) -> torch.dtype:
 
 
 def _summed(spec: Any) -> torch.dtype:
-    return torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
+    return spec.sum_dtype
 
 
 def _gather(p: Pricer, line: Gather | Publish) -> Price:
@@ -260,7 +281,8 @@ def _all_reduce(p: Pricer, line: AllReduce) -> Price:
 
 def _reduce_scalars(p: Pricer, line: ReduceScalars) -> Price:
     axes = p.schedule.mesh.ordered(p.schedule.mesh.data_axes)
-    return p.copy(8.0 * len(line.reads), **p.collective("all_reduce", axes, 8.0 * len(line.reads)))
+    size = 8.0 * p.schedule.scalars
+    return p.copy(size, **p.collective("all_reduce", axes, size))
 
 
 def _wait(p: Pricer, line: Wait) -> Price:

@@ -58,6 +58,16 @@ class Kernel:
         """Indices of the outputs that take a tangent."""
         return tuple(i for i, a in enumerate(self.source.outputs) if a.requires_grad)
 
+    @property
+    def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """For each tangent that the backward reads: its place, and the strides it was traced with."""
+        nodes = _placeholders(self.backward)
+        return tuple(
+            (i, tuple(node.meta["val"].stride()))
+            for i, (ref, node) in enumerate(zip(self.backward_inputs, nodes, strict=True))
+            if ref.kind == "tangent"
+        )
+
     def as_text(self) -> str:
         """Signature, what is saved, and both graphs."""
         saved = ", ".join(map(str, self.saved))
@@ -165,7 +175,8 @@ def differentiate_all(
     wanted = {s for p in policies for s in p.save}
     missing = sorted(wanted - {s for kernel in out.values() for s in kernel.kept})
     if trainable and missing:
-        nodes = [n for k in out.values() for n in k.forward.graph.nodes if isinstance(n.target, OpOverload)]
+        keys = {kernel_key(s.source, p) for s, p in zip(segments.segments, policies, strict=True) if p.save}
+        nodes = [n for k in keys for n in out[k].forward.graph.nodes if isinstance(n.target, OpOverload)]
         ops = {n.target._schema.name.replace("::", ".") for n in nodes}
         raise SpecError(
             report(

@@ -36,7 +36,9 @@ from fnshard.compiler.schedule import (
     Update,
     Wait,
     Zeros,
+    is_lent,
 )
+from fnshard.compiler.update import MASTER
 from fnshard.compiler.walk import ACTIVATIONS, BUFFERS, GRADIENTS, Held
 
 
@@ -76,7 +78,7 @@ def _as_traced(on: Rank, line: Run, args: list[Held]) -> list[Held]:
     """Tangents whose strides are not those of the traced ones are copied."""
     walk = on.walk
     if line.kernel not in on.stride_of:
-        on.stride_of[line.kernel] = _tangent_strides(walk.schedule.kernels[line.kernel])
+        on.stride_of[line.kernel] = walk.schedule.kernels[line.kernel].tangent_strides
     for place, stride in on.stride_of[line.kernel]:
         held = args[place]
         if held.stride is not None and held.stride != stride:
@@ -85,15 +87,6 @@ def _as_traced(on: Rank, line: Run, args: list[Held]) -> list[Held]:
             walk.let_go(args[place])
             walk.release(held.block)
     return args
-
-
-def _tangent_strides(kernel: Any) -> list[tuple[int, tuple[int, ...]]]:
-    nodes = [n for n in kernel.backward.graph.nodes if n.op == "placeholder"]
-    return [
-        (i, tuple(node.meta["val"].stride()))
-        for i, (ref, node) in enumerate(zip(kernel.backward_inputs, nodes, strict=True))
-        if ref.kind == "tangent"
-    ]
 
 
 def _call(
@@ -133,7 +126,7 @@ def _call(
 
 def _free(on: Rank, line: Free) -> None:
     for name in line.drops:
-        if name.startswith("h:") and not name.startswith("h:s:"):
+        if is_lent(name):
             on.walk.give_host(on.walk.names[name])
         on.walk.drop(name)
 
@@ -169,7 +162,7 @@ def _norms(on: Rank, line: Norms) -> None:
 
 def _reduce_scalars(on: Rank, line: ReduceScalars) -> None:
     walk, mesh = on.walk, on.walk.schedule.mesh
-    vector = walk.tensor(len(line.reads) + 2, torch.float64, BUFFERS)
+    vector = walk.tensor(walk.schedule.scalars, torch.float64, BUFFERS)
     axes = mesh.ordered(mesh.data_axes)
     walk.set(line.writes[0], on.transport.all_reduce(walk, vector, axes))
 
@@ -184,12 +177,11 @@ def _wait_scalars(on: Rank, line: Wait) -> None:
 
 def _update(on: Rank, line: Update) -> None:
     walk = on.walk
-    if on.on_cpu or on.specs[line.paths[0]].update_on != "host":
+    if on.on_cpu or on.specs[line.paths[0]].updated_on != "host":
         walk.spike(on.update_bytes(on.bucket(line), "scalars" in line.reads))
     for path, out in zip(line.paths, line.writes, strict=False):
         if out.startswith("h:s:"):
-            slots = next(n for n in line.reads if n.removeprefix("t:").startswith(f"o:{path}"))
-            walk.set(out, walk.names[slots].parts["master"])
+            walk.set(out, walk.names[line.slots[path]].parts[MASTER])
 
 
 _WAITS: dict[str, Callable[[Rank, Wait], None]] = {

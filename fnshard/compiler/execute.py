@@ -34,10 +34,10 @@ from fnshard.compiler.schedule import (
     Update,
     Wait,
     Zeros,
+    is_lent,
 )
 from fnshard.compiler.update import MASTER
 from fnshard.errors import CollectiveError
-from fnshard.spec import LayoutSpec
 
 
 def bind(context: Context) -> Callable[[Env], Env]:
@@ -48,10 +48,12 @@ def bind(context: Context) -> Callable[[Env], Env]:
     finish = context.transfers.finish if context.transfers else None
 
     def run(env: Env) -> Env:
-        for action in actions:
-            action(env)
-        if finish:
-            finish()
+        try:
+            for action in actions:
+                action(env)
+        finally:  # after a failure too: what is under way still writes to memory that is about to be freed
+            if finish:
+                finish()
         return env
 
     return run
@@ -81,7 +83,7 @@ def _run(line: Run, context: Context) -> Action:
     kernel = context.schedule.kernels[line.kernel]
     fn = pair[1] if line.backward else pair[0]
     reads, writes, drops, freed = line.reads, line.writes, line.drops, context.freed
-    strides = _tangent_strides(kernel) if line.backward else []
+    strides = kernel.tangent_strides if line.backward else ()
     shared = [i for i in kernel.shared if writes[i].startswith("g:")] if line.backward else []
 
     def run(env: Env) -> None:
@@ -107,18 +109,9 @@ def _run(line: Run, context: Context) -> Action:
     return run
 
 
-def _tangent_strides(kernel: Any) -> list[tuple[int, tuple[int, ...]]]:
-    nodes = [n for n in kernel.backward.graph.nodes if n.op == "placeholder"]
-    return [
-        (i, tuple(node.meta["val"].stride()))
-        for i, (ref, node) in enumerate(zip(kernel.backward_inputs, nodes, strict=True))
-        if ref.kind == "tangent"
-    ]
-
-
 def _free(line: Free, context: Context) -> Action:
     drops, freed, transfers = line.drops, context.freed, context.transfers
-    lent = {n for n in drops if n.startswith("h:") and not n.startswith("h:s:")}  # h:s: is a master copy
+    lent = {n for n in drops if is_lent(n)}
 
     def run(env: Env) -> None:
         for n in drops:
@@ -238,13 +231,13 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
     def run(env: Env) -> None:
         value: Reduced = env[new]
         if first and take:  # what a transfer brought goes back to its pool
-            like = {p: torch.empty_like(b, dtype=_accumulator(specs[p]), device="meta")
+            like = {p: torch.empty_like(b, dtype=specs[p].sum_dtype, device="meta")
                     for p, b in value.blocks.items()}  # fmt: skip
             env[out] = Reduced({p: take(like[p]).copy_(b) for p, b in value.blocks.items()})
             return
         if first:
             copy = value.flat is None  # a local gradient may be somebody else's tensor too
-            env[out] = Reduced({p: b.to(_accumulator(specs[p]), copy=copy) for p, b in value.blocks.items()})
+            env[out] = Reduced({p: b.to(specs[p].sum_dtype, copy=copy) for p, b in value.blocks.items()})
             return
         total: Reduced = env.pop(before[0])
         for path, block in value.blocks.items():
@@ -252,11 +245,6 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
         env[out] = total
 
     return run
-
-
-def _accumulator(spec: LayoutSpec) -> torch.dtype:
-    """What micro-batches are summed in: no narrower than the wire, no narrower than the optimizer."""
-    return torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
 
 
 def _accumulate_local(line: Accumulate, context: Context) -> Action:
@@ -267,7 +255,7 @@ def _accumulate_local(line: Accumulate, context: Context) -> Action:
     def run(env: Env) -> None:
         new = fulls(env)
         if before is None:
-            env[out] = {p: g.to(_accumulator(specs[p]), copy=True) for p, g in new.items()}
+            env[out] = {p: g.to(specs[p].sum_dtype, copy=True) for p, g in new.items()}
             return
         total = env.pop(before)
         for path, gradient in new.items():
@@ -317,11 +305,7 @@ def _wait_scalars(line: Wait, context: Context) -> Action:
 def _update(line: Update, context: Context) -> Action:
     bucket, name, count = context.schedule.buckets[line.bucket], line.reads[0], len(line.paths)
     update = context.updater.bind(bucket)
-    slots = dict(
-        zip(line.paths, (n for n in line.reads if n.removeprefix("t:").startswith("o:")), strict=True)
-    )
-    params = [n for n in line.reads[1:] if n.removeprefix("t:").startswith("s:")]
-    params = dict(zip(line.paths, params, strict=True)) if params else {}
+    slots, params = line.slots, line.params
     masters = {} if params else dict(zip(line.paths, line.writes[:count], strict=True))
 
     def run(env: Env) -> None:

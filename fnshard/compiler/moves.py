@@ -272,7 +272,7 @@ def accumulate(on: Rank, line: Accumulate) -> None:
     walk, out = on.walk, line.writes[0]
     whole = out.startswith("a:")
     new = _fulls(on, line) if whole else dict(walk.names[line.reads[0]].parts)
-    dtype = {p: _accumulator(on.specs[p]) for p in new}
+    dtype = {p: on.specs[p].sum_dtype for p in new}
     if line.first or (whole and not any(n.startswith("a:") for n in line.reads)):
         value = None if whole else walk.names[line.reads[0]]
         if out.startswith("h:"):
@@ -291,7 +291,3 @@ def accumulate(on: Rank, line: Accumulate) -> None:
         cast = [h.numel * dtype[p].itemsize for p, h in new.items() if h.dtype != dtype[p]]
         walk.spike(max(cast, default=0))
     walk.set(out, total)
-
-
-def _accumulator(spec: LayoutSpec) -> torch.dtype:
-    return torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)

@@ -42,6 +42,13 @@ class Outputs:
     aux: tuple[tuple[Any, ...], ...] = ()
     bound: float | None = None
 
+    @property
+    def summed(self) -> list[int]:
+        """Indices of what ranks sum with the loss: it, a Mean's count, scalars and Means of aux."""
+        count = [] if self.count is None else [self.count]
+        aux = [i for kind, *rest in self.aux if kind in ("scalar", "mean") for i in rest]
+        return [self.loss, *count, *aux]
+
 
 @dataclass(frozen=True)
 class Program:

@@ -82,7 +82,7 @@ class Scalars:
 
     def pack(self, env: Mapping[str, Any], norms: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """fp64 vector of this rank's summands."""
-        parts = [self._over_micros(env, i) for i in self._wanted()]
+        parts = [self._over_micros(env, i) for i in self.outputs.summed]
         if self.norms:
             device = parts[0].device
             parts.append(torch.stack([n["total"].double().to(device) for n in norms]).sum())
@@ -94,11 +94,6 @@ class Scalars:
             torch.full((), env["flags"].get(f, 0.0), dtype=torch.float64, device=device) for f in self.flags
         ]
         return torch.stack(parts)
-
-    def _wanted(self) -> list[int]:
-        count = [] if self.outputs.count is None else [self.outputs.count]
-        aux = [i for kind, *rest in self.outputs.aux if kind in ("scalar", "mean") for i in rest]
-        return [self.outputs.loss, *count, *aux]
 
     def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
         name = self.results[index]

@@ -199,11 +199,31 @@ class ReduceScalars(Instruction):
 
 @dataclass(frozen=True)
 class Update(_OfBucket):
-    """The optimizer on one bucket's leaves, in place."""
+    """The optimizer on one bucket's leaves, in place: reads the gradients, the parameters (but where the host
+    updates its master copies), slots, and the scalars it must wait for; in the order of `paths`.
+    """
+
+    @property
+    def slots(self) -> dict[str, str]:
+        """By path, the name its slots go by."""
+        return dict(zip(self.paths, self._starting("o:"), strict=True))
+
+    @property
+    def params(self) -> dict[str, str]:
+        """By path, the name its stored shard goes by; none where master copies are updated."""
+        return dict(zip(self.paths, self._starting("s:"), strict=False))
+
+    def _starting(self, prefix: str) -> list[str]:
+        return [n for n in self.reads[1:] if n.removeprefix("t:").startswith(prefix)]
 
 
 def _shortened(names: Names) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def is_lent(name: str) -> bool:
+    """Whether a value lies in a host buffer that goes back to the pool: all copies but masters (`h:s:`)."""
+    return name.startswith("h:") and not name.startswith("h:s:")
 
 
 def taken_over(line: Instruction) -> tuple[str, ...]:
@@ -222,8 +242,8 @@ class Schedule:
 
     `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
-    gathered leaves may be alive at once, beside those that are kept on purpose. `reduced`: by bucket,
-    the value that holds its gradients at the end.
+    gathered leaves may be alive at once, beside those that are kept on purpose. `scalars`: how many
+    numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at the end.
     """
 
     instructions: tuple[Instruction, ...]
@@ -235,6 +255,7 @@ class Schedule:
     outputs: Names = ()
     accumulate: int = 1
     planned: int = 1
+    scalars: int = 0
     reduced: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:

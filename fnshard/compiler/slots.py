@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.compiler.footprint import Entry, Watch
 from fnshard.compiler.schedule import Schedule
 from fnshard.compiler.update import MASTER, Updater
+from fnshard.errors import StateError, leaves, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Bucket
 from fnshard.spec import LayoutSpec, block_shape
@@ -38,6 +39,46 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
                 known[key][MASTER] = shape, spec.optimizer_dtype
         out[path] = known[key]
     return out
+
+
+def check_slots(
+    state: Mapping[str, Mapping[str, torch.Tensor]],
+    expected: Slots,
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+) -> None:
+    """Refuse optimizer state that this optimizer and these specs would not have made, all at once.
+
+    Args:
+        state: by path and slot.
+        expected: what `slots_of` gave.
+
+    Raises:
+        StateError: names every leaf whose slots are missing, surplus, or of another shape, dtype or tier.
+    """
+    wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
+    for path, slots in expected.items():
+        held = state.get(path, {})
+        if held.keys() != slots.keys():
+            has, wants = (", ".join(sorted(s)) or "none" for s in (held, slots))
+            wrong.append(f"{path!r}: has slots {has}; wanted are {wants}")
+            continue
+        where = mesh.device_type if specs[path].optimizer_memory == "device" else "cpu"
+        for name, (shape, dtype) in slots.items():
+            value = held[name]
+            if value.shape != shape or value.dtype != dtype or value.device.type != where:
+                found = f"{list(value.shape)} {value.dtype} on {value.device.type}"
+                wrong.append(f"{path!r}: {name} is {found}; wanted is {list(shape)} {dtype} on {where}")
+    if wrong:
+        raise StateError(
+            report(
+                f"the optimizer state was made by another optimizer or other specs, {leaves(len(wrong))}:",
+                wrong[:12],
+                "use the step that made the state, or begin anew from its parameters: "
+                "step.init(fs.unshard(state.params, specs_they_have, mesh)). A master copy is held where "
+                "optimizer_dtype is not storage_dtype, or where the host updates what the device stores.",
+            )
+        )
 
 
 class _Comm:
@@ -110,7 +151,7 @@ class Updates:
                 held[path] = {
                     n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()
                 }
-                if not (spec.update_on == "host" and spec.memory == "device"):
+                if not (spec.updated_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
             watch = Watch(mesh.device_type)

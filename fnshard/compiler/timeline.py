@@ -2,7 +2,10 @@
 
 The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
 collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
-compute lane until its flight is done. Where nothing overlaps (a CPU), all lanes share one clock.
+compute lane until its flight is done. The host itself stands still for gradients that it sums or updates
+with, for a copy from or to the disk tier (pageable memory; CUDA returns when it is done), and where an update
+on the host reads numbers of the step (its count, the summed scalars) that the device makes: once for each.
+Where nothing overlaps (a CPU), all lanes share one clock.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fnshard.compiler.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
-from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
+from fnshard.compiler.schedule import Instruction, Run, Schedule, Update, Wait
 from fnshard.hardware import Hardware
 
 
@@ -33,8 +36,7 @@ class Span:
 class Timeline:
     """A step as it should run; prints as a short table.
 
-    `exposed_*_seconds`: how long compute stood still for a collective, or a transfer (and the host update
-    before it). `model_flops`: of forward and backward without recomputation; `hardware_flops`: with it; both
+    `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of forward and backward without recomputation; `hardware_flops`: with it; both
     of one rank and one step. `mfu`: model FLOPs per second as a share of the data sheet's peak.
     """
 
@@ -75,7 +77,13 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, hardware: Hardware, *, fused: bool = True, slots: int = 2, tokens: int | None = None
+    schedule: Schedule,
+    hardware: Hardware,
+    *,
+    fused: bool = True,
+    slots: int = 2,
+    tokens: int | None = None,
+    moved: Mapping[int, int] | None = None,
 ) -> Timeline:
     """Run a schedule on paper.
 
@@ -83,8 +91,9 @@ def simulate(
         fused: kernels as Inductor compiles them; else operator by operator.
         slots: tensors of optimizer state per leaf.
         tokens: of one step, all ranks together, if known.
+        moved: bytes of transfers, by the number of their instruction; see `Pricer`.
     """
-    pricer = Pricer(schedule, hardware, fused, slots)
+    pricer = Pricer(schedule, hardware, fused, slots, moved)
     clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
     for index, line in enumerate(schedule.instructions):
         clock.step(index, line, pricer.of(line))
@@ -168,16 +177,18 @@ class _OneClock(_Clock):
 
 @dataclass
 class _Together(_Clock):
-    """Lanes of their own."""
+    """Lanes of their own. `told`: which numbers of the step the host has been sent."""
 
     host: float = 0.0
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    told: set[bool] = field(default_factory=set)
 
     def step(self, index: int, line: Instruction, price: Price) -> None:
         self.host += price.host_seconds
         there = max((self.ready.get(n, 0.0) for n in line.reads), default=0.0)
         if price.on_host:
-            self.host = self.note(index, line, HOST, max(self.host, there), price.device_seconds)
+            start = max(self.host, there, self._numbers(line))
+            self.host = self.note(index, line, HOST, start, price.device_seconds)
             self.ready |= dict.fromkeys(line.writes, self.host)
             return
         if isinstance(line, Wait):
@@ -190,16 +201,30 @@ class _Together(_Clock):
             start = max(self.host, self.free[price.lane], there, self.free[COMPUTE])
             self.free[price.lane] = self.note(index, line, price.lane, start, price.flight_seconds)
             self.ready |= dict.fromkeys(line.writes, self.free[price.lane])
+            if price.blocking:
+                self._expose(price.lane, self.free[price.lane])
+                self.host = self.free[price.lane]
+
+    def _numbers(self, line: Instruction) -> float:
+        """When an update on the host has the step's numbers: copied behind all that compute was given so
+        far, once before the scalars are there and once after."""
+        summed = "scalars" in line.reads
+        if not isinstance(line, Update) or summed in self.told:
+            return 0.0
+        self.told.add(summed)
+        return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Compute stands still; of a copy that went to the host, who reads it there does."""
-        if line.of == "to_host":
-            self.ready |= dict.fromkeys(line.writes, there)
-            return
-        now = max(self.host, self.free[COMPUTE])
-        if there > now:
-            self.exposed[TRANSFER if line.of == "to_device" else COMMUNICATION] += there - now
-        self.free[COMPUTE] = max(self.free[COMPUTE], there)
+        """Compute stands still, or the host where it reads what was sent."""
+        self._expose(TRANSFER if line.of in ("to_device", "to_host") else COMMUNICATION, there)
+        if any(n.startswith("h:r:") for n in line.writes):
+            self.host = max(self.host, there)
+        else:
+            self.free[COMPUTE] = max(self.free[COMPUTE], there)
+
+    def _expose(self, lane: str, until: float) -> None:
+        """Count how long compute has nothing to do until then."""
+        self.exposed[lane] += max(0.0, until - max(self.host, self.free[COMPUTE]))
 
     def end(self) -> float:
         return max(self.host, *self.free.values())

@@ -134,7 +134,7 @@ def analyse(schedule: Schedule, moved: Mapping[int, int]) -> Traffic:
     scalars = 0
     for index, line in enumerate(schedule.instructions):
         if isinstance(line, ReduceScalars):
-            scalars += 8 * len(line.reads)
+            scalars += 8 * schedule.scalars
             continue
         size, axes, sent = moved.get(index, 0), (), 0
         if not isinstance(line, TRANSFERS):

@@ -86,7 +86,7 @@ class Updater:
         for path in bucket.paths:
             self.places[path] = place(self.specs[path], self.mesh, self.rank)
         paths = bucket.paths
-        on_host = self.specs[paths[0]].update_on == "host" and self.mesh.device_type != "cpu"
+        on_host = self.specs[paths[0]].updated_on == "host" and self.mesh.device_type != "cpu"
         if all(self._plain(p) for p in paths):
 
             def update_plain(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:

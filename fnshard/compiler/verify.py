@@ -114,7 +114,8 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            wanted = {unit for run in runs[: schedule.planned] for unit in run.units}
+            read = [n for run in runs[: schedule.planned] for n in run.reads if n.startswith("p:")]
+            wanted = {schedule.specs[n[2:].rpartition("#")[0]].unit for n in read}
             runs.pop(0)
             if not units <= wanted:
                 problems.append(

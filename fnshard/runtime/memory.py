@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fnshard.errors import StateError, report
 
+KEPT_steps = 16  # a host buffer that nobody took for so long goes back to the system
+
 
 def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
     """`value` where a tier keeps it: itself, if it is there already.
@@ -131,14 +133,15 @@ class Transfers:
     """Copies between the device and the host, on a stream of their own where there is one.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
-    back are used again by later steps (`host_bytes`: all that it holds, in use or not); pinned ones come
-    from torch's caching allocator, which waits for their events.
+    back are used again by later steps, and let go when `KEPT_steps` steps did without; pinned ones come from
+    torch's caching allocator, which waits for their events (and rounds sizes up to powers of two).
     """
 
     device: torch.device
     stream: Any = None
     free: dict[int, list[Tensor]] = field(default_factory=dict)
-    host_bytes: int = 0
+    wanted: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
+    steps: int = 0
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
@@ -157,18 +160,19 @@ class Transfers:
         return self._copy(values, into or [each(v, self.take) for v in values])
 
     def take(self, like: Tensor) -> Tensor:
-        """A host buffer of a tensor's shape and strides (dense ones)."""
+        """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides."""
+        stride = torch.empty_like(like, device="meta").stride()
         if self.device.type != "cpu":
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, pin_memory=True)
+            return torch.empty_strided(like.shape, stride, dtype=like.dtype, pin_memory=True)
         nbytes = like.numel() * like.element_size()
         if nbytes == 0:
-            return torch.empty_like(like)
+            return torch.empty(like.shape, dtype=like.dtype)
+        self.wanted[nbytes] = self.steps
         if self.free.get(nbytes):
             flat = self.free[nbytes].pop()
         else:
-            self.host_bytes += nbytes
             flat = allocate((nbytes,), torch.uint8, "host", self.device)
-        return flat.view(like.dtype).as_strided(like.shape, like.stride())
+        return flat.view(like.dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
         """Take back what `take` gave; its reader has been waited for."""
@@ -183,16 +187,19 @@ class Transfers:
         return tensor
 
     def finish(self) -> None:
-        """Return when all that was issued is done: what rests on the host may be read."""
+        """At the end of a step: return when all that was issued is done, so that state may be read."""
         if self.stream is not None:
             self.stream.synchronize()
+        self.steps += 1
+        for nbytes in [n for n in self.free if self.wanted.get(n, 0) + KEPT_steps < self.steps]:
+            del self.free[nbytes]
 
     def _copy(self, sources: Sequence[Any], targets: Sequence[Any]) -> Transfer:
         pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pairs(s, t)]
         if self.stream is None:
             if pairs:
                 torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
-            return Transfer(targets)
+            return Transfer(targets, self.device)
         # The stream waits for what made the sources, and for the last reader of the memory that the new
         # targets were cut from.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -201,7 +208,7 @@ class Transfers:
                 target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
-        return Transfer(targets, event)
+        return Transfer(targets, self.device, event)
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,7 @@ class Transfer:
     """A transfer in flight. Sources must stay as they are until it was waited for."""
 
     targets: Sequence[Any]
+    device: torch.device
     event: Any = None
 
     def wait(self, *, on_host: bool = False) -> Sequence[Any]:
@@ -217,7 +225,7 @@ class Transfer:
             if on_host:
                 self.event.synchronize()
             else:
-                torch.cuda.current_stream().wait_event(self.event)
+                torch.cuda.current_stream(self.device).wait_event(self.event)
         return self.targets
 
 

@@ -94,12 +94,12 @@ class _State:
         spec = self.schedule.specs[self.schedule.buckets[bucket].paths[0]]
         update = self.updates.get(bucket)
         at_once = update is not None and self.schedule.accumulate == 1 and "scalars" not in update.reads
-        return spec.optimizer_memory != "device" and not (spec.update_on == "device" and at_once)
+        return spec.optimizer_memory != "device" and not (spec.updated_on == "device" and at_once)
 
     def on_host(self, line: Instruction) -> bool:
         """Where the instruction runs."""
         if isinstance(line, Update):
-            return self.schedule.specs[line.paths[0]].update_on == "host"
+            return self.schedule.specs[line.paths[0]].updated_on == "host"
         local = isinstance(line, Accumulate) and line.writes[0].startswith("a:")
         return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
 
