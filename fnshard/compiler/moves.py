@@ -132,6 +132,14 @@ def to_device(on: Rank, line: ToDevice) -> None:
     walk = on.walk
     _count_moved(walk, line)
     if line.into:
+        # An accelerator casts on its own side of the link, by way of a temporary in the master's dtype.
+        wide = [
+            held.bytes
+            for name, held in _named(walk, line)
+            if held.dtype != on.specs[name.removeprefix("h:s:")].storage_dtype
+        ]
+        if wide and not on.on_cpu:
+            walk.spike(max(wide), BUFFERS)
         walk.set(line.writes[0], Flight(result=[]))
         return
     made = [_copied(value, lambda h, n=name: walk.like(h, _kind(n))) for name, value in _named(walk, line)]
