@@ -197,9 +197,7 @@ class Lowered:
         hardware, tokens = Hardware.of(hardware), self._tokens()
         fused = self.options.backend == "inductor"
         slots = len(self.optimizer.slots) if self.optimizer else 0
-        return simulate(
-            self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved()
-        )
+        return simulate(self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved())
 
     def _tokens(self) -> int | None:
         """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before

@@ -67,8 +67,10 @@ def test_traffic_is_what_a_rank_sends_and_transfers_are_apart(low: Any) -> None:
     comm, rows = low.comm_analysis(), traffic_rows(low)
     assert [name for name, _, _ in rows][-2:] in (["to_device", "to_host"], ["to_host", "to_device"])
     sizes = {name: size for name, size, _ in rows}
-    assert sum(size for name, size in sizes.items() if name in comm) == comm.sent_bytes < sum(
-        comm[verb]["bytes"] for verb in comm
+    assert (
+        sum(size for name, size in sizes.items() if name in comm)
+        == comm.sent_bytes
+        < sum(comm[verb]["bytes"] for verb in comm)
     )
     assert (sizes["to_device"], sizes["to_host"]) == (comm.to_device_bytes, comm.to_host_bytes)
     assert {name: count for name, _, count in rows if name in comm} == {v: comm[v]["count"] for v in comm}
