@@ -231,7 +231,7 @@ def test_questions_that_make_no_sense() -> None:
         with pytest.raises(fs.SpecError, match=r"transport='nonsense': one of .*'shared', 'p2p', 'native'"):
             ask(transport="nonsense")
     for pair in ((low, None), (3, low)):
-        with pytest.raises(fs.SpecError, match="fs.diff compares two lowered steps, not (NoneType|int)"):
+        with pytest.raises(fs.SpecError, match=r"fs\.diff compares two lowered steps, not (NoneType|int)"):
             fs.diff(*pair)
 
 
