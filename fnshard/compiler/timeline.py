@@ -37,7 +37,8 @@ class Timeline:
     """A step as it should run; prints as a short table.
 
     `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
-    forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step. `mfu`: model FLOPs per second as a share of the data sheet's peak.
+    forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
+    `mfu`: model FLOPs per second as a share of the data sheet's peak.
     """
 
     hardware: str
