@@ -19,7 +19,8 @@ from fnshard.compiler.remat import check as check_remat
 from fnshard.errors import report
 from fnshard.hardware import TABLE
 
-AUTO = "auto"  # `fnshard.fit` chooses, within run.device_gb
+AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb
+NEVER = "never"  # of run.resume
 STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard", AUTO)
 TIERS = ("device", "host", "disk")
 HARDWARE = (AUTO, *TABLE, "measure")
@@ -173,6 +174,12 @@ class RunConfig:
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `hardware`: whose speed it
     plans for, "measure" takes a few seconds on this machine; `disk_dir`: for what rests on disk.
+
+    Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
+    `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
+    `resume`: "auto" goes on with the unfinished run of the same configuration, "never" begins anew, a path
+    (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
+    what SIGTERM leaves the ranks to finish a step and save.
     """
 
     steps: int = 600
@@ -188,12 +195,22 @@ class RunConfig:
     device_gb: float | None = None
     hardware: str = AUTO
     disk_dir: str | None = None
+    save_every: int = 100
+    async_save: bool = False
+    keep: int = 2
+    keep_every: int | None = None
+    keep_best: int = 0
+    resume: str = AUTO
+    max_restarts: int = 2
+    stop_grace_s: float = 120.0
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "steps", "accumulate", "held_out_every")
-        _above(0, self, "device_gb")
+        _at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every")
+        _above(0, self, "device_gb", "stop_grace_s")
         _one_of(HARDWARE, self, "hardware")
-        _at_least(0, self, "seed", "sample_bytes")
+        _at_least(0, self, "seed", "sample_bytes", "save_every", "keep_best", "max_restarts")
+        if not self.resume:
+            raise ValueError("run.resume='': must be auto, never, or a path.")
         if self.seed >= 2**63:
             raise ValueError(f"run.seed={self.seed}: must be below 2**63.")
         _above(0, self, "timeout_s")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -79,6 +81,7 @@ class Loader:
     def __post_init__(self) -> None:
         if self.rows % self.ranks:
             raise ValueError(f"{self.rows} rows do not divide over {self.ranks} ranks.")
+        self._text = crc32(self.stream.numpy())
 
     def batch(self, step: int) -> Batch:
         """This rank's part of one step's batch; int64 [rows / ranks, T] twice."""
@@ -97,11 +100,16 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; tells nothing of the mesh, so another one can resume it."""
-        return {"step": self.step, "seed": self.seed, "rows": self.rows, "context": self.context}
+        """Where the loader stands; tells nothing of the mesh, so another one can resume it.
+
+        `text`: a checksum of the stream.
+        """
+        drawn = {"seed": self.seed, "rows": self.rows, "context": self.context}
+        return {"step": self.step, **drawn, "text": self._text}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Go on where `state_dict` was taken. Where the text has changed since (another Python's library),
+        with a warning: at the same places of the new one.
 
         Raises:
             ValueError: the saved loader drew other batches (seed, rows or context differ).
@@ -110,8 +118,12 @@ class Loader:
         if set(state) != set(mine):
             raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
         differ = [
-            f"{k}: saved {state[k]}, here {mine[k]}" for k in mine if k != "step" and state[k] != mine[k]
+            f"{k}: saved {state[k]}, here {mine[k]}"
+            for k in ("seed", "rows", "context")
+            if state[k] != mine[k]
         ]
         if differ:
             raise ValueError(f"the saved loader drew other batches ({'; '.join(differ)}).")
+        if state["text"] != mine["text"]:
+            warnings.warn("the text is not what it was when this was saved.", stacklevel=2)
         self.step = int(state["step"])

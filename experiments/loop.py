@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,18 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments import data, ngram
-from experiments.config import AdamWConfig, TrainConfig
+from experiments.config import AUTO, AdamWConfig, TrainConfig
 from experiments.model import Decoder, next_token_loss
 from experiments.plan import MEMORY, Plan, append_compiled, plan_of, write_memory, write_plan
-from experiments.report import Report, Silent, comparison, plot_losses
+from experiments.report import Report, Silent, comparison, metrics_beside, plot_losses
+from experiments.resume import Run
 from experiments.sample import Sampler, last_logits
-from experiments.sweep import write_result
+from experiments.saver import Saver, restored
+from experiments.sweep import STOPPED, write_result
 from experiments.text import Corpus
+from fnshard.rank import Stop
+
+TABLES = "tables.json"
 
 
 @dataclass(frozen=True)
@@ -34,39 +40,53 @@ class Setup:
     mesh: fs.Mesh
     plan: Plan
     corpus: Corpus
+    model: Decoder
     step: Any
     forward: Any
     sampler: Sampler
 
 
-def train(config: TrainConfig, folder: Path, overrides: list[str]) -> None:
-    """Train; rank 0 writes everything to `folder` and prints where it lies."""
-    setup, state = prepare(config)
+def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+    """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
+    prints where it lies.
+
+    Args:
+        stop: once it is asked on any rank, all finish the step, save, and return.
+    """
+    setup = prepare(config)
+    folder, mesh = Path(run.folder), setup.mesh
+    loader = loader_of(setup)
+    state, found = restored(run.root, run.source, setup.step, mesh, loader)
+    if state is None:
+        state = setup.step.init(setup.model, seed=config.run.seed)
     report: Report | Silent = Silent()
-    tables: dict[str, float] = {}
-    if setup.mesh.rank == 0:
+    if mesh.rank == 0:
+        _tell_resume(config, state, found)
         _start_folder(folder, config)
         write_plan(setup.plan, folder)
-        tables = table_losses(setup)
-        report = Report(folder, config.run.steps, config.data.rows * config.model.context, tables)
-    began = time.perf_counter()
-    state = run_steps(setup, state, report, folder)
-    held_out = evaluate(setup, state.params)
-    report.held_out(config.run.steps, held_out)
+        tokens = config.data.rows * config.model.context
+        earlier = metrics_beside(folder, found)
+        tables = known_tables(setup, folder)
+        report = Report(folder, config.run.steps, tokens, tables, int(state.step), earlier)
+    saver = Saver(config, run.root, mesh.rank)
+    state, held_out = run_steps(setup, state, loader, report, saver, stop)
     report.close()
-    seconds = time.perf_counter() - began
-    seed = config.run.seed + setup.mesh.rank
+    if held_out is None:
+        _tell_stop(setup, state, run, overrides)
+        return
+    seed = config.run.seed + mesh.rank
     sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_bytes, seed)
+    fs.checkpoint.wait()
     if isinstance(report, Report):
         (folder / "sample.txt").write_text(sampled, encoding="utf-8")
-        plot_losses(report.rows, tables, folder / "loss.png")
-        numbers = _summary(report, held_out, tables, seconds)
-        write_result(folder, status="ok", overrides=overrides, **numbers)
-        print(f"\n{comparison(held_out, tables)}\n\n{sampled}\n\nresults: {folder}", flush=True)
+        plot_losses(report.rows, report.tables, folder / "loss.png")
+        write_result(folder, status="ok", overrides=overrides, **_summary(report, held_out))
+        run.finish()
+        print(f"\n{comparison(held_out, report.tables)}\n\n{sampled}\n\nresults: {folder}", flush=True)
 
 
-def prepare(config: TrainConfig) -> tuple[Setup, fs.TrainState]:
-    """Mesh, specs, step and the initial state: all of fnshard that the job uses."""
+def prepare(config: TrainConfig) -> Setup:
+    """Mesh, specs, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
     with torch.device("meta"):
@@ -83,8 +103,19 @@ def prepare(config: TrainConfig) -> tuple[Setup, fs.TrainState]:
     forward = fs.shard_forward(loss_fn, plan.specs, **how)
     next_byte = fs.shard_forward(last_logits(apply), plan.specs, **how)
     sampler = Sampler(next_byte, config.model.context, mesh.device)
-    setup = Setup(config, mesh, plan, data.corpus_of(config), step, forward, sampler)
-    return setup, step.init(model, seed=run.seed)
+    return Setup(config, mesh, plan, data.corpus_of(config), model, step, forward, sampler)
+
+
+def loader_of(setup: Setup) -> data.Loader:
+    """This rank's batches, from the first step on."""
+    return data.Loader(
+        setup.corpus.train,
+        rows=setup.config.data.rows,
+        context=setup.config.model.context,
+        seed=setup.config.run.seed,
+        rank=setup.mesh.rank,
+        ranks=setup.mesh.size,
+    )
 
 
 def make_optimizer(config: TrainConfig) -> fs.optim.Optimizer:
@@ -109,37 +140,72 @@ def make_rate(config: TrainConfig) -> fs.schedules.Schedule:
     return fs.schedules.SCHEDULES[shape.name](peak=peak, **phases)
 
 
-def run_steps(setup: Setup, state: fs.TrainState, report: Report | Silent, folder: Path) -> fs.TrainState:
-    """All steps of the run, with held-out losses between them; gives the last state."""
-    run, mesh = setup.config.run, setup.mesh
-    loader = data.Loader(
-        setup.corpus.train,
-        rows=setup.config.data.rows,
-        context=setup.config.model.context,
-        seed=run.seed,
-        rank=mesh.rank,
-        ranks=mesh.size,
-    )
-    for number in range(1, run.steps + 1):
-        batch = [part.to(mesh.device) for part in next(loader)]
-        if number == 1 and mesh.rank == 0:
-            lowered = setup.step.lower(state, *batch)
-            (folder / "schedule.txt").write_text(lowered.as_text() + "\n", encoding="utf-8")
-            write_memory(lowered, folder)
-        watched = number == 2 and mesh.device_type == "cuda"
-        if watched:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        state, metrics = setup.step(state, *batch)
-        values = {name: value.item() for name, value in metrics.items() if name != "aux"}
-        report.step(number, values, time.perf_counter() - began)
-        if number == 1 and mesh.rank == 0:
-            append_compiled(lowered, folder)
-        if watched and mesh.rank == 0:
-            _tell_peak(torch.cuda.max_memory_allocated(), folder)
-        if number % run.held_out_every == 0 and number < run.steps:
-            report.held_out(number, evaluate(setup, state.params))
+def run_steps(
+    setup: Setup, state: fs.TrainState, loader: data.Loader, report: Report | Silent, saver: Saver, stop: Stop
+) -> tuple[fs.TrainState, float | None]:
+    """The run's steps that are left, with held-out losses and checkpoints between them.
+
+    Returns:
+        The last state, and its held-out loss: None if a rank was asked to stop.
+    """
+    run, first = setup.config.run, int(state.step) + 1
+    held_out = None
+    if first > 1:  # it may have been killed before it had measured, or after
+        held_out = _held_out(setup, state, report, first - 1)
+    for number in range(first, run.steps + 1):
+        if stop.asked:
+            setup.step.tell("stop")
+        state = _one_step(setup, state, loader, report, number, number - first + 1, saver.root.parent)
+        if setup.step.heard("stop"):
+            report.sync()
+            saver.save_last(number, state, loader, None)
+            return state, None
+        held_out = _held_out(setup, state, report, number)
+        if saver.due(number):
+            report.sync()
+            saver.save(number, state, loader, held_out)
+    return state, held_out
+
+
+def _one_step(
+    setup: Setup,
+    state: fs.TrainState,
+    loader: data.Loader,
+    report: Report | Silent,
+    number: int,
+    here: int,
+    folder: Path,
+) -> fs.TrainState:
+    """Step `number` of the run, the `here`th of this process."""
+    mesh = setup.mesh
+    batch = [part.to(mesh.device) for part in next(loader)]
+    tells = here == 1 and mesh.rank == 0
+    if tells:
+        lowered = setup.step.lower(state, *batch)
+        (folder / "schedule.txt").write_text(lowered.as_text() + "\n", encoding="utf-8")
+        write_memory(lowered, folder)
+    watched = here == 2 and mesh.device_type == "cuda"
+    if watched:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    state, metrics = setup.step(state, *batch)
+    values = {name: value.item() for name, value in metrics.items() if name != "aux"}
+    report.step(number, values, time.perf_counter() - began)
+    if tells:
+        append_compiled(lowered, folder)
+    if watched and mesh.rank == 0:
+        _tell_peak(torch.cuda.max_memory_allocated(), folder)
     return state
+
+
+def _held_out(setup: Setup, state: fs.TrainState, report: Report | Silent, number: int) -> float | None:
+    """The held-out loss after step `number`, if it is to be known there."""
+    run = setup.config.run
+    if number % run.held_out_every and number != run.steps:
+        return None
+    loss = evaluate(setup, state.params)
+    report.held_out(number, loss)
+    return loss
 
 
 def _tell_peak(measured_bytes: int, folder: Path) -> None:
@@ -183,21 +249,53 @@ def table_losses(setup: Setup) -> dict[str, float]:
     return {name: table.loss(setup.corpus.held_out, targets.flatten()) for name, table in tables.items()}
 
 
+def known_tables(setup: Setup, folder: Path) -> dict[str, float]:
+    """`table_losses`, counted once for a run: a restart is not to wait for it."""
+    path, config = folder / TABLES, setup.config
+    of = [setup.corpus.checksum, config.data.held_out_rows, config.model.context]
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    if before.get("of") != of:
+        before = {"of": of, "losses": table_losses(setup)}
+        path.write_text(json.dumps(before) + "\n", encoding="utf-8")
+    return before["losses"]
+
+
 def _start_folder(folder: Path, config: TrainConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
     (folder / "config.yaml").write_text(resolved, encoding="utf-8")
 
 
-def _summary(
-    report: Report, held_out: float, tables: Mapping[str, float], seconds: float
-) -> dict[str, float]:
+def _tell_resume(config: TrainConfig, state: fs.TrainState, found: str) -> None:
+    if found:
+        print(f"resume: step {int(state.step)} of {found}", flush=True)
+    elif config.run.resume == AUTO:
+        print("resume: nothing to go on from, a new run", flush=True)
+
+
+def _tell_stop(setup: Setup, state: fs.TrainState, run: Run, overrides: list[str]) -> None:
+    if setup.mesh.rank != 0:
+        return
+    number, folder = int(state.step), Path(run.folder)
+    write_result(folder, status=STOPPED, overrides=overrides, step=number)
+    print(
+        f"stopped: step {number} of {setup.config.run.steps} is saved; the same command goes on from there, "
+        f"another one with run.resume={folder}",
+        flush=True,
+    )
+
+
+def _summary(report: Report, held_out: float) -> dict[str, float]:
     losses = [row["loss"] for row in report.rows if "loss" in row]
-    steady = [row["seconds"] for row in report.rows if "seconds" in row][1:] or [math.nan]
+    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
     return {
         "loss": sum(losses[-20:]) / len(losses[-20:]),
         "held_out_loss": held_out,
-        **tables,
-        "tokens_per_s": report.tokens * len(steady) / sum(steady),
-        "seconds": seconds,
+        **report.tables,
+        # Of the step in the middle: the first one after each start compiles.
+        "tokens_per_s": report.tokens / statistics.median(seconds),
+        "seconds": sum(seconds),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 METRICS = "metrics.jsonl"
+HELD_OUT = "held_out_loss"
 WINDOW = 20  # steps that the shown speed is a mean of
 PLAIN_LINES = 20  # in a run whose output is no terminal
 
@@ -24,6 +26,9 @@ class Silent:
         """Nothing."""
 
     def held_out(self, number: int, loss: float) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -41,12 +46,16 @@ class Report:
         steps: in the run.
         tokens: per step, of all ranks.
         tables: n-gram losses, nats per byte, to compare with.
+        made: steps that were made before; what an earlier process told of later ones is forgotten.
+        earlier: the file that tells of them.
     """
 
     folder: Path
     steps: int
     tokens: int
     tables: Mapping[str, float]
+    made: int = 0
+    earlier: Path | None = None
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     rows: list[dict[str, Any]] = field(default_factory=list)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -54,30 +63,38 @@ class Report:
     _after_first: float = 0.0
 
     def __post_init__(self) -> None:
-        self._file = (self.folder / METRICS).open("w", encoding="utf-8")
+        self.rows.extend(read_rows(self.earlier, self.made))
+        path = self.folder / METRICS
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        os.replace(partial, path)
+        self._file = path.open("a", encoding="utf-8")
+        self._loss = next((r[HELD_OUT] for r in reversed(self.rows) if HELD_OUT in r), math.nan)
         self._bar = None
         if self.stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True, file=self.stream)
+            self._bar = tqdm(
+                total=self.steps, initial=self.made, unit="step", dynamic_ncols=True, file=self.stream
+            )
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Step `number` (from 1) took `seconds` and gave `values`."""
-        self._row(step=number, **values, tokens_per_s=self.tokens / seconds, seconds=seconds)
-        if number == 1:  # it compiles, and tells nothing of those to come
+        speed = float(f"{self.tokens / seconds:.8g}")
+        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"))
+        first = number == self.made + 1  # it compiles, and tells nothing of those to come
+        if first:
             self._after_first = time.perf_counter()
         self._recent.append(seconds)
-        if self._bar is None and number not in (1, self.steps) and number % max(1, self.steps // PLAIN_LINES):
-            return
+        shown = first or number == self.steps or number % max(1, self.steps // PLAIN_LINES) == 0
         text = self._text(values)
-        if self._bar is None:
-            print(
-                f"step {number}/{self.steps}, {text}, left {self._left(number)}", file=self.stream, flush=True
-            )
-        else:
+        if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(number - self._bar.n)
-        if number == 1:
+        elif shown:
+            left = self._left(number)
+            print(f"step {number}/{self.steps}, {text}, left {left}", file=self.stream, flush=True)
+        if first:
             self._recent.clear()
 
     def held_out(self, number: int, loss: float) -> None:
@@ -85,19 +102,17 @@ class Report:
         self._loss = loss
         self._row(step=number, held_out_loss=loss)
 
+    def sync(self) -> None:
+        """Make the rows outlive a power cut, as the checkpoint does that comes now."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Leave the last line standing."""
         if self._bar is not None:
             self._bar.close()
         self._file.close()
 
-    @property
-    def seconds(self) -> float:
-        """Since the first step ended."""
-        return time.perf_counter() - self._after_first
-
-    def _row(self, **values: Any) -> None:
-        row = {k: float(f"{v:.8g}") if isinstance(v, float) else v for k, v in values.items()}
+    def _row(self, **row: Any) -> None:
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()  # a run that dies leaves all its rows
@@ -112,10 +127,38 @@ class Report:
         return ", ".join([*shown, f"{self.tokens * len(self._recent) / sum(self._recent):,.0f} tokens/s"])
 
     def _left(self, number: int) -> str:
-        if number == 1:
+        made = number - self.made - 1
+        if made == 0:
             return "?"
-        left = round(self.seconds / (number - 1) * (self.steps - number))
+        left = round((time.perf_counter() - self._after_first) / made * (self.steps - number))
         return f"{left // 60}:{left % 60:02d}"
+
+
+def read_rows(path: Path | None, made: int) -> list[dict[str, Any]]:
+    """The rows of a metrics file up to step `made`, without what was measured behind it: that is done again.
+
+    Anything behind a line that a killed process has left torn is gone.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
+            rows.append(row)
+    return rows
+
+
+def metrics_beside(folder: Path, found: str) -> Path | None:
+    """The metrics of the run whose checkpoint is gone on from: its own, or those of another folder.
+
+    Args:
+        found: a checkpoint, or the directory of a run's checkpoints.
+    """
+    places = [Path(found).parent, Path(found).parent.parent] if found else []
+    return next((p / METRICS for p in [folder, *places] if found and (p / METRICS).exists()), None)
 
 
 def plot_losses(rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], path: Path) -> None:
@@ -127,7 +170,7 @@ def plot_losses(rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], 
 
     rows = list(rows)
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for key, style in (("loss", {"lw": 0.8, "alpha": 0.7}), ("held_out_loss", {"marker": "o", "lw": 1.5})):
+    for key, style in (("loss", {"lw": 0.8, "alpha": 0.7}), (HELD_OUT, {"marker": "o", "lw": 1.5})):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot([x for x, _ in points], [y for _, y in points], label=key.replace("_", "-", 1), **style)
     for (name, loss), color in zip(tables.items(), ("tab:gray", "tab:brown"), strict=False):

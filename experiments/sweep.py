@@ -10,7 +10,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-RESULT = "result.json"
+RESULT, TABLE = "result.json", "table.txt"
+STOPPED = "stopped"  # the status of a run that can be gone on with
 COLUMNS = {
     "loss": ".3f",
     "held_out_loss": ".3f",
@@ -32,7 +33,7 @@ def sweep_table(folders: Sequence[Path]) -> tuple[str, int]:
 
     Of the overrides only those are shown that not all runs have in common.
     """
-    results = [_read(folder) for folder in folders]
+    results = [read_result(folder) for folder in folders]
     common = set.intersection(*(set(r["overrides"]) for r in results)) if len(results) > 1 else set()
     rows: list[tuple[str, ...]] = [("run", "overrides", "status", *COLUMNS)]
     for folder, result in zip(folders, results, strict=True):
@@ -49,7 +50,8 @@ def sweep_table(folders: Sequence[Path]) -> tuple[str, int]:
     return "\n".join(lines), failed
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def read_result(folder: Path) -> dict[str, Any]:
+    """What `write_result` has left in a folder; the status is "no result" where there is none."""
     try:
         return json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,7 +68,7 @@ class SweepTable(Callback):
             key=lambda f: (int(f.name) if f.name.isdigit() else -1, f.name),
         )
         text, failed = sweep_table(folders)
-        (base / "table.txt").write_text(text + "\n", encoding="utf-8")
+        (base / TABLE).write_text(text + "\n", encoding="utf-8")
         print(f"\n{text}\nresults: {base}", flush=True)
         if failed:
             raise SystemExit(1)  # Hydra turns a callback's Exception into a warning

@@ -7,6 +7,7 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ class Corpus:
     held_out: Tensor
     train_files: tuple[str, ...]
     held_out_files: tuple[str, ...]
+
+    @property
+    def checksum(self) -> str:
+        """Equal for equal text."""
+        return " ".join(f"{crc32(stream.numpy()):08x}" for stream in (self.train, self.held_out))
 
 
 def standard_library() -> Path:

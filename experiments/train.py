@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,10 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import config as configs
-from experiments.config import ConfigError, TrainConfig
+from experiments.config import NEVER, ConfigError, TrainConfig
 from experiments.data import corpus_of
 from experiments.place import place, ranks_of
-from experiments.sweep import write_result
+from experiments.resume import finished, sweep_taken, taken
+from experiments.sweep import RESULT, STOPPED, read_result, write_result
 from experiments.worker import REFUSAL, run_job
 from fnshard.errors import FnshardError
 from fnshard.launch import LaunchError, launch, under_launcher
@@ -46,7 +48,9 @@ def main() -> None:
         if under_launcher():
             record(_be_a_rank)(sys.argv[1:])  # torchrun shows the error, whichever rank ends first
         else:
-            _command_line()
+            with sweep_taken(sys.argv[1:]) as arguments:
+                sys.argv[1:] = arguments
+                _command_line()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -64,27 +68,35 @@ def _command_line(composed: DictConfig) -> None:
     folder = Path(here.runtime.output_dir).resolve()
     overrides = list(here.overrides.task)
     if here.mode != RunMode.MULTIRUN:
-        start(checked(composed), folder, overrides)
+        start(asked_of(composed), folder, overrides, chosen=_names_folder(here.overrides.hydra))
         return
     try:  # a run that fails must not take the table of all runs with it
-        start(checked(composed), folder, overrides)
+        asked = asked_of(composed)
+        if asked.run.resume != NEVER and finished(folder, asked):
+            print(f"resume: {folder} is finished", flush=True)
+        elif start(asked, folder, overrides, chosen=True) == STOPPED:
+            raise SystemExit(0)  # so is the sweep
     except Exception as error:
         told = _message(error) if _is_mistake(error) else traceback.format_exc()
         print(told, file=sys.stderr, flush=True)
         write_result(folder, status="failed", overrides=overrides, error=told)
 
 
-def checked(composed: DictConfig, world: int | None = None) -> TrainConfig:
-    """The composed configuration as dataclasses, placed on this machine.
+def _names_folder(overrides: Iterable[str]) -> bool:
+    return any(o.startswith("hydra.run.dir=") for o in overrides)
+
+
+def asked_of(composed: DictConfig) -> TrainConfig:
+    """The composed configuration as dataclasses, as the command says it.
 
     Raises:
-        ConfigError: see `experiments.config.build` and `experiments.place.place`.
+        ConfigError: see `experiments.config.build`.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from None
-    return place(configs.build(values), accelerators=accelerators(), world=world)
+    return configs.build(values)
 
 
 def accelerators() -> dict[str, int]:
@@ -94,40 +106,54 @@ def accelerators() -> dict[str, int]:
     return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
 
 
-def start(config: TrainConfig, folder: Path, overrides: list[str]) -> None:
-    """Start this run's ranks and wait for them; results go to `folder`.
+def start(asked: TrainConfig, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
+    """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
+
+    Args:
+        chosen: the command names the folder.
+
+    Returns:
+        The result's status, "ok" or "stopped".
 
     Raises:
-        ConfigError: there is no text where the configuration says, and nothing was started; or no plan
-            fits into `run.device_gb`.
+        ConfigError: what cannot be on this machine, see `experiments.place.place`; no text where the
+            configuration says; no checkpoint where `run.resume` says; and nothing was started. Or ranks found
+            that no plan fits into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
+    config = place(asked, accelerators=accelerators())
     try:
         corpus_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    job = folder / "job.json"
-    job.write_text(json.dumps(job_values(config, folder, overrides), indent=1) + "\n", encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    refusal = folder / REFUSAL
-    refusal.unlink(missing_ok=True)
-    try:
-        launch(
-            [sys.executable, "-u", "-m", "experiments.worker", str(job)],
-            ranks=ranks_of(config),
-            logs=folder / "ranks",
-            env={"PYTHONPATH": path},
-        )
-    except LaunchError:
-        if not refusal.exists():
-            raise
-        raise ConfigError(refusal.read_text(encoding="utf-8")) from None
+    with taken(asked, fresh, chosen=chosen) as run:
+        folder = Path(run.folder)
+        job = folder / "job.json"
+        values = {**job_values(config, overrides), "run": dataclasses.asdict(run)}
+        job.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        for name in (REFUSAL, RESULT):
+            (folder / name).unlink(missing_ok=True)
+        try:
+            launch(
+                [sys.executable, "-u", "-m", "experiments.worker", str(job)],
+                ranks=ranks_of(config),
+                logs=folder / "ranks",
+                env={"PYTHONPATH": path},
+                max_restarts=config.run.max_restarts,
+                grace_s=config.run.stop_grace_s,
+            )
+        except LaunchError:
+            refusal = folder / REFUSAL
+            if not refusal.exists():
+                raise
+            raise ConfigError(refusal.read_text(encoding="utf-8")) from None
+        return read_result(folder)["status"]
 
 
-def job_values(config: TrainConfig, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """What a rank is told, as JSON."""
-    return {"config": dataclasses.asdict(config), "folder": str(folder), "overrides": overrides}
+def job_values(config: TrainConfig, overrides: list[str]) -> dict[str, Any]:
+    """What every rank is told, as JSON."""
+    return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 
 def _be_a_rank(arguments: list[str]) -> NoReturn:
@@ -137,11 +163,12 @@ def _be_a_rank(arguments: list[str]) -> NoReturn:
         raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         composed = hydra.compose("train", overrides=arguments, return_hydra_config=True)
-    folder = Path(composed.hydra.run.dir).resolve()
+    fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")
-    config = checked(OmegaConf.create(with_hydra), world=int(os.environ["WORLD_SIZE"]))
-    run_job(job_values(config, folder, arguments))
+    asked = asked_of(OmegaConf.create(with_hydra))
+    config = place(asked, accelerators=accelerators(), world=int(os.environ["WORLD_SIZE"]))
+    run_job({**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)})
 
 
 def _is_mistake(error: Exception) -> bool:

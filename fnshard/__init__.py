@@ -6,10 +6,11 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
 state, batch ─Step→ state', metrics
 """
 
-from fnshard import errors, optim, plot, presets, schedules, units
+from fnshard import checkpoint, errors, hf, optim, plot, presets, schedules, units
 from fnshard.errors import (
     AgreementError,
     BudgetError,
+    CheckpointError,
     CollectiveError,
     FnshardError,
     OptimizerError,
@@ -26,6 +27,7 @@ from fnshard.lockstep import lockstep
 from fnshard.losses import Mean, Whole
 from fnshard.lowered import diff
 from fnshard.mesh import Mesh, make_mesh
+from fnshard.reshard import reshard, reshard_cost
 from fnshard.rules import match_specs
 from fnshard.runtime.simulated import simulate
 from fnshard.shards import shard, unshard
@@ -36,6 +38,7 @@ from fnshard.step import shard_step
 __all__ = [
     "AgreementError",
     "BudgetError",
+    "CheckpointError",
     "CollectiveError",
     "FnshardError",
     "Hardware",
@@ -50,9 +53,11 @@ __all__ = [
     "TraceError",
     "TrainState",
     "Whole",
+    "checkpoint",
     "diff",
     "errors",
     "fit",
+    "hf",
     "lockstep",
     "make_functional",
     "make_mesh",
@@ -60,6 +65,8 @@ __all__ = [
     "optim",
     "plot",
     "presets",
+    "reshard",
+    "reshard_cost",
     "schedules",
     "shard",
     "shard_forward",

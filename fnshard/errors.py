@@ -41,6 +41,14 @@ class BudgetError(FnshardError, MemoryError):
     """A step takes more memory than it may."""
 
 
+class CheckpointError(FnshardError, RuntimeError):
+    """A checkpoint cannot be written, or is not what was written, or not what is asked for."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, and why."""
+
+
 class MissingExtraError(FnshardError, ImportError):
     """An optional package is not installed."""
 

@@ -46,8 +46,7 @@ def init_params(
         StateError: a meta tree without `init`, or of other shapes than the specs'; modules that cannot
             reset what they own; a seed that is no int64.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
-        raise StateError(f"seed={seed!r}: an int that fits 64 bits with sign.")
+    check_seed(seed)
     if isinstance(source, nn.Module):
         leaves = make_functional(source)[1]
         if init is None and any(leaf.is_meta for leaf in leaves.values()):
@@ -82,6 +81,16 @@ def init_params(
             report(f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves.")
         )
     return tree.unflatten(_from_function(named, specs, mesh, init, seed, disk_dir), structure)
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse a seed that a state cannot hold.
+
+    Raises:
+        StateError: it is no int64.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise StateError(f"seed={seed!r}: an int that fits 64 bits with sign.")
 
 
 def _from_function(

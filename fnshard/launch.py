@@ -1,41 +1,39 @@
-"""Local ranks: start them, say which one failed and why, end them cleanly.
+"""Launch: local ranks: start them, say which one failed and why, start them again, end them cleanly.
 
-`launch(command, ranks=n)` runs in the process a person started, `run_rank(main)` in each rank. The
-ranks meet through files below a temporary folder and talk over the loopback interface alone, so
-nothing listens on a network. A rank started by `torchrun` instead meets as torchrun says.
+`launch(command, ranks=n)` runs in the process a person started, `run_rank(main)` in each rank
+(`fnshard.rank`). Torch's own agent is not asked: its restarts meet stale addresses, it passes SIGTERM on only
+to kill after it, and takes half a minute to give up on a rank that was stopped.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.errors import FnshardError
+from fnshard.rank import ATTEMPT, LAUNCHER, LOGS, RENDEZVOUS, run_rank, under_launcher
 
-RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
-LOGS = "FNSHARD_LOGS"  # folder of rank0.log, rank1.log, ...
+__all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank", "under_launcher"]
+
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
-SHUTDOWN_S = 5  # a stopped process is killed after this many seconds
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+POLL_S = 0.05
+FAREWELL_S = 1.0  # what the others get to say their own errors once one has failed
+GRACE_S = 120.0  # what ranks get to finish a step and save after SIGTERM
+ENDING = (signal.SIGHUP, signal.SIGQUIT)  # end everything at once; SIGTERM asks first
+SIGNALS = (signal.SIGTERM, *ENDING)
 
 # What a rank says when *another* one died: never the cause of a failure, always its echo.
 ECHOES = (
@@ -51,14 +49,6 @@ class LaunchError(FnshardError, RuntimeError):
     """A rank failed. One string, so that it survives pickling by a job launcher."""
 
 
-# ------------------------------------------------------------------ the process that starts ranks
-
-
-def under_launcher() -> bool:
-    """Whether this process is already a rank (`torchrun` and its like set these)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def cpu_threads(ranks: int) -> int:
     """Threads for each of `ranks` processes that share this machine's CPUs; at least 1."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -72,18 +62,22 @@ def launch(
     logs: Path,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
+    grace_s: float = GRACE_S,
 ) -> None:
     """Run `command` in `ranks` processes on this machine and wait until all have ended well.
 
     Rank 0 keeps this process's console; the others write to `logs/rank<i>.log` alone. Each process
-    is to call `run_rank`.
+    is to call `run_rank`. SIGTERM is handed on to the ranks: those that take note of it (`run_rank(stop=)`)
+    may finish and then end well, and so does this; a second one kills them.
 
     Args:
         command: program and arguments, `[sys.executable, "-u", "-m", "package.module", "job.json"]`.
         ranks: how many; RANK, LOCAL_RANK and WORLD_SIZE tell each which it is.
         logs: folder, made if need be.
-        max_restarts: how often all ranks are started anew after one of them failed.
+        max_restarts: how often all ranks are started anew after one of them died (a signal), or stopped
+            answering. An exception, or an exit code, is the program's own doing and ends the job.
         env: more environment variables for the ranks.
+        grace_s: seconds between SIGTERM and the end of who has not ended by itself.
 
     Raises:
         LaunchError: the rank that failed first, its traceback or last line, and where its log lies.
@@ -97,49 +91,189 @@ def launch(
     added = {
         RENDEZVOUS: str(meeting),
         LOGS: str(logs),
+        LAUNCHER: str(os.getpid()),
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpu_threads(ranks)),
-        # Without it a restart can meet the dead attempt's addresses, and hang.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
         **(env or {}),
     }
-    config = _launch_config(ranks, meeting, max_restarts)
     try:
-        with _environment(added), _signal_handlers(), _quiet_agent():
-            elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        message = describe_failure(error.failures, ranks, logs)
-    except SignalException as stop:
-        if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + stop.sigval) from None
-    else:
-        return
+        with _notice(grace_s) as notice:
+            for number in range(max_restarts + 1):
+                ended = _attempt(command, ranks, number, meeting, added, notice)
+                if not ended.failures:
+                    return
+                notice.refuse(ended)
+                message = _describe(ended, ranks, logs)
+                if number == max_restarts or not ended.may_go_on:
+                    break
+                head = message.splitlines()[0]
+                print(f"restart {number + 1} of {max_restarts}: {head}", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
     raise LaunchError(message)
 
 
-def _launch_config(ranks: int, meeting: Path, max_restarts: int) -> LaunchConfig:
-    # Older releases read the timeout from the environment alone.
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    timeout = {"shutdown_timeout": SHUTDOWN_S} if "shutdown_timeout" in known else {}
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(meeting / "agent"),
-        rdzv_configs={"store_type": "file"},
-        local_addr="127.0.0.1",
-        monitor_interval=0.1,
-        max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(meeting / "errors")),
-        **timeout,
-    )
+# ------------------------------------------------------------------ what this process is told
+
+
+@dataclass
+class _Notice:
+    """Signals that came, for the loop to act on."""
+
+    grace_s: float
+    asked_at: float | None = None  # SIGTERM
+    end: int | None = None  # the signal that ends everything now
+    told: bool = False  # whether the ranks know of SIGTERM
+
+    def take(self, number: int, _: Any) -> None:
+        """The handler."""
+        if number == signal.SIGTERM and self.asked_at is None:
+            self.asked_at = time.monotonic()
+        else:
+            self.end = number
+
+    def act(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Hand SIGTERM on; end where the time has come."""
+        if self.end is not None:
+            raise SystemExit(128 + self.end)
+        if self.asked_at is None:
+            return
+        if not self.told:
+            self.told = True
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+        if time.monotonic() - self.asked_at > self.grace_s:
+            print(
+                f"ranks that were asked to end had not done so after {self.grace_s:g} s and were killed.",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def refuse(self, ended: _Ended) -> None:
+        """After SIGTERM nobody is started anew; ranks that simply died of it are no failure."""
+        if self.asked_at is None:
+            return
+        if all(failure.exitcode == -signal.SIGTERM for failure in ended.failures.values()):
+            raise SystemExit(128 + signal.SIGTERM)
+        ended.may_go_on = False
+
+
+@contextmanager
+def _notice(grace_s: float) -> Iterator[_Notice]:
+    """Listen; handlers are put back. SIGINT stays what it is, KeyboardInterrupt."""
+    notice = _Notice(grace_s)
+    if threading.current_thread() is not threading.main_thread():
+        yield notice
+        return
+    before = {number: signal.signal(number, notice.take) for number in SIGNALS}
+    try:
+        yield notice
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+# ------------------------------------------------------------------ one attempt
+
+
+@dataclass
+class _Ended:
+    """How the ranks ended: those that failed by themselves, and those that had to be killed then.
+
+    `stopped`: of the killed ones, those that stood still (SIGSTOP).
+    """
+
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    killed: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+    may_go_on: bool = True
+
+    @property
+    def cause(self) -> int:
+        """The rank that is to blame."""
+        return min(self.failures, key=lambda r: (_echo(self.failures[r]), self.failures[r].timestamp))
+
+
+def _attempt(
+    command: Sequence[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str], notice: _Notice
+) -> _Ended:
+    """Start all ranks and wait: until all have ended well, or one has not."""
+    errors = [meeting / f"error-{number}-{rank}.json" for rank in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
+    notice.told = False
+    try:
+        for rank in range(ranks):
+            own = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                "GROUP_RANK": 0, ATTEMPT: number, "TORCHELASTIC_ERROR_FILE": errors[rank],
+            }  # fmt: skip
+            processes.append(_start(command, {**os.environ, **env, **{k: str(v) for k, v in own.items()}}))
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            notice.act(processes)
+            time.sleep(POLL_S)
+        ended = _Ended()
+        if any(p.poll() for p in processes):
+            _farewell(processes, notice)
+            ended.killed = [r for r, p in enumerate(processes) if p.poll() is None]
+            ended.stopped = [r for r in ended.killed if _stands_still(processes[r].pid)]
+        ended.failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started itself
+                process.wait()
+    if ended.failures:
+        cause = ended.failures[ended.cause]
+        ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or _echo(cause) > 1
+    return ended
+
+
+def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """SIGTERM is held back until the rank is ready to hear it, see `run_rank`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return subprocess.Popen(list(command), env=env, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _farewell(processes: Sequence[subprocess.Popen[bytes]], notice: _Notice) -> None:
+    """Let the others see that one is gone, and say so themselves."""
+    until = time.monotonic() + FAREWELL_S
+    while time.monotonic() < until and any(p.poll() is None for p in processes):
+        notice.act(processes)
+        time.sleep(POLL_S)
+
+
+def _stands_still(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------ what to tell
+
+
+def _failure(rank: int, process: subprocess.Popen[bytes], error: Path) -> ProcessFailure:
+    try:
+        return ProcessFailure(rank, process.pid, process.returncode, str(error))
+    except Exception:  # it died while it wrote the file
+        return ProcessFailure(rank, process.pid, process.returncode, "")
+
+
+def _describe(ended: _Ended, ranks: int, logs: Path) -> str:
+    """The failure, and before it those who never said anything: they are what the others waited for."""
+    told = describe_failure(ended.failures, ranks, logs)
+    if ended.stopped:
+        named = ", ".join(map(str, ended.stopped))
+        return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed. What the others said:\n{told}"
+    if ended.killed and _echo(ended.failures[ended.cause]) > 1:
+        named = ", ".join(map(str, ended.killed))
+        return f"{told}\nStill at work, and killed: rank {named} (log: {logs / f'rank{ended.killed[0]}.log'})"
+    return told
 
 
 def describe_failure(failures: Mapping[int, ProcessFailure], ranks: int, logs: Path) -> str:
@@ -190,164 +324,3 @@ def _last_line(log: Path) -> str:
     except OSError:
         lines = []
     return lines[-1] if lines else "(empty)"
-
-
-@contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:  # the agent leaves variables of its own behind, too
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _signal_handlers() -> Iterator[None]:
-    """Put back the handlers that the agent replaces with its own and leaves installed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Hide the agent's own account of a failure; ours follows."""
-    loggers = [
-        logger
-        for name, logger in logging.Logger.manager.loggerDict.items()
-        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger)
-    ]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-# ------------------------------------------------------------------ the process that is a rank
-
-
-def run_rank(
-    main: Callable[[], Any], *, device_type: str | None = None, timeout_s: float = 600.0
-) -> NoReturn:
-    """Be one rank: join the others, run `main`, leave together, end this process.
-
-    Ends with exit code 0 after `main` returned on all ranks; with 1 after an exception, whose
-    traceback is printed and handed to the launcher. A world of one joins nothing.
-
-    Args:
-        main: called with the process group ready and the device set.
-        device_type: "cpu", "cuda", ...; default the accelerator if there is one. CPU tensors can be
-            communicated on any.
-        timeout_s: how long a collective waits for a silent peer.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher answers Ctrl-C, ranks just end
-    _end_with_parent()
-    log = redirect_output()
-
-    def joined() -> None:
-        join_group(device_type, timeout_s)
-        main()
-        leave_group()
-
-    code = 1
-    try:
-        record(joined)()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc(file=log)  # the launcher shows it on the console
-    # An ended gloo rank can abort while the interpreter tears its threads down: do not let it.
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr, log):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
-
-
-def redirect_output() -> TextIO | None:
-    """Send this rank's output to its file below `FNSHARD_LOGS`; rank 0 writes to the console too.
-
-    Gives the file, or None where there is no such folder and everything stays as it is.
-    """
-    folder, rank = os.environ.get(LOGS), int(os.environ.get("RANK", "0"))
-    if folder is None:
-        return None
-    log = (Path(folder) / f"rank{rank}.log").open("a", encoding="utf-8")
-    if rank == 0:
-        sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
-    else:
-        os.dup2(log.fileno(), 1)  # what libraries print from C++ goes there, too
-        os.dup2(log.fileno(), 2)
-    return log
-
-
-class _Tee:
-    """A console stream whose lines go to a file as well, but for those that are drawn over."""
-
-    def __init__(self, console: TextIO, file: TextIO):
-        self._console, self._file = console, file
-
-    def write(self, text: str) -> int:
-        if not text.startswith("\r"):
-            self._file.write(text)
-            self._file.flush()
-        return self._console.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._console, name)
-
-
-def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None:
-    """Set this rank's device and make the default process group; nothing in a world of one."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device_type = device_type or (accelerator.type if accelerator else "cpu")
-    if device_type != "cpu":
-        torch.accelerator.set_device_index(local)
-    if world == 1:
-        return
-    backend = "gloo"
-    if device_type != "cpu":
-        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-    options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
-    if RENDEZVOUS in os.environ:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        path = Path(os.environ[RENDEZVOUS]) / f"store-{attempt}"  # a dead attempt's keys stay behind
-        options.update(store=dist.FileStore(str(path), world), rank=rank, world_size=world)
-    dist.init_process_group(backend, **options)
-
-
-def leave_group() -> None:
-    """Wait for all ranks, then take the default process group down; nothing where there is none."""
-    if not dist.is_initialized():
-        return
-    dist.all_reduce(torch.zeros(()))  # a barrier over gloo, whatever the device
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

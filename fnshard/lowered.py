@@ -285,8 +285,13 @@ class Lowering:
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves."""
         if not self.resolved:
-            self.tree = resolve_specs(self.tree, params)
-            self.specs, self.structure = spec_paths(self.tree)
+            self.adopt(resolve_specs(self.tree, params))
+
+    def adopt(self, specs: Any) -> None:
+        """Take the same specs with what they left open."""
+        if not self.resolved:
+            self.tree = specs
+            self.specs, self.structure = spec_paths(specs)
             check_specs(self.specs, self.mesh)
 
     def lower(self, batch: Sequence[Any]) -> Lowered:

@@ -23,6 +23,9 @@ class TrainState:
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
             scale is dynamic, else empty.
         seed: 0-d int64; random ops draw from (seed, step, rank, micro-batch).
+        where: the spec tree and the mesh that the tensors are laid out by, where they are known
+            (`step.init` knows them): so a checkpoint needs to be told neither.
+        data: of a state that was restored, the position in the data that was saved with it.
 
     A step takes a state over ("donation"): its tensors are updated in place and live on in the new
     state; the old one is marked consumed, and reading it is an error.
@@ -31,7 +34,7 @@ class TrainState:
         StateError: on reading a field of a consumed state.
     """
 
-    __slots__ = ("_consumed_at", "_values")
+    __slots__ = ("_consumed_at", "_values", "data", "where")
 
     def __init__(
         self,
@@ -40,9 +43,13 @@ class TrainState:
         opt_state: dict[str, dict[str, Tensor]],
         loss_scale: dict[str, Tensor],
         seed: Tensor,
+        *,
+        where: tuple[Any, Any] | None = None,
+        data: Any = None,
     ):
         self._values = dict(zip(_FIELDS, (step, params, opt_state, loss_scale, seed), strict=True))
         self._consumed_at: int | None = None
+        self.where, self.data = where, data
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
@@ -71,7 +78,11 @@ class TrainState:
             return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
 
         fields = {k: tree.map(copied, v) for k, v in self.as_dict().items()}
-        return TrainState(**fields)
+        return TrainState(**fields, where=self.where, data=self.data)
+
+    def replace(self, **fields: Any) -> TrainState:
+        """The same with other fields; the data has moved on."""
+        return TrainState(**{**self.as_dict(), **fields}, where=self.where)
 
     def consume(self) -> TrainState:
         """Hand the tensors on: a new state that holds them; this one becomes unreadable.
@@ -81,7 +92,7 @@ class TrainState:
         fields = self.as_dict()
         self._consumed_at = int(fields["step"])
         self._values = {}
-        return TrainState(**fields)
+        return TrainState(**fields, where=self.where)
 
     def __repr__(self) -> str:
         if self._consumed_at is not None:

@@ -19,14 +19,15 @@ from fnshard.compiler.slots import Slots, check_slots, slots_of
 from fnshard.compiler.update import init_slots
 from fnshard.errors import OptimizerError, StateError, report
 from fnshard.functional import make_functional
-from fnshard.init import InitFn, init_params
+from fnshard.held import blank_params, blank_slots
+from fnshard.init import InitFn, check_seed, init_params
 from fnshard.lowered import Backend, Lowered, Lowering, Options
 from fnshard.mesh import Mesh
 from fnshard.runner import FLAGS, Bound, Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.runtime.memory import check_directory
 from fnshard.scaling import LossScale
-from fnshard.shards import compare_paths
+from fnshard.shards import check_blocks, compare_paths
 from fnshard.state import TrainState
 from fnshard.transform import Optimizer
 from fnshard.transform import check as check_optimizer
@@ -142,13 +143,64 @@ class Step:
         shards = init_params(
             source, specs, self._lowering.structure, mesh, init=init, seed=seed, disk_dir=disk_dir
         )
+        return self._begin(shards, seed)
+
+    def adopt(self, blocks: Any, *, seed: int = 0) -> Any:
+        """The state before the first step, of parameters that are sharded already; they become its own.
+
+        Without an optimizer: the blocks as they are.
+
+        Args:
+            blocks: a tree of this rank's stored blocks: what `fs.hf.load` and `fs.shard` give.
+            seed: of the random ops of all steps to come.
+
+        Raises:
+            StateError: blocks of another mesh or spec; a seed that is no int64.
+        """
+        check_seed(seed)
+        named = tree.flatten_with_paths(blocks)[0]
+        compare_paths(self._lowering.specs, named)
+        self._resolve_from_blocks(blocks)
+        specs = self._lowering.specs
+        check_blocks(specs, named, self.mesh)
+        check_directory(self.options.disk_dir, [p for p, s in specs.items() if s.optimizer_memory == "disk"])
+        return self._begin(tree.unflatten(named.values(), self._lowering.structure), seed)
+
+    def _begin(self, shards: Any, seed: int) -> Any:
+        """The first state, of parameter shards."""
         if self.optimizer is None:
             return shards
         self._check_optimizer()
+        specs, mesh = self._lowering.specs, self.mesh
         blocks = tree.flatten_with_paths(shards)[0]
-        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
+        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, self.options.disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
-        return TrainState(step, shards, slots, self._scale.init(), number)
+        return TrainState(step, shards, slots, self._scale.init(), number, where=(self.specs, mesh))
+
+    def blank(self, specs: Any) -> TrainState:
+        """A state of zeros, laid out and resting as this step's states are; for what fills it in.
+
+        Args:
+            specs: this step's, with the shapes of their leaves, if the step has not seen these yet.
+
+        Raises:
+            StateError: there is no optimizer, so there is no state; or no room on disk.
+        """
+        if self.optimizer is None:
+            raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
+        self._lowering.adopt(specs)
+        self._check_optimizer()
+        specs, mesh = self._lowering.specs, self.mesh
+        params = blank_params(specs, mesh, self.options.disk_dir)
+        slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
+        return TrainState(
+            torch.zeros((), dtype=torch.int64),
+            tree.unflatten(params.values(), self._lowering.structure),
+            slots,
+            self._scale.init(),
+            torch.zeros((), dtype=torch.int64),
+            where=(self.specs, mesh),
+        )
 
     def lower(self, params: Any, *batch: Any) -> Lowered:
         """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
@@ -363,16 +415,14 @@ class Step:
     ) -> tuple[TrainState, dict[str, Any]]:
         summary: Summary = env["scalars"]
         self._heard(summary)
-        fields = state.as_dict()
-        fields["loss_scale"] = self._scale.after(fields["loss_scale"], env["skip"])
-        # A skipped step counts: the data has moved on, and the schedule of the rate goes with it.
-        fields["step"] = fields["step"] + 1
+        loss_scale = self._scale.after(state.loss_scale, env["skip"])
         metrics: dict[str, Any] = {"loss": summary.loss}
         if summary.norm is not None:
             factor = env["rescale"](summary)
             metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
-        metrics |= self.optimizer.metrics(env["info"]) | self._scale.metrics(fields["loss_scale"])
+        metrics |= self.optimizer.metrics(env["info"]) | self._scale.metrics(loss_scale)
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
-        return TrainState(**fields), metrics
+        # A skipped step counts: the data has moved on, and the schedule of the rate goes with it.
+        return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics

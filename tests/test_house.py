@@ -17,6 +17,7 @@ SOURCES = sorted((ROOT / "fnshard").rglob("*.py"))
 PUBLIC = [
     "AgreementError",
     "BudgetError",
+    "CheckpointError",
     "CollectiveError",
     "FnshardError",
     "Hardware",
@@ -31,9 +32,11 @@ PUBLIC = [
     "TraceError",
     "TrainState",
     "Whole",
+    "checkpoint",
     "diff",
     "errors",
     "fit",
+    "hf",
     "lockstep",
     "make_functional",
     "make_mesh",
@@ -41,6 +44,8 @@ PUBLIC = [
     "optim",
     "plot",
     "presets",
+    "reshard",
+    "reshard_cost",
     "schedules",
     "shard",
     "shard_forward",
@@ -57,7 +62,8 @@ FLOORS = {
         losses spec units rules presets functional schedules transform optim scaling state""",
     "F2: how it is done": """
         runtime runtime.memory runtime.buckets runtime.collectives runtime.messages runtime.shm
-        runtime.simulated runtime.connect measure hardware""",
+        runtime.simulated runtime.connect runtime.rows runtime.tensorfile runtime.fileblocks
+        runtime.folder runtime.plain runtime.manifest runtime.root runtime.dcp runtime.together measure hardware""",
     "F3: paper": """
         compiler compiler.program compiler.random compiler.refuse compiler.normalize compiler.inplace
         compiler.causal compiler.trace compiler.source compiler.split compiler.remat compiler.differentiate
@@ -68,7 +74,9 @@ FLOORS = {
         compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
-    "F5: the step": "shards init agree lowered runner forward step lockstep choice fit",
+    "F5: the step": """
+        shards held init agree lowered runner forward step lockstep choice fit saving checkpoint reshard
+        hf_names hf_files hf_match hf_write hf_plan hf""",
     "F6: around it": "launch plot",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]

@@ -41,16 +41,21 @@ from fnshard.errors import CollectiveError
 
 
 def bind(context: Context) -> Callable[[Env], Env]:
-    """A function that runs the whole schedule on an environment and returns it."""
-    actions: list[Action] = [_named(_BIND[type(line)](line, context), line, i)
-                             for i, line in enumerate(context.schedule.instructions)]  # fmt: skip
+    """A function that runs the whole schedule on an environment and returns it.
 
+    A collective that fails in it is a `CollectiveError` that begins with the instruction and its unit.
+    """
+    lines = context.schedule.instructions
+    actions: list[Action] = [_BIND[type(line)](line, context) for line in lines]
     finish = context.transfers.finish if context.transfers else None
 
     def run(env: Env) -> Env:
+        number = 0
         try:
-            for action in actions:
+            for number, action in enumerate(actions):  # noqa: B007  (known when one of them fails)
                 action(env)
+        except CollectiveError as error:
+            raise CollectiveError(f"{_where(lines[number], number)}: {error}") from error
         finally:  # after a failure too: what is under way still writes to memory that is about to be freed
             if finish:
                 finish()
@@ -59,20 +64,8 @@ def bind(context: Context) -> Callable[[Env], Env]:
     return run
 
 
-def _named(action: Action, line: Instruction, number: int) -> Action:
-    """Collectives that fail say at which line of the schedule."""
-    if not isinstance(line, Wait | Gather | ReduceScatter | AllReduce | Publish | ReduceScalars):
-        return action
-
-    def guarded(env: Env) -> None:
-        try:
-            action(env)
-        except CollectiveError as error:
-            raise CollectiveError(
-                f"line {number} of the schedule, {line.phase} {line.unit} {line.verb} {line.detail}: {error}"
-            ) from error
-
-    return guarded
+def _where(line: Instruction, number: int) -> str:
+    return f"line {number} of the schedule, {line.phase} {line.unit} {line.verb} {line.detail}"
 
 
 # ------------------------------------------------------------------ kernels and values

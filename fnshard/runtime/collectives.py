@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError, report
 from fnshard.mesh import Mesh
+from fnshard.runtime.rollcall import RollCall
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -106,11 +107,17 @@ class Done(Generic[T]):
 class Pending(Generic[T]):
     """Torch `Work`s and what to make of their outputs; holds inputs and outputs until waited for."""
 
-    def __init__(self, works: Sequence[Any], take: Callable[[], T], what: Callable[[], str]):
-        self._works, self._take, self._what = works, take, what
+    def __init__(
+        self,
+        works: Sequence[Any],
+        take: Callable[[], T],
+        what: Callable[[], str],
+        blame: Callable[[str], str] | None = None,
+    ):
+        self._works, self._take, self._what, self._blame = works, take, what, blame
 
     def wait(self) -> T:
-        with failing(self._what):
+        with failing(self._what, self._blame):
             for work in self._works:
                 work.wait()
             result = self._take()
@@ -127,15 +134,20 @@ def waited_twice(*_: Any) -> Any:
 
 
 @contextmanager
-def failing(what: Callable[[], str]) -> Iterator[None]:
-    """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause."""
+def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
+    """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause.
+
+    Args:
+        what: the collective.
+        blame: makes of the transport's words a cause that names a rank.
+    """
     try:
         yield
     except CollectiveError:
         raise
     except RuntimeError as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CollectiveError(lost(what(), line)) from error
+        raise CollectiveError(lost(what(), blame(line) if blame else line)) from error
 
 
 def forget(closed: Collectives) -> None:
@@ -270,6 +282,7 @@ class Group:
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
+    roll: RollCall = field(default_factory=RollCall, compare=False, repr=False)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
         return empty(self.mesh, rows * numel, dtype)
@@ -279,31 +292,31 @@ class Group:
         if n == 1:
             return Done([flat])
         what = self._what("all_gather", axes)
-        with failing(what):
+        with failing(what, self._blame):
             group, order = self.group(axes, "gather")
             if self.peer_to_peer:
                 works, rows = self._exchange([flat] * n, axes, group)
-                return Pending(works, lambda: rows, what)
+                return Pending(works, lambda: rows, what, self._blame)
             out = flat.new_empty(n * flat.numel())
             work = _all_gather(as_bytes(out), as_bytes(flat), group=group, async_op=True)
         rows = out.view(n, -1).unbind(0)
-        return Pending([work], lambda: (flat, [rows[place] for place in order])[1], what)
+        return Pending([work], lambda: (flat, [rows[place] for place in order])[1], what, self._blame)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         n = self.mesh.axes_size(axes)
         if n == 1:
             return Done(rows)
         what = self._what("reduce_scatter", axes)
-        with failing(what):
+        with failing(what, self._blame):
             group, order = self.group(axes, "reduce")
             if self.peer_to_peer:
                 works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
-                return Pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what)
+                return Pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what, self._blame)
             if order != tuple(range(n)):
                 rows = rows.view(n, -1)[[order.index(place) for place in range(n)]].view(-1)
             out = rows.new_empty(rows.numel() // n)
             work = _reduce_scatter(out, rows, group=group, async_op=True)
-        return Pending([work], lambda: (rows, out)[1], what)
+        return Pending([work], lambda: (rows, out)[1], what, self._blame)
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
@@ -319,13 +332,13 @@ class Group:
         if self.mesh.axes_size(axes) == 1:
             return Done(flat)
         what = self._what("all_reduce", axes)
-        with failing(what):
+        with failing(what, self._blame):
             group, _ = self.group(axes, "reduce")
             work = dist.all_reduce(flat, group=group, async_op=True)
-        return Pending([work], lambda: flat, what)
+        return Pending([work], lambda: flat, what, self._blame)
 
     def gather_object(self, text: str) -> list[str]:
-        with failing(self._what("gather_object", self.mesh.names)):
+        with failing(self._what("gather_object", self.mesh.names), self._blame):
             group, order = self.group(self.mesh.names, "host")
             out: list[Any] = [None] * len(order)
             dist.all_gather_object(out, text, group=group)
@@ -347,6 +360,12 @@ class Group:
 
     def _what(self, name: str, axes: Axes) -> Callable[[], str]:
         return lambda: describe(name, self.mesh, axes)
+
+    def _blame(self, line: str) -> str:
+        """Torch says that time ran out, not on whom it waited."""
+        absent = self.roll.absent(self.mesh.rank, self.mesh.size) if "time" in line.lower() else []
+        named = f"rank {', '.join(map(str, absent))} did not answer within {self.timeout:g} s ({line})"
+        return named if absent else line
 
     def group(self, axes: Axes, purpose: str) -> tuple[Any, tuple[int, ...]]:
         """The sub-group over `axes` and, for each place of `mesh.group_ranks(axes)`, its place there.

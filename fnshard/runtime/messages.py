@@ -71,13 +71,19 @@ class Arena:
 
     def left(self) -> bool:
         """Whether its process has closed it, ended, or is a zombie."""
-        if self.words[CLOSED]:
-            return True
+        return bool(self.words[CLOSED]) or self._process() in "ZX"
+
+    def stopped(self) -> bool:
+        """Whether its process stands still (SIGSTOP, or a debugger)."""
+        return self._process() in "Tt"
+
+    def _process(self) -> str:
+        """Its state, a letter as Linux has it; X where there is none."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "ZX"
+                return file.read().rpartition(")")[2].split()[0]
         except OSError:
-            return True
+            return "X"
 
 
 def control_bytes(groups: int) -> int:
@@ -235,7 +241,8 @@ class Message:
                     if not ready(place) and gone:
                         raise CollectiveError(lost(self.what(), f"rank {arena.rank} has left"))
                 if time.monotonic() - begun > self.timeout:
-                    text = f"rank {arena.rank} did not come within {self.timeout:g} s"
+                    still = f"; its process {arena.pid} is stopped" if arena.stopped() else ""
+                    text = f"rank {arena.rank} did not come within {self.timeout:g} s{still}"
                     raise CollectiveError(lost(self.what(), text))
 
     def settle(self) -> None:

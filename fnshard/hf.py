@@ -1,0 +1,264 @@
+"""hf: weights in and out of the Hugging Face format, leaf by leaf; no rank ever holds the whole model.
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    apply, params = fs.make_functional(model)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-5))
+    state = step.adopt(fs.hf.load(path, specs, mesh, model=model))
+    ...
+    fs.hf.save(state, "tuned", model=model, config=path)
+
+A leaf is called in the files what it is called in the module, but for a prefix that some leave out, and for
+tied weights, of which one is kept. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fnshard import tree
+from fnshard.errors import StateError, leaves, report
+from fnshard.held import blank_params
+from fnshard.hf_files import opened, read_config
+from fnshard.hf_match import fill, match
+from fnshard.hf_names import FAMILIES, Family, Names, Transposed, check_names, family_of
+from fnshard.hf_plan import Plan, deliver
+from fnshard.hf_write import Folder, SingleFile, StateDict, Target, beside, split_files
+from fnshard.mesh import Mesh
+from fnshard.runner import default_mesh
+from fnshard.runtime.connect import connection
+from fnshard.shards import check_blocks, compare_paths, spec_paths
+from fnshard.spec import LayoutSpec, check_specs
+from fnshard.state import TrainState
+
+__all__ = ["FAMILIES", "Family", "Transposed", "export", "load", "save"]
+
+
+def load(
+    path: str | Path,
+    specs: Any,
+    mesh: Mesh | None = None,
+    *,
+    model: nn.Module | None = None,
+    names: Names = None,
+    missing: Mapping[str, Tensor] | None = None,
+    ignore: str | Sequence[str] = (),
+    disk_dir: str | None = None,
+) -> Any:
+    """A model directory's weights -> this rank's stored blocks, for `Step.adopt` or `shard_forward`.
+
+    Each rank reads its own slices of the files, and holds 8 MiB beside its blocks; nothing moves between
+    ranks. Float tensors are cast to the specs' `storage_dtype`.
+
+    Args:
+        path: a directory with `model.safetensors`, or with several files and their index; or one file.
+        specs: what the blocks are laid out by; they know the full shapes.
+        mesh: default one axis "shard" over all ranks there are.
+        model: the module that the leaves are of, which may be on meta. It says which names are tied, and
+            makes the buffers that are not saved (rotary frequencies).
+        names: a dict or a function from paths to names in the files, or `Transposed(name)`; None and what
+            it leaves out: the path itself, with or without the architecture's prefix.
+        missing: full values, by path, of leaves that the files lack.
+        ignore: globs of tensors that no leaf takes.
+        disk_dir: for leaves that rest on disk.
+
+    Raises:
+        StateError: no safetensors files, or broken ones; or, named all together, leaves without a tensor,
+            tensors without a leaf, and such as do not fit.
+
+    >>> import tempfile
+    >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
+    >>> params = {"w": torch.arange(5.0)}
+    >>> specs = match_specs(params, [("*", LayoutSpec(P("shard")))])
+    >>> folder = tempfile.mkdtemp() + "/model"
+    >>> save(params, folder, specs, make_mesh(shard=1))
+    >>> load(folder, specs, make_mesh(shard=2, abstract=True))["w"]
+    tensor([0., 1., 2.])
+    """
+    mesh, path = mesh or default_mesh(), Path(path)
+    named, structure = _resolved(specs, mesh)
+    check_names(names, named)
+    family = family_of(read_config(path), model, named)
+    globs = [ignore] if isinstance(ignore, str) else list(ignore)
+    with opened(path) as tensors:
+        sources, values = match(named, tensors, names, family, model, missing or {}, globs)
+        blocks = blank_params(named, mesh, disk_dir)
+        with torch.no_grad():
+            for leaf, spec in named.items():
+                fill(blocks[leaf], spec, mesh, sources.get(leaf), values.get(leaf))
+    return tree.unflatten(blocks.values(), structure)
+
+
+def save(
+    params: Any,
+    path: str | Path,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    model: nn.Module | None = None,
+    names: Names = None,
+    config: Any = None,
+    max_file_bytes: float = 5e9,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Stored blocks -> a model directory that `transformers` opens. A collective: all ranks fail, or none.
+
+    Leaves are gathered a bounded piece at a time and written by rank 0, to another name, which is flushed to
+    the disk and renamed when it is whole.
+
+    Args:
+        params: a tree of stored blocks, or a `TrainState`.
+        path: of a directory that is not there yet, or is empty; where rank 0 sees it.
+        specs, mesh: its layout; a state of `step.init` or `step.adopt` knows them.
+        model: the module that the leaves are of, on any device: it says which buffers are not saved.
+        names: what the files are to call leaves, as for `load`; default their paths.
+        config: the configuration (an object with `to_dict`, or a dict), for config.json; or a directory whose
+            configuration and tokenizer are copied.
+        max_file_bytes: of one file, unless one tensor is more.
+        dtype: of all float tensors; default the blocks' own.
+
+    Raises:
+        StateError: blocks of another tree, mesh or spec; a name for two leaves; a dtype that such files have
+            not; there is something by that name.
+        CheckpointError: it could not be written (no room, no permission); nothing has the name then.
+        AgreementError: ranks asked for different things.
+    """
+    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    final = Path(path).absolute()
+
+    def planned() -> tuple[Plan, Target]:
+        source = _config(config)
+        told = read_config(source) if isinstance(source, Path) else source or {}
+        named = _checked(blocks, specs, mesh)
+        plan = Plan.of(blocks, named, names, family_of(told, model, named), dtype)
+        plan.check_dtypes()
+        if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
+            raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
+        if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
+            raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
+        return plan, Folder(final, split_files(plan.entries, max_file_bytes), beside(source))
+
+    deliver(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
+
+
+def export(
+    params: Any,
+    path: str | Path,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    model: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Stored blocks -> the full `state_dict` in one file. A collective: all ranks fail, or none.
+
+    For `module.load_state_dict`; what Lightning calls `state_dict_type="full"`.
+
+    Args:
+        params, specs, mesh, dtype: as for `save`.
+        path: ends in ".safetensors"; or in ".pt" or ".pth": then `torch.save` writes it, and needs room for
+            two copies on the disk, but no memory for one. A file of that name is replaced.
+        model: the module that the leaves are of, on any device: then the file has what its `state_dict()`
+            has, all names of a tied weight too; default all leaves.
+
+    Raises:
+        StateError, CheckpointError, AgreementError: as for `save`; another ending.
+
+    >>> import tempfile
+    >>> from fnshard import make_mesh, match_specs, LayoutSpec
+    >>> layer = nn.Linear(2, 2, bias=False)
+    >>> params = {"weight": layer.weight.detach()}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> file = tempfile.mkdtemp() + "/layer.pt"
+    >>> export(params, file, specs, make_mesh(shard=1))
+    >>> layer.load_state_dict(torch.load(file))
+    <All keys matched successfully>
+    """
+    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    final = Path(path).absolute()
+
+    def planned() -> tuple[Plan, Target]:
+        named = _checked(blocks, specs, mesh)
+        # Without the module nobody knows which leaves its state_dict leaves out.
+        family = Family() if model is None else family_of({}, model, named)
+        plan = Plan.of(blocks, named, None, family, dtype)
+        if mesh.rank == 0 and final.is_dir():
+            raise StateError(f"{str(final)!r} is a directory: name a file.")
+        if final.suffix in (".pt", ".pth"):
+            order = list(model.state_dict(keep_vars=True)) if model is not None else []
+            return plan, StateDict(final, plan.entries, family.tied, order)
+        if final.suffix != ".safetensors":
+            raise StateError(f"{final.name!r}: a state_dict is written to .safetensors, .pt or .pth.")
+        plan.check_dtypes()
+        plan = plan.copied(family.tied)
+        return plan, SingleFile(final, plan.entries)
+
+    deliver(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
+
+
+# ------------------------------------------------------------------ what is given
+
+
+def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
+    named, structure = spec_paths(specs)
+    bare = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
+    if bare:
+        raise StateError(
+            report(
+                f"the specs do not know the full shapes of {leaves(len(bare))}:",
+                bare[:8] + ["..."] * (len(bare) > 8),
+                "make them with match_specs or a preset, from make_functional(model on meta).",
+            )
+        )
+    check_specs(named, mesh)
+    return named, structure
+
+
+def _checked(blocks: Mapping[str, Tensor], specs: Any, mesh: Mesh) -> dict[str, LayoutSpec]:
+    """Specs by path, which these blocks are laid out by."""
+    named, _ = _resolved(specs, mesh)
+    compare_paths(named, dict(blocks))
+    check_blocks(named, blocks, mesh)
+    return named
+
+
+def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any], Any, Mesh]:
+    """Blocks by path, their specs and mesh: as given, or as a state knows them."""
+    training = isinstance(params, TrainState)
+    known = params.where if training and params.where is not None else (None, None)
+    specs, mesh = known[0] if specs is None else specs, mesh or known[1] or default_mesh()
+    if specs is None:
+        raise StateError(
+            report(
+                "nobody has said how these blocks are laid out.",
+                fix="give specs, and the mesh; states of step.init and step.adopt know both.",
+            )
+        )
+    return tree.flatten_with_paths(params.params if training else params)[0], specs, mesh
+
+
+def _config(config: Any) -> Mapping[str, Any] | Path | None:
+    """As a dict, or a path that is there."""
+    if config is None or isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    if isinstance(config, str | Path) and Path(config).exists():
+        return Path(config)
+    raise StateError(
+        report(
+            f"config={config!r} is none.",
+            fix="a dict, an object with to_dict(), or the path of an existing directory or config.json.",
+        )
+    )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())

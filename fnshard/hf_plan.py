@@ -1,0 +1,168 @@
+"""Plan: leaves on their way out, the same on all ranks, and how they get to the one that writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import AgreementError, StateError, leaves, report
+from fnshard.hf_names import Family, Names, Transposed, check_names, name_of
+from fnshard.hf_write import Target
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives import Collectives
+from fnshard.runtime.rows import all_or_none, whole_rows
+from fnshard.runtime.tensorfile import NAMES, Entry
+from fnshard.spec import LayoutSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """A leaf on its way out: its block, the names it is to have, and how it is to be stored."""
+
+    path: str
+    spec: LayoutSpec
+    block: Tensor
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that is written."""
+        return self.spec.shape[::-1] if self.transposed else self.spec.shape
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks must mean alike."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(
+        blocks: Mapping[str, Tensor],
+        specs: Mapping[str, LayoutSpec],
+        names: Names,
+        family: Family,
+        dtype: torch.dtype | None,
+    ) -> Plan:
+        """Of stored blocks by path.
+
+        Raises:
+            StateError: names or a dtype that do not fit.
+        """
+        check_names(names, specs)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
+        parts, wrong, taken = [], [], {}
+        for path, spec in specs.items():
+            named = name_of(path, names)
+            if named is None and not family.saves(path):
+                continue
+            transposed = isinstance(named, Transposed)
+            name = named.name if isinstance(named, Transposed) else named or path
+            if transposed and len(spec.shape) != 2:
+                wrong.append(f"params[{path!r}] {list(spec.shape)} is to be transposed, and is no matrix")
+            if name in taken:
+                wrong.append(f"{name!r} is to be params[{taken[name]!r}] and params[{path!r}]")
+            taken[name] = path
+            stored = spec.storage_dtype
+            wide = stored.is_floating_point and stored.itemsize > 1
+            kind = dtype if dtype is not None and wide else stored
+            parts.append(Part(path, spec, blocks[path].detach(), (name,), kind, transposed))
+        if wrong:
+            raise StateError(report("names= does not fit the leaves:", wrong, "give each leaf its own name."))
+        return Plan(tuple(parts))
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Every tensor that is written."""
+        return [Entry(name, part.shape, part.dtype) for part in self.parts for name in part.names]
+
+    def copied(self, tied: Mapping[str, str]) -> Plan:
+        """The same with tied weights under all their names, `{other name: path}`."""
+        more = {p.path: tuple(other for other, path in tied.items() if path == p.path) for p in self.parts}
+        return Plan(tuple(replace(p, names=p.names + more[p.path]) for p in self.parts))
+
+    def check_dtypes(self) -> None:
+        """Refuse what a safetensors file cannot hold.
+
+        Raises:
+            StateError: names all leaves.
+        """
+        wrong = [f"params[{p.path!r}] is {p.dtype}" for p in self.parts if p.dtype not in NAMES]
+        if wrong:
+            fix = "export to a .pt file, or store them in another dtype (storage_dtype= of their specs)."
+            raise StateError(
+                report(f"safetensors files have no such dtype, {leaves(len(wrong))}:", wrong, fix)
+            )
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans."""
+        lines = [[p.path, p.names, p.shape, str(p.dtype), repr(p.spec)] for p in self.parts]
+        return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def deliver(what: str, planned: Callable[[], tuple[Plan, Target]], mesh: Mesh, comm: Collectives) -> None:
+    """Plan, gather, and write on rank 0: each is done by all ranks or by none. A collective.
+
+    Args:
+        what: for messages.
+
+    Raises:
+        StateError, CheckpointError: on all ranks, if it failed on one.
+        AgreementError: plans that differ.
+    """
+    plan, target = all_or_none(comm, what, planned)
+    digests = comm.gather_object(f"{what} {mesh} {plan.digest}")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise AgreementError(
+            report(
+                f"{what}: rank(s) {', '.join(map(str, odd))} mean another file or other leaves than rank 0.",
+                fix="give the same path, specs, names and dtype on every rank.",
+            )
+        )
+    writer = target if mesh.rank == 0 else None
+    try:
+        all_or_none(comm, what, writer and writer.begin)
+        for part in plan.parts:
+            all_or_none(comm, what, partial(_send, part, mesh, comm, writer))
+        all_or_none(comm, what, writer and writer.commit)
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        raise
+
+
+def _send(part: Part, mesh: Mesh, comm: Collectives, writer: Target | None) -> None:
+    """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
+    failure, whole = None, None
+    for first, rows in whole_rows(part.block, part.spec, mesh, comm, wanted=writer is not None):
+        if failure is not None:
+            continue
+        try:
+            cast = rows.to(part.dtype)
+            if part.transposed:
+                whole = torch.empty(part.spec.shape, dtype=part.dtype) if whole is None else whole
+                whole[first : first + rows.shape[0]] = cast
+            else:
+                _put(writer, part, first, cast)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    if whole is not None:
+        _put(writer, part, 0, whole.t())
+
+
+def _put(writer: Target, part: Part, first: int, rows: Tensor) -> None:
+    for name in part.names:
+        writer.put(name, first, rows)

@@ -1,0 +1,138 @@
+"""Folder: a checkpoint's directory, which is there whole or not at all.
+
+It is written as `.name.saving` and renamed when every byte of it is on the disk. One that has the name
+already steps aside as `.name.old` until then. Whoever saves holds a lock on the directory, which a killed
+process gives back: what nobody holds is a leftover, and the next save clears it away.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors")
+OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
+
+
+def data_file(rank: int) -> str:
+    """What a rank's file is called."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass
+class Place:
+    """Where one checkpoint is to be; rank 0 calls `begin`, `commit` and, however it went, `end`."""
+
+    final: Path
+    _lock: int | None = None
+
+    @property
+    def saving(self) -> Path:
+        """Where it is written until it is whole."""
+        return self.final.with_name(f".{self.final.name}.saving")
+
+    def begin(self) -> None:
+        """Make the directory that is written to, and hold it.
+
+        Raises:
+            OSError: it cannot be made, another process is saving there, or something that no save made has
+                the name.
+        """
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(self.final) and not is_ours(self.final):
+            raise FileExistsError(errno.EEXIST, "there is something else by that name", str(self.final))
+        with _locked(self.final.parent):  # else somebody might clear it away before it is held
+            _clean(self.final.parent)
+            if self.saving.exists():
+                raise FileExistsError(errno.EEXIST, "another process is saving there", str(self.saving))
+            self.saving.mkdir()
+            self._lock = _open(self.saving)
+            _lock(self._lock)
+
+    def commit(self) -> None:
+        """Give it its name."""
+        aside = self.final.with_name(f".{self.final.name}.old")
+        if self.final.exists():
+            os.rename(self.final, aside)
+        os.rename(self.saving, self.final)
+        flush(self.final.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def end(self) -> None:
+        """Let go; what is not whole by now never will be."""
+        if self._lock is not None:
+            shutil.rmtree(self.saving, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def is_ours(folder: Path) -> bool:
+    """A directory in which there is nothing but what a save leaves there."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(OURS.fullmatch(name) for name in os.listdir(folder))
+
+
+def flush(folder: Path) -> None:
+    """Make new names in a directory outlive a power cut."""
+    fd = _open(folder)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def clean(root: Path) -> None:
+    """Clear away what killed saves have left in a directory, but not what a living process holds; bring back
+    what had stepped aside for one that never came."""
+    with _locked(root):
+        _clean(root)
+
+
+def _clean(root: Path) -> None:
+    for left in sorted(root.glob(".*.saving")) + sorted(root.glob(".*.old")):
+        if not is_ours(left) or _is_held(left):
+            continue
+        final = left.with_name(left.stem[1:])
+        if left.suffix == ".old" and not final.exists():
+            os.rename(left, final)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _lock(fd: int, flags: int = 0) -> bool:
+    """Whether it could be had; where the file system knows no locks, everything can."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | flags)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _is_held(folder: Path) -> bool:
+    fd = _open(folder)
+    try:
+        return not _lock(fd, fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    fd = _open(folder)
+    try:
+        _lock(fd)
+        yield
+    finally:
+        os.close(fd)

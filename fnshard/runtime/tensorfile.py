@@ -1,0 +1,259 @@
+"""Tensorfile: tensors in and out of safetensors files, streamed, with a checksum for every block of bytes.
+
+The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, raw bytes. It is
+written here rather than by its library because that wants all tensors of a file in memory at once; files
+written here are read by it, and `Header.read` refuses what it refuses. CRC-32 guards against corruption, not
+against somebody who changes a file and its checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_bytes = 8 << 20  # what one checksum covers: the least that is read to trust any of it
+HEADER_LIMIT_bytes = 100 << 20  # as the safetensors library has it
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Corrupt(ValueError):
+    """Bytes that are not what was written; the message says which."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: `make` gives it when its turn comes, on any device; None where the caller
+    writes it himself to the place that `arrange` names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: its size, its header's, and CRC-32s: of the header, and by tensor of each
+    `BLOCK_bytes` of its data. `at`: where each tensor's data begins in the file."""
+
+    bytes: int
+    header_bytes: int
+    header_crc32: int
+    at: Mapping[str, int]
+    crc32: Mapping[str, tuple[int, ...]]
+
+
+def write(path: str | Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
+    """Write a safetensors file and flush it to the disk; one tensor at a time is held.
+
+    Args:
+        path: of a file that does not exist yet.
+        entries: of distinct names.
+        metadata: strings for the header's `__metadata__`.
+
+    Raises:
+        OSError: as the system says it; the file is left as far as it came.
+        ValueError: a dtype that the format has not, or a tensor that is not what its entry says.
+    """
+    head, at = arrange(entries, metadata)
+    named, crcs, place = {e.name: e for e in entries}, {}, len(head)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        _write_all(fd, memoryview(head))
+        for e in (named[name] for name in at):
+            tensor = e.make()
+            if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
+                raise ValueError(f"{e.name}: {list(tensor.shape)} {tensor.dtype}, announced as {e}")
+            crcs[e.name] = _write_data(fd, tensor)
+            place += e.bytes
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return Written(place, len(head), zlib.crc32(head), at, crcs)
+
+
+def arrange(
+    entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """The head of a file, and where in the file each tensor's data begins, in that order.
+
+    Raises:
+        ValueError: a dtype that the format has not.
+    """
+    # Wide dtypes first, so that every tensor lies at a multiple of its item size.
+    ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
+    offset, starts = 0, {}
+    for e in ordered:
+        if e.dtype not in NAMES:
+            raise ValueError(f"{e.name}: safetensors files know no {e.dtype}")
+        header[e.name] = {
+            "dtype": NAMES[e.dtype],
+            "shape": list(e.shape),
+            "data_offsets": [offset, offset + e.bytes],
+        }
+        starts[e.name] = offset
+        offset += e.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + start for name, start in starts.items()}
+
+
+def _write_data(fd: int, tensor: Tensor) -> tuple[int, ...]:
+    data, sums = bytes_of(tensor), []
+    for start in range(0, len(data), BLOCK_bytes):
+        part = data[start : start + BLOCK_bytes]
+        sums.append(zlib.crc32(part))
+        _write_all(fd, part)
+    return tuple(sums)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's data as bytes, without a copy where it is contiguous and on the host."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def open_regular(folder: str | Path, name: str, size: int | None = None, *, links: bool = False) -> int:
+    """A file descriptor of a plain file in a folder: no link, no device, no other folder's.
+
+    Args:
+        links: follow symbolic links, of which the caches of downloaded models are made.
+
+    Raises:
+        Corrupt: it is missing, no plain file, or not `size` bytes long.
+    """
+    if not name or os.path.basename(name) != name or name in (".", "..") or "\0" in name:
+        raise Corrupt(f"{name!r} is no name of a file in this directory")
+    path = Path(folder) / name
+    try:
+        follow = 0 if links else os.O_NOFOLLOW
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow | os.O_NONBLOCK)
+    except OSError as error:
+        raise Corrupt(f"{name}: {error.strerror}") from error
+    except UnicodeEncodeError as error:
+        raise Corrupt(f"{name!r} is no name of a file ({error.reason})") from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or size not in (None, found.st_size):
+        os.close(fd)
+        what = (
+            f"has {found.st_size} bytes, written were {size}" if stat.S_ISREG(found.st_mode) else "is no file"
+        )
+        raise Corrupt(f"{name}: {what}")
+    return fd
+
+
+def read_exactly(fd: int, at: int, buffer: memoryview) -> None:
+    """Fill a buffer from a place of a file.
+
+    Raises:
+        Corrupt: the file ends before.
+        OSError: as the system says it.
+    """
+    while len(buffer):
+        count = os.preadv(fd, [buffer], at)
+        if count == 0:
+            raise Corrupt(f"ends at byte {at}")
+        buffer, at = buffer[count:], at + count
+
+
+def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, out: memoryview) -> None:
+    """Read bytes `[start, start + len(out))` of a tensor's data, checking every block that they touch.
+
+    Args:
+        at: where the tensor's data begins in the file.
+        size: of all of its data, in bytes.
+        crc32: of each of its blocks.
+
+    Raises:
+        Corrupt: a block's checksum differs.
+    """
+    end = start + len(out)
+    for index in range(start // BLOCK_bytes, -(-end // BLOCK_bytes)):
+        low, high = index * BLOCK_bytes, min((index + 1) * BLOCK_bytes, size)
+        inside = start <= low and high <= end
+        block = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
+        read_exactly(fd, at + low, block)
+        if zlib.crc32(block) != crc32[index]:
+            raise Corrupt(f"bytes {at + low} to {at + high} are not what was written (checksum differs)")
+        if not inside:
+            first, last = max(start, low), min(end, high)
+            out[first - start : last - start] = block[first - low : last - low]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says it holds: `{name: (dtype, shape, place of its first byte)}`."""
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]
+    metadata: Mapping[str, str]
+
+    @staticmethod
+    def read(fd: int) -> Header:
+        """Of an open file.
+
+        Raises:
+            Corrupt: a header that is too long, no JSON, or that says what the file does not hold.
+        """
+        size = os.fstat(fd).st_size
+        if size < 8:
+            raise Corrupt(f"{size} bytes are no safetensors file")
+        count = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if count > min(HEADER_LIMIT_bytes, size - 8):
+            raise Corrupt(f"a header of {count} bytes does not fit a file of {size}")
+        text = bytearray(count)
+        read_exactly(fd, 8, memoryview(text))
+        try:
+            values = json.loads(text)
+            metadata = values.pop("__metadata__", None) or {}
+            if not all(isinstance(v, str) for v in metadata.values()):
+                raise ValueError("its __metadata__ are no texts")
+            return Header(dict(_entries(values, 8 + count, size)), metadata)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise Corrupt(f"its header is no safetensors header ({error})") from error
+
+
+def _entries(
+    values: Mapping[str, Any], begin: int, size: int
+) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...], int]]]:
+    end = 0
+    for name, value in sorted(values.items(), key=lambda named: named[1]["data_offsets"]):
+        dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+        low, high = value["data_offsets"]
+        if any(type(n) is not int or n < 0 for n in (*shape, low, high)):
+            raise ValueError(f"{name}: sizes are whole numbers from 0")
+        if high - low != math.prod(shape) * dtype.itemsize or begin + high > size:
+            raise ValueError(f"{name}: {list(shape)} {dtype} is not what bytes {low} to {high} can hold")
+        if low != end:
+            raise ValueError(f"{name} begins at byte {low}, the tensor before it ends at {end}")
+        end = high
+        yield name, (dtype, shape, begin + low)
+    if begin + end != size:
+        raise ValueError(f"it has {size} bytes, its tensors end at {begin + end}")

@@ -1,0 +1,81 @@
+"""Together: what all ranks of a mesh do about a checkpoint, on a process group of its own."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fnshard.errors import CheckpointError, report
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives import DEFAULT_TIMEOUT, failing
+
+# DCP says so whenever there is no process group; here that is meant.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")
+
+
+class Failed(Exception):
+    """What went wrong, by rank; the same on all ranks."""
+
+    def __init__(self, causes: Mapping[int, BaseException]):
+        self.causes = dict(sorted(causes.items()))
+        super().__init__("; ".join(self.lines()))
+
+    def lines(self) -> list[str]:
+        """One a rank."""
+        return [f"rank {rank}: {cause or type(cause).__name__}" for rank, cause in self.causes.items()]
+
+
+def group_of(mesh: Mesh, timeout: float | None) -> Any:
+    """A gloo group of all ranks for checkpoints alone, so that a save in the background meets nobody else.
+
+    None in a process of one. A collective call at first.
+
+    Raises:
+        CheckpointError: a mesh whose ranks are no processes.
+    """
+    if mesh.kind in ("simulated", "abstract"):
+        raise CheckpointError(
+            report(
+                f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",
+                fix="save and restore under torchrun or fnshard.launch, or on a mesh of one.",
+            )
+        )
+    if not dist.is_initialized():
+        return None
+    return _gloo(dist.group.WORLD, timeout or next(iter(mesh.connections), DEFAULT_TIMEOUT))
+
+
+@functools.lru_cache(maxsize=8)
+def _gloo(world: Any, timeout: float) -> Any:
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
+def texts(group: Any, text: str) -> list[str]:
+    """What every rank says."""
+    if group is None:
+        return [text]
+    out: list[Any] = [None] * dist.get_world_size(group)
+    with failing(lambda: "agreement on a checkpoint"):
+        dist.all_gather_object(out, text, group=group)
+    return out
+
+
+def drive(work: Callable[..., Any], held: Mapping[str, Any], group: Any, **how: Any) -> None:
+    """`dcp.save` or `dcp.load`.
+
+    Raises:
+        Failed: on all ranks, if it failed on any.
+        CollectiveError: a peer died, or did not answer in time.
+    """
+    try:
+        with failing(lambda: f"checkpoint {work.__name__}"):
+            blocks = {name: leaf.block for name, leaf in held.items()}
+            work(blocks, process_group=group, no_dist=group is None, **how)
+    except CheckpointException as error:
+        raise Failed({rank: cause for rank, (cause, _) in error.failures.items()}) from error
