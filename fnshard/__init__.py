@@ -3,7 +3,7 @@
 nn.Module ─make_functional→ fn, params ─match_specs→ specs
    fn, specs ─shard_step→  trace → split → differentiate → schedule → passes → compile
                            Program  Segments   Kernels      Schedule             Step
-state, batch ─Step→ state', metrics
+state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 """
 
 from fnshard import checkpoint, errors, hf, optim, plot, presets, schedules, units

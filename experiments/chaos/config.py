@@ -1,0 +1,67 @@
+"""What the kill campaign is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.config import ConfigError
+from fnshard.errors import report
+
+MODES = ("kill_rank", "kill_all", "kill_launcher", "term_launcher", "term_rank")
+MOMENTS = ("start", "step", "save")
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    """All options.
+
+    Args:
+        kills: how many, in as many runs as it takes.
+        seed: of the choice of who is killed, and when.
+        ranks: of every run.
+        async_save: whether runs save in the background.
+        steps, save_every, held_out_every: of every run.
+        max_restarts: how many deaths of ranks a run mends by itself before it has to be started again.
+        modes: SIGKILL one rank, all ranks, or the launcher; SIGTERM the launcher, or a rank.
+        moments: before the first step, in a step, or in a save.
+        patience_s: how long anything may take.
+    """
+
+    kills: int = 20
+    seed: int = 0
+    ranks: int = 2
+    async_save: bool = False
+    steps: int = 80
+    save_every: int = 5
+    held_out_every: int = 15
+    max_restarts: int = 2
+    modes: tuple[str, ...] = MODES
+    moments: tuple[str, ...] = MOMENTS
+    patience_s: float = 120.0
+
+
+def build(values: Mapping[str, Any]) -> ChaosConfig:
+    """The configuration from what Hydra composed.
+
+    Raises:
+        ConfigError: unknown keys or values that cannot be; all of them at once.
+    """
+    known = [f.name for f in dataclasses.fields(ChaosConfig)]
+    problems = [f"{key}: no such key; there are {', '.join(known)}." for key in values if key not in known]
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known}
+    config = ChaosConfig(**given)
+    for name, choices in (("modes", MODES), ("moments", MOMENTS)):
+        chosen = getattr(config, name)
+        problems += [f"{name}={each}: one of {', '.join(choices)}." for each in chosen if each not in choices]
+        problems += [f"{name}: at least one of {', '.join(choices)}."] * (not chosen)
+    least = {"kills": 1, "ranks": 1, "steps": 2, "save_every": 1, "held_out_every": 1, "max_restarts": 0}
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            problems.append(f"{name}={getattr(config, name)}: must be {bound} or more.")
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(report(f"the kill campaign's configuration has {count}:", problems))
+    return config

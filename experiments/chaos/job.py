@@ -1,0 +1,180 @@
+"""One start of a run, watched from outside: its output, its directory, its processes. Linux only."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.report import METRICS
+from experiments.resume import CHECKPOINTS
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.001
+RESUMED = re.compile(r"^resume: (?:step (\d+) of|nothing to go on)", re.MULTILINE)
+STOPPED = re.compile(r"^stopped: step (\d+) of", re.MULTILINE)
+
+
+class ChaosError(RuntimeError):
+    """A run did what none may: it hung, or failed for a reason that nobody gave it."""
+
+
+@dataclass
+class Job:
+    """A process that was started in `place` with the run's command, writing to `log`."""
+
+    place: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    patience_s: float
+
+    @staticmethod
+    def start(place: Path, arguments: list[str], number: int, patience_s: float) -> Job:
+        """Start the run, or go on with it: the same command every time."""
+        log = place / f"start-{number}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "experiments.train", *arguments],
+                cwd=place,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Job(place, log, process, patience_s)
+
+    # -------------------------------------------------------------- what can be seen
+
+    @property
+    def text(self) -> str:
+        """All that it has said."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def resumed(self) -> list[int]:
+        """The step that each attempt of its ranks went on from; 0 is a new run."""
+        return [int(step or 0) for step in RESUMED.findall(self.text)]
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's: the newest that has metrics."""
+        return max((p.parent for p in self.place.glob(f"outputs/2*/*/{METRICS}")), default=None)
+
+    @property
+    def step(self) -> int:
+        """The last one that the metrics tell of."""
+        return max((row["step"] for row in rows_of(self.folder)), default=0) if self.folder else 0
+
+    @property
+    def committed(self) -> list[int]:
+        """Steps whose checkpoint has its name."""
+        root = self.folder / CHECKPOINTS if self.folder else None
+        names = os.listdir(root) if root is not None and root.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        root = self.folder / CHECKPOINTS if self.folder else None
+        names = os.listdir(root) if root is not None and root.is_dir() else []
+        return any(name.endswith(".saving") for name in names)
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Processes by rank, those that have not ended."""
+        found = {}
+        for pid in _children(self.process.pid):
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            rank = next((e[5:] for e in environment if e.startswith(b"RANK=")), None)
+            if rank is not None and alive(pid):
+                found[int(rank)] = pid
+        return found
+
+    # -------------------------------------------------------------- waiting and killing
+
+    def until(self, ready: Callable[[], bool], patience_s: float | None = None) -> bool:
+        """Wait until `ready()`; False if it ended first, or (with `patience_s`) time ran out.
+
+        Raises:
+            ChaosError: neither came.
+        """
+        deadline = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
+        while not ready():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                if patience_s is not None:
+                    return False
+                raise self.error(f"nothing happened for {self.patience_s:g} s")
+            time.sleep(POLL_S)
+        return True
+
+    def kill(self, mode: str, rank: int) -> bool:
+        """Do it; False if who was meant is not there (any more)."""
+        ranks = self.ranks
+        number = signal.SIGTERM if mode.startswith("term") else signal.SIGKILL
+        meant = {"kill_all": list(ranks.values()), "kill_rank": [ranks.get(rank)], "term_rank": [ranks.get(rank)]}
+        pids = meant.get(mode, [self.process.pid])
+        if not pids or None in pids or self.process.poll() is not None:
+            return False
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                return False
+        return True
+
+    def wait(self) -> int:
+        """Its exit code.
+
+        Raises:
+            ChaosError: it goes on and on.
+        """
+        try:
+            return self.process.wait(self.patience_s)
+        except subprocess.TimeoutExpired:
+            raise self.error(f"it had not ended after {self.patience_s:g} s") from None
+
+    def error(self, told: str) -> ChaosError:
+        """What to raise about it; its processes are ended."""
+        for pid in [*self.ranks.values(), self.process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        tail = "\n".join(self.text.splitlines()[-30:])
+        return ChaosError(f"{told}: {self.log}\n{tail}")
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The rows of a run's metrics; of a torn last line nothing."""
+    rows = []
+    for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

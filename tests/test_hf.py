@@ -1,0 +1,343 @@
+"""`fs.hf` with models of transformers, tiny and random: in from meta, sharded; out, and opened there again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_hf_files import same, tensors_of
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard.errors import StateError
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SMALL = {"vocab_size": 61, "hidden_size": 20, "intermediate_size": 27, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
+         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=4, tie_word_embeddings=False),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=61, n_embd=20, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+    ),
+}
+IDS = torch.randint(0, 61, (4, 7), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model that transformers saved, in several files; its leaves on meta, and what it says."""
+
+    folder: Path
+    meta: nn.Module
+    apply: Callable[..., Any]
+    params: Mapping[str, Tensor]
+    logits: Tensor
+
+    def forward(self, params: Any, ids: Tensor) -> Tensor:
+        """Logits, as a function of the leaves."""
+        return self.apply(params, input_ids=ids, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """A family's model, made once."""
+    made: dict[str, Saved] = {}
+
+    def of(family: str) -> Saved:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family) / "model"
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+            with torch.no_grad():
+                for leaf in model.parameters():  # norms and biases too
+                    leaf.add_(torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+            model.save_pretrained(folder, max_shard_size="8KB")
+            assert len(list(folder.glob("*.safetensors"))) > 2
+            with torch.device("meta"):
+                meta = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+            assert all(leaf.is_meta for leaf in (*meta.parameters(), *meta.buffers()))
+            made[family] = Saved(folder, meta, *fs.make_functional(meta), logits(folder))
+        return made[family]
+
+    return of
+
+
+def logits(folder: Path) -> Tensor:
+    """What transformers' own model of these files says."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+def one_file(folder: Path) -> dict[str, Tensor]:
+    """Its tensors, as a file alone."""
+    tensors = tensors_of(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    return tensors
+
+
+CASES = [
+    ("llama", "no_shard", {"shard": 1}),
+    ("llama", "full_shard", {"shard": 2}),
+    ("llama", "full_shard", {"shard": 4}),
+    ("llama", "zero1", {"shard": 2}),
+    ("llama", "hybrid_shard", {"replicate": 2, "shard": 2}),
+    ("qwen2", "full_shard", {"shard": 4}),
+    ("qwen2", "no_shard", {"shard": 2}),
+    ("mistral", "full_shard", {"shard": 2}),
+    ("gpt2", "full_shard", {"shard": 4}),
+    ("gpt2", "hybrid_shard", {"replicate": 2, "shard": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "preset", "axes"), CASES)
+def test_in_and_out_again(
+    saved: Callable[[str], Saved], tmp_path: Path, family: str, preset: str, axes: dict[str, int]
+) -> None:
+    """Equal logits when loaded, equal bits when saved, equal logits where transformers opens that."""
+    of = saved(family)
+    mesh = fs.make_mesh(**axes, simulated=True)
+    specs = fs.presets.PRESETS[preset](of.params, mesh)
+    forward = fs.shard_forward(of.forward, specs, mesh=mesh, backend="eager")
+
+    def run(rank: int) -> Tensor:
+        blocks = fs.hf.load(of.folder, specs, mesh, model=of.meta)
+        fs.hf.save(
+            blocks, tmp_path / "out", specs, mesh, model=of.meta, config=of.folder, max_file_bytes=6000
+        )
+        return forward(blocks, IDS)
+
+    with torch.no_grad():
+        for got in fs.simulate(mesh, run):
+            torch.testing.assert_close(got, of.logits, rtol=0, atol=1e-5)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    same(tensors_of(tmp_path / "out"), tensors_of(of.folder))
+    torch.testing.assert_close(logits(tmp_path / "out"), of.logits, rtol=0, atol=1e-5)
+    files = {"config.json", "generation_config.json"}
+    assert {f.name for f in (tmp_path / "out").glob("*config.json")} == files
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_tiers_and_dtypes(saved: Callable[[str], Saved], tmp_path: Path, tier: str) -> None:
+    of = saved("qwen2")
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(of.params, mesh, memory=tier, storage_dtype=torch.bfloat16)
+    got = fs.hf.load(of.folder, specs, mesh, model=of.meta, disk_dir=str(tmp_path))
+    whole = tensors_of(of.folder)
+    whole |= {p: got[p] for p in got if p not in whole}
+    same(got, fs.shard({p: whole[p] for p in specs}, specs, mesh, disk_dir=str(tmp_path)))
+    assert got["model.norm.weight"].dtype == torch.bfloat16
+    assert got["model.rotary_emb.inv_freq"].dtype == torch.float32
+
+
+def test_a_step_from_meta_to_a_tuned_model(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    """The losses of a step of the whole model; what is saved is what transformers then trains on."""
+    of = saved("llama")
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(of.params, mesh)
+
+    def loss(params: Any, ids: Tensor) -> Tensor:
+        return F.cross_entropy(of.forward(params, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.5), backend="eager")
+
+    def run(rank: int) -> Tensor:
+        state = step.adopt(fs.hf.load(of.folder, specs, mesh, model=of.meta))
+        state, metrics = step(state, IDS[rank * 2 : rank * 2 + 2])
+        fs.hf.save(state, tmp_path / "tuned", model=of.meta, config=of.meta.config)
+        return metrics["loss"]
+
+    losses = fs.simulate(mesh, run)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(of.folder)
+    expected = F.cross_entropy(plain(IDS, use_cache=False).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    expected.backward()
+    for got in losses:
+        torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-5, check_dtype=False)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    before = dict(plain.named_parameters())
+    for path, leaf in tuned.named_parameters():
+        wanted = (before[path] - 0.5 * before[path].grad).detach()
+        torch.testing.assert_close(leaf.detach(), wanted, rtol=0, atol=1e-5)
+        assert not torch.equal(wanted, before[path].detach()), path
+
+
+# ------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_files_as_others_write_them(
+    saved: Callable[[str], Saved], tmp_path: Path, family: str, with_model: bool
+) -> None:
+    """Without the prefix, with old buffers, with the tied head once more, in one file. With `model=`, or by
+    config.json alone."""
+    of = saved(family)
+    folder = tmp_path / "hub"
+    shutil.copytree(of.folder, folder)
+    tensors = one_file(folder)
+    start = {"gpt2": "transformer.", "qwen2": "model."}[family]
+    table = next(
+        t for n, t in tensors.items() if n in ("transformer.wte.weight", "model.embed_tokens.weight")
+    )
+    other = {n.removeprefix(start): t for n, t in tensors.items()} | {"lm_head.weight": table.clone()}
+    other |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)} if family == "gpt2" else {
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}  # fmt: skip
+    safetensors.save_file(other, folder / "model.safetensors", {"format": "pt"})
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(of.params, mesh)
+    model = of.meta if with_model else None
+    missing = {p: torch.ones(s.shape) for p, s in specs.items() if "inv_freq" in p} if not with_model else {}
+    got = fs.hf.load(folder, specs, mesh, model=model, missing=missing)
+    expected = fs.shard(tensors | {p: got[p] for p in got if "inv_freq" in p}, specs, mesh)
+    same(got, expected)
+    # Only the head has the tied weight, as some write it.
+    del other[next(n for n, t in other.items() if t is table)]
+    safetensors.save_file(other, folder / "model.safetensors", {"format": "pt"})
+    same(fs.hf.load(folder, specs, mesh, model=model, missing=missing), expected)
+    other["lm_head.weight"] = table + 1
+    safetensors.save_file(other | {"extra": table}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        StateError, match=r"(?s)1 problem:.*'extra' \[61, 20\] torch.float32 in model.safetensors"
+    ):
+        fs.hf.load(folder, specs, mesh, model=model, missing=missing)
+
+
+def test_an_untied_head_does_not_fit_a_tied_model(saved: Callable[[str], Saved]) -> None:
+    of = saved("llama")
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+    with pytest.raises(StateError, match=r"'lm_head.weight' .* is not what 'model.embed_tokens.weight' is"):
+        fs.hf.load(of.folder, specs, mesh, model=model)
+    with pytest.raises(fs.SpecError, match=r"params\['lm_head.weight'\] has no spec"):
+        fs.hf.load(of.folder, specs, mesh, model=of.meta)
+
+
+def test_a_base_model_of_a_whole_one(saved: Callable[[str], Saved]) -> None:
+    """Its leaves have no prefix; the head is left out by name."""
+    of = saved("llama")
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(FAMILIES["llama"]())
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+    with pytest.raises(StateError, match=r"1 problem:\n  'lm_head.weight' .*: no leaf takes it"):
+        fs.hf.load(of.folder, specs, mesh, model=model)
+    got = fs.hf.load(of.folder, specs, mesh, model=model, ignore="lm_head.*")
+    whole = {n.removeprefix("model."): t for n, t in tensors_of(of.folder).items() if n != "lm_head.weight"}
+    same({p: got[p] for p in whole}, fs.shard(whole, {p: specs[p] for p in whole}, mesh))
+
+
+def test_buffers_are_made_by_their_module(saved: Callable[[str], Saved]) -> None:
+    """Rotary frequencies, as the real module has them; whoever gives no module is told."""
+    of = saved("llama")
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(of.params, mesh)
+    real = transformers.AutoModelForCausalLM.from_pretrained(of.folder)
+    wanted = dict(real.named_buffers())
+    assert wanted.keys() == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
+    for model in (of.meta, real):
+        got = fs.hf.load(of.folder, specs, mesh, model=model)
+        same({p: got[p] for p in wanted}, wanted)
+    with pytest.raises(
+        StateError, match=r"(?s)2 problems:.*params\['model.rotary_emb.inv_freq'\] \[5\].*model="
+    ):
+        fs.hf.load(of.folder, specs, mesh)
+    got = fs.hf.load(of.folder, specs, mesh, missing=wanted)
+    same({p: got[p] for p in wanted}, wanted)
+    assert of.meta.model.rotary_emb.inv_freq.is_meta, "the module was changed"
+
+
+def test_what_a_module_cannot_make_is_told(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    class Half(Bare):
+        def reset_parameters(self) -> None:
+            self.table[:2] = 1
+
+    safetensors.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    for kind in (Bare, Half):
+        with torch.device("meta"):
+            model = kind()
+        specs = fs.match_specs(fs.make_functional(model)[1], [("*", fs.LayoutSpec())])
+        with pytest.raises(
+            StateError, match=rf"params\['table'\]: {kind.__name__} cannot make it from the meta"
+        ):
+            fs.hf.load(tmp_path, specs, model=model)
+        got = fs.hf.load(tmp_path, specs, model=model, missing={"table": torch.arange(3.0)})
+        same(got, {"w": torch.ones(2), "table": torch.arange(3.0)})
+    with pytest.raises(fs.SpecError, match="model= is dict"):
+        fs.hf.load(tmp_path, specs, model={})
+
+
+# ------------------------------------------------------------------ export
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_full_state_dict(saved: Callable[[str], Saved], tmp_path: Path, family: str) -> None:
+    of = saved(family)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(of.params, mesh)
+
+    def run(rank: int) -> None:
+        blocks = fs.hf.load(of.folder, specs, mesh, model=of.meta)
+        for name in ("a.pt", "a.safetensors"):
+            fs.hf.export(blocks, tmp_path / name, specs, mesh, model=of.meta)
+
+    fs.simulate(mesh, run)
+    for state in (torch.load(tmp_path / "a.pt"), safetensors.load_file(tmp_path / "a.safetensors")):
+        fresh = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+        assert state.keys() == fresh.state_dict().keys()
+        fresh.load_state_dict(state, strict=True)
+        with torch.no_grad():
+            torch.testing.assert_close(fresh(IDS, use_cache=False).logits, of.logits, rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------ processes
+
+
+def on_rank(rank: int, folder: str) -> list[Any]:
+    """From meta to files on a process group."""
+    config = transformers.AutoConfig.from_pretrained(Path(folder) / "model")
+    with torch.device("meta"):
+        meta = transformers.AutoModelForCausalLM.from_config(config).eval()
+    apply, params = fs.make_functional(meta)
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = fs.presets.full_shard(params, mesh)
+    blocks = fs.hf.load(Path(folder) / "model", specs, mesh, model=meta)
+    fs.hf.save(blocks, Path(folder) / "out", specs, mesh, model=meta, config=config, max_file_bytes=6000)
+    forward = fs.shard_forward(
+        lambda p, i: apply(p, input_ids=i, use_cache=False).logits, specs, mesh=mesh, backend="eager"
+    )
+    with torch.no_grad():
+        return forward(blocks, IDS).tolist()
+
+
+def test_in_and_out_again_on_processes(ranks: Any, saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    of = saved("qwen2")
+    shutil.copytree(of.folder, tmp_path / "model")
+    for got in ranks(2).run(on_rank, str(tmp_path), timeout=200.0):
+        torch.testing.assert_close(torch.tensor(got), of.logits, rtol=0, atol=1e-5)
+    same(tensors_of(tmp_path / "out"), tensors_of(of.folder))
+    torch.testing.assert_close(logits(tmp_path / "out"), of.logits, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"
