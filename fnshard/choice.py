@@ -44,7 +44,7 @@ class Choice:
         parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
-        parts.append(f"{' and '.join(where)} on the host" if where else "nothing moved to the host")
+        parts += [f"{' and '.join(where)} on the host"] if where else []
         return ", ".join(parts) + ("" if self.ahead else ", no prefetch")
 
 

@@ -63,8 +63,8 @@ def load(
         mesh: default one axis "shard" over all ranks there are.
         model: the module that the leaves are of, which may be on meta. It says which names are tied, and
             makes the buffers that are not saved (rotary frequencies).
-        names: a dict or a function from paths to names in the files, or `Transposed(name)`; None and what
-            it leaves out: the path itself, with or without the architecture's prefix.
+        names: a dict or a function from paths to names in the files, or `Transposed(name)` (which takes a
+            copy of the block); None and what it leaves out: the path, with or without the prefix.
         missing: full values, by path, of leaves that the files lack.
         ignore: globs of tensors that no leaf takes.
         disk_dir: for leaves that rest on disk.

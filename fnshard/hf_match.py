@@ -15,7 +15,7 @@ from fnshard.hf_names import Family, Names, Transposed, buffers_of, candidates, 
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import local_block
 from fnshard.runtime.fileblocks import read_block
-from fnshard.runtime.tensorfile import read_exactly
+from fnshard.runtime.tensorfile import Corrupt, read_exactly
 from fnshard.spec import LayoutSpec, block_slices
 
 SHOWN = 40  # lines of each kind of a problem
@@ -185,15 +185,22 @@ def _equal(one: Saved, other: Saved, step: int = 4 << 20) -> bool:
 
 
 def fill(block: Tensor, spec: LayoutSpec, mesh: Mesh, source: Source | None, value: Tensor | None) -> None:
-    """This rank's stored block, of zeros, from its slice of a file, or of a full value."""
+    """This rank's stored block, of zeros, from its slice of a file, or of a full value.
+
+    Raises:
+        StateError: the file cannot be read any more.
+    """
     if source is None:
         block.copy_(local_block(value, spec.storage, mesh))
         return
     slices, saved = block_slices(spec.shape, spec.storage, mesh), source.saved
-    if not source.transposed:
-        read_block(saved.fd, saved.at, saved.dtype, saved.shape, slices, block)
-        return
-    turned = slices[::-1]
-    part = torch.empty([s.stop - s.start for s in turned], dtype=block.dtype)
-    read_block(saved.fd, saved.at, saved.dtype, saved.shape, turned, part)
-    block[tuple(slice(s.stop - s.start) for s in slices)] = part.t()
+    try:
+        if not source.transposed:
+            read_block(saved.fd, saved.at, saved.dtype, saved.shape, slices, block)
+            return
+        turned = slices[::-1]
+        part = torch.empty([s.stop - s.start for s in turned], dtype=block.dtype)
+        read_block(saved.fd, saved.at, saved.dtype, saved.shape, turned, part)
+        block[tuple(slice(s.stop - s.start) for s in slices)] = part.t()
+    except (Corrupt, OSError) as error:
+        raise StateError(f"{source.name!r} could not be read from {saved.file}: {error}.") from error

@@ -87,18 +87,22 @@ class SingleFile:
     _file: TensorFile | None = None
 
     def begin(self) -> None:
+        """Make what is written to."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         _remove(staging(self.final))
         self._file = TensorFile(staging(self.final), self.entries)
 
     def put(self, name: str, first: int, rows: Tensor) -> None:
+        """Rows of a tensor, from the `first` on."""
         self._file.put(name, first, rows)
 
     def commit(self) -> None:
+        """Flush it, and give it its name."""
         self._file.close(flushed=True)
         _replace(self.final)
 
     def abort(self) -> None:
+        """Leave nothing behind."""
         if self._file is not None:
             self._file.close(flushed=False)
         _remove(staging(self.final))
@@ -118,6 +122,7 @@ class StateDict:
     _values: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self) -> None:
+        """Make what is written to."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         _remove(staging(self.final))
         for e in self.entries:
@@ -125,10 +130,12 @@ class StateDict:
             self._values[e.name] = allocate(e.shape, e.dtype, "disk", torch.device("cpu"), folder)
 
     def put(self, name: str, first: int, rows: Tensor) -> None:
+        """Rows of a tensor, from the `first` on."""
         value = self._values[name]
         (value if value.dim() else value.view(1))[first : first + rows.shape[0]].copy_(rows)
 
     def commit(self) -> None:
+        """Flush it, and give it its name."""
         names = {name: self.tied.get(name, name) for name in self.order} or {n: n for n in self._values}
         values = {name: self._values[path] for name, path in names.items() if path in self._values}
         with open(staging(self.final), "xb") as file:
@@ -139,6 +146,7 @@ class StateDict:
         _replace(self.final)
 
     def abort(self) -> None:
+        """Leave nothing behind."""
         self._values.clear()
         _remove(staging(self.final))
 
@@ -161,6 +169,7 @@ class Folder:
     _where: dict[str, int] = field(default_factory=dict)
 
     def begin(self) -> None:
+        """Make what is written to."""
         _remove(staging(self.final))
         self.final.parent.mkdir(parents=True, exist_ok=True)
         staging(self.final).mkdir()
@@ -168,6 +177,7 @@ class Folder:
         self.beside(staging(self.final))
 
     def put(self, name: str, first: int, rows: Tensor) -> None:
+        """Rows of a tensor, from the `first` on."""
         while self._number < self._where[name]:
             self._next()
         self._open.put(name, first, rows)
@@ -180,6 +190,7 @@ class Folder:
         self._open = TensorFile(path, self.files[self._number])
 
     def commit(self) -> None:
+        """Flush it, and give it its name."""
         while self._number < len(self.files) - 1:  # files of nothing but empty tensors
             self._next()
         self._open.close(flushed=True)
@@ -194,6 +205,7 @@ class Folder:
         flush(self.final.parent)
 
     def abort(self) -> None:
+        """Leave nothing behind."""
         if self._open is not None:
             self._open.close(flushed=False)
         _remove(staging(self.final))

@@ -78,7 +78,9 @@ def fit_many(name: str, budgets: int) -> None:
         assert plan.lowered.memory_analysis().peak_bytes == plan.peak_bytes <= budget
         for choice in search.neighbours(plan.chosen.choice):
             other = search.look(choice)
-            assert other.peak_bytes > budget or other.seconds >= plan.seconds, (plan, other)
+            # Sums of the same seconds in another order are no difference.
+                slower = other.seconds >= plan.seconds * (1 - 1e-9)
+                assert other.peak_bytes > budget or slower, (plan, other)
         assert plan.seconds >= roomy.seconds
     assert fitted > budgets // 2
 

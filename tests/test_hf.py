@@ -1,4 +1,4 @@
-"""`fs.hf` with models of transformers, tiny and random: in from meta, sharded; out, and opened there again."""
+"""`fs.hf` with models of transformers, tiny and random: from meta to shards, and out to be opened there."""
 
 from __future__ import annotations
 
@@ -195,8 +195,9 @@ def test_files_as_others_write_them(
         t for n, t in tensors.items() if n in ("transformer.wte.weight", "model.embed_tokens.weight")
     )
     other = {n.removeprefix(start): t for n, t in tensors.items()} | {"lm_head.weight": table.clone()}
-    other |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)} if family == "gpt2" else {
-        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}  # fmt: skip
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    rotary = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
+    other |= masks if family == "gpt2" else rotary
     safetensors.save_file(other, folder / "model.safetensors", {"format": "pt"})
     mesh = fs.make_mesh(shard=2, abstract=True)
     specs = fs.presets.full_shard(of.params, mesh)

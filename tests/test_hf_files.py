@@ -1,4 +1,4 @@
-"""Weights out of and into safetensors files: blocks, memory, names, what is malformed, what cannot be kept."""
+"""Weights out of and into safetensors files: blocks, memory, names, broken files, full disks."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def tree_of(**leaves: Any) -> dict[str, Tensor]:
 
 
 PARAMS = tree_of(
-    embed=(13, 6), layers__0__w=(7, 5), layers__0__b=(5,), layers__1__w=(7, 5), scale=(), step=((3,), torch.int64),
-    mask=((2, 2), torch.bool), half=((9, 4), torch.bfloat16), cube=(3, 5, 4), none=(0, 3),
+    embed=(13, 6), layers__0__w=(7, 5), layers__0__b=(5,), layers__1__w=(7, 5), scale=(),
+    step=((3,), torch.int64), mask=((2, 2), torch.bool), half=((9, 4), torch.bfloat16), cube=(3, 5, 4),
+    none=(0, 3),
 )  # fmt: skip
 
 
@@ -376,40 +377,41 @@ def index(**where: Any) -> str:
     return json.dumps({"weight_map": where})
 
 
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 GOOD = header(w=F32) + bytes(8)
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "neither model.safetensors nor model.safetensors.index.json"),
     "pickles": ({"pytorch_model.bin": pickle.dumps(Bomb())}, "holds pickled weights alone"),
-    "pickled_safetensors": ({"model.safetensors": pickle.dumps(Bomb())}, "model.safetensors: a header of"),
+    "pickled_safetensors": ({MODEL: pickle.dumps(Bomb())}, "model.safetensors: a header of"),
     "another_file": ({"adapter.safetensors": GOOD}, "adapter.safetensors\nFix: name one of these files"),
-    "empty": ({"model.safetensors": b""}, "0 bytes are no safetensors file"),
-    "truncated": ({"model.safetensors": GOOD[:-1]}, "is not what bytes 0 to 8 can hold"),
-    "huge_header": ({"model.safetensors": (1 << 60).to_bytes(8, "little") + bytes(64)}, "does not fit a file"),
-    "no_json": ({"model.safetensors": (2).to_bytes(8, "little") + b"[}" + bytes(8)}, "no safetensors header"),
-    "deep_json": ({"model.safetensors": (9000).to_bytes(8, "little") + b"[" * 9000}, "no safetensors header"),
-    "unknown_dtype": ({"model.safetensors": header(w={**F32, "dtype": "X9"}) + bytes(8)}, "header .'X9'"),
-    "negative": ({"model.safetensors": header(w={**F32, "shape": [-2]}) + bytes(8)}, "whole numbers from 0"),
-    "outside": ({"model.safetensors": header(w={**F32, "data_offsets": [8, 16]}) + bytes(8)}, "can hold"),
-    "a_directory": ({"model.safetensors": None}, "model.safetensors: is no file"),
-    "index_no_json": ({"model.safetensors.index.json": "{"}, "index.json in .* cannot be read"),
-    "index_a_list": ({"model.safetensors.index.json": "[]"}, "no JSON object"),
-    "index_without_map": ({"model.safetensors.index.json": "{}"}, "has no weight_map"),
-    "index_of_numbers": ({"model.safetensors.index.json": index(w=3)}, "has no weight_map"),
-    "index_outside": ({"model.safetensors.index.json": index(w="../x.safetensors")}, "'../x.safetensors' is no name"),
-    "index_absolute": ({"model.safetensors.index.json": index(w="/x.safetensors")}, "'/x.safetensors' is no name"),
-    "index_dots": ({"model.safetensors.index.json": index(w="..")}, "'..' is no name of a file"),
-    "index_gone": ({"model.safetensors.index.json": index(w="a.safetensors")}, "a.safetensors: No such file"),
+    "empty": ({MODEL: b""}, "0 bytes are no safetensors file"),
+    "truncated": ({MODEL: GOOD[:-1]}, "is not what bytes 0 to 8 can hold"),
+    "huge_header": ({MODEL: (1 << 60).to_bytes(8, "little") + bytes(64)}, "does not fit a file"),
+    "no_json": ({MODEL: header()[:8] + b"[}" + bytes(8)}, "no safetensors header"),
+    "deep_json": ({MODEL: (9000).to_bytes(8, "little") + b"[" * 9000}, "no safetensors header"),
+    "unknown_dtype": ({MODEL: header(w={**F32, "dtype": "X9"}) + bytes(8)}, "header .'X9'"),
+    "negative": ({MODEL: header(w={**F32, "shape": [-2]}) + bytes(8)}, "whole numbers from 0"),
+    "outside": ({MODEL: header(w={**F32, "data_offsets": [8, 16]}) + bytes(8)}, "can hold"),
+    "a_directory": ({MODEL: None}, "model.safetensors: is no file"),
+    "index_no_json": ({INDEX: "{"}, "index.json in .* cannot be read"),
+    "index_a_list": ({INDEX: "[]"}, "no JSON object"),
+    "index_without_map": ({INDEX: "{}"}, "has no weight_map"),
+    "index_of_numbers": ({INDEX: index(w=3)}, "has no weight_map"),
+    "index_outside": ({INDEX: index(w="../x.safetensors")}, "'../x.safetensors' is no name"),
+    "index_absolute": ({INDEX: index(w="/x.safetensors")}, "'/x.safetensors' is no name"),
+    "index_dots": ({INDEX: index(w="..")}, "'..' is no name of a file"),
+    "index_gone": ({INDEX: index(w="a.safetensors")}, "a.safetensors: No such file"),
     "index_wrong": (
-        {"model.safetensors.index.json": index(w="a.safetensors", v="a.safetensors"), "a.safetensors": GOOD},
+        {INDEX: index(w="a.safetensors", v="a.safetensors"), "a.safetensors": GOOD},
         "the index says that 'v' is there, and it is not",
     ),
     "twice": (
-        {"model.safetensors.index.json": index(w="a.safetensors", v="b.safetensors"), "a.safetensors": GOOD,
+        {INDEX: index(w="a.safetensors", v="b.safetensors"), "a.safetensors": GOOD,
          "b.safetensors": GOOD},
         "'w' is in a.safetensors and in b.safetensors",
     ),
-    "broken_config": ({"model.safetensors": GOOD, "config.json": "{"}, "config.json in .* cannot be read"),
+    "broken_config": ({MODEL: GOOD, "config.json": "{"}, "config.json in .* cannot be read"),
 }  # fmt: skip
 
 

@@ -172,7 +172,8 @@ def some_bits(folder: Path, count: int, seed: int) -> list[tuple[str, int]]:
     return [(name, rng.randrange(8 * sizes[name])) for name in names]
 
 
-Wreck = Callable[[Path, str, random.Random], None]  # folder, a file in it, a source of whims
+# Folder, a file in it, a source of whims; gives the names of the files it hurt, if more than that.
+Wreck = Callable[[Path, str, random.Random], list[str] | None]
 
 
 def _rewrite(change: Callable[[bytearray, random.Random], bytes]) -> Wreck:
@@ -214,11 +215,12 @@ def _socket(path: Path, outside: Path) -> None:
         os.chdir(here)
 
 
-def _swap(folder: Path, name: str, rng: random.Random) -> None:
+def _swap(folder: Path, name: str, rng: random.Random) -> list[str]:
     other = rng.choice(sorted(p.name for p in folder.iterdir() if p.name != name))
     first, second = (folder / name).read_bytes(), (folder / other).read_bytes()
     (folder / name).write_bytes(second)
     (folder / other).write_bytes(first)
+    return [name, other]
 
 
 def _nested(content: bytearray, rng: random.Random) -> bytes:
@@ -237,7 +239,7 @@ BYTES: dict[str, Wreck] = {
     "noise": _rewrite(lambda c, rng: rng.randbytes(len(c))),
     "no text": _rewrite(lambda c, rng: b"\xff\xfe\x80" + bytes(c)[3:]),
     "nested": _rewrite(_nested),
-    "huge": lambda folder, name, rng: os.truncate(folder / name, 1 << rng.randint(31, 42)),
+    "huge": lambda folder, name, rng: os.truncate(folder / name, 1 << rng.randint(33, 42)),
     "gone": lambda folder, name, rng: (folder / name).unlink(),
     "swapped": _swap,
     "a link outside": _instead(lambda path, outside: path.symlink_to(outside)),

@@ -38,15 +38,26 @@ class Kill:
 
 @dataclass
 class Done:
-    """A kill, and what came of it."""
+    """A kill, and what came of it.
+
+    `step`, `committed`: how far the run was, and its newest checkpoint. `inside`: its launcher started the
+    ranks anew. `attempts`: how often ranks had begun before; `resumed`: where the next ones began.
+    """
 
     kill: Kill
-    step: int = 0
-    committed: int = 0
-    in_save: bool = False
-    inside: bool = False  # the ranks were started anew by their launcher
+    step: int
+    committed: int
+    in_save: bool
+    ranks: int
+    attempts: int
+    inside: bool = False
     resumed: int | None = None
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        """Committed steps that were not found again."""
+        return 0 if self.resumed is None else max(0, self.committed - self.resumed)
 
 
 def plan(config: ChaosConfig) -> Iterator[Kill]:
@@ -55,8 +66,7 @@ def plan(config: ChaosConfig) -> Iterator[Kill]:
     while True:
         moment = draw.choice(config.moments)
         after = draw.randint(1, 2 * config.save_every) if moment == "step" else draw.randint(1, 2)
-        # Of the start: imports, meeting, reading the checkpoint; of a step and a save of this size: all of it.
-        delay_s = draw.uniform(0, {"start": 9.0, "step": 0.04, "save": 0.04}[moment])
+        delay_s = draw.uniform(0, SPANS_S[moment])
         yield Kill(draw.choice(config.modes), moment, draw.randrange(config.ranks), after, delay_s)
 
 
@@ -71,17 +81,22 @@ class Campaign:
         self.starts = 0
 
     def run(self) -> dict[str, Any]:
-        """The unbroken run, then broken ones until there were enough kills."""
+        """The unbroken run, then broken ones until there were enough kills.
+
+        Raises:
+            ChaosError: a run hung, or failed unasked.
+        """
         text = self.folder / "text"
         shutil.copytree(ROOT / "experiments", text, ignore=shutil.ignore_patterns("__pycache__"))
         began = time.monotonic()
-        unbroken = self._finished(self._start(self._place("unbroken"), 0))
-        self.say(f"unbroken run: {len(rows_of(unbroken))} rows of metrics")
+        job = self._start(self._place("unbroken"), 0)
+        if job.wait() != 0 or job.folder is None:
+            raise job.error("the unbroken run failed")
         while len(self.done) < self.config.kills:
-            self._broken(unbroken)
+            self._broken(job.folder)
         return {
             "config": asdict(self.config),
-            "kills": [asdict(each) for each in self.done],
+            "kills": [asdict(each) | {"lost": each.lost} for each in self.done],
             "runs": self.runs,
             "starts": self.starts,
             "seconds": time.monotonic() - began,
@@ -89,20 +104,22 @@ class Campaign:
 
     def _broken(self, unbroken: Path) -> None:
         """One run, killed and started again until it is finished."""
-        place, starts = self._place(f"run-{len(self.runs)}"), 0
+        place, jobs, mine = self._place(f"run-{len(self.runs)}"), [], len(self.done)
         while True:
-            job, starts = self._start(place, starts), starts + 1
-            while len(self.done) < self.config.kills and self._attempt(job):
+            job = self._start(place, len(jobs))
+            before, attempts = len(self.done), sum(len(j.resumed) for j in jobs)
+            jobs.append(job)
+            while len(self.done) < self.config.kills and self._kill_once(job, attempts):
                 pass
-            code = job.wait()
-            if self.done and not self._known_end(job, code):
-                raise job.error(f"exit code {code}")
+            self._look(job, job.wait(), self.done[before:])
             if job.folder is not None and read_result(job.folder)["status"] == "ok":
                 break
-            self._look(job)
-        self.runs.append(self._compare(unbroken, job.folder))
-        wrong = "; ".join(self.runs[-1]) or "equal to the unbroken one, bit for bit"
-        self.say(f"run {len(self.runs)} finished after {starts} starts, {len(self.done)} kills: {wrong}")
+        resumed = [step for j in jobs for step in j.resumed]
+        for done in self.done[mine:]:
+            done.resumed = resumed[done.attempts] if done.attempts < len(resumed) else None
+        self.runs.append(differences(unbroken, job.folder))
+        wrong = "; ".join(self.runs[-1]) or "equal to the unbroken one"
+        self.say(f"{len(self.done)} kills; run {len(self.runs)}: {len(jobs)} starts, {wrong}")
 
     def _place(self, name: str) -> Path:
         place = self.folder / name
@@ -119,37 +136,37 @@ class Campaign:
         ]  # fmt: skip
         return Job.start(place, [*TINY, *own], number, c.patience_s)
 
-    def _finished(self, job: Job) -> Path:
-        if job.wait() != 0 or job.folder is None:
-            raise job.error("the unbroken run failed")
-        return job.folder
-
     # -------------------------------------------------------------- one kill
 
-    def _attempt(self, job: Job) -> bool:
-        """Wait for a moment and kill; whether the job goes on by itself, so that it can be killed again."""
-        kill, before = next(self.kills), job.resumed
-        if not self._moment(job, kill, len(before)):
+    def _kill_once(self, job: Job, attempts: int) -> bool:
+        """Wait for a moment and kill; whether the job is still there to be killed again.
+
+        Args:
+            attempts: of the run's ranks, before this job.
+        """
+        kill, seen, restarts = next(self.kills), len(job.resumed), job.restarts
+        if not self._moment(job, kill):
             return False
-        done = Done(kill, job.step, max(job.committed, default=0), job.saving)
         ranks = job.ranks
+        done = Done(
+            kill, job.step, max(job.committed, default=0), job.saving, len(ranks), attempts + len(job.resumed)
+        )
         if not job.kill(kill.mode, kill.rank):
-            return False
+            return job.process.poll() is None  # nobody was there yet
         self.done.append(done)
         if kill.mode in ("kill_rank", "kill_all"):
-            done.inside = job.until(lambda: len(job.resumed) > len(before))
-            if done.inside:
-                self._went_on(done, job.resumed[len(before)])
-            return done.inside
+            done.inside = job.until(lambda: job.restarts > restarts)
+            return done.inside and job.until(lambda: len(job.resumed) > seen or bool(job.ranks))
         job.wait()
-        if not _gone(list(ranks.values()), 10):
+        if not gone(ranks.values(), seconds=10):
             done.problems.append("a rank outlived its launcher")
         return False
 
-    def _moment(self, job: Job, kill: Kill, attempts: int) -> bool:
+    def _moment(self, job: Job, kill: Kill) -> bool:
         """Whether it came before the job ended."""
         if kill.moment != "start":
-            if not job.until(lambda: len(job.resumed) > attempts or (attempts > 0 and self._under_way(job))):
+            attempt = job.restarts
+            if not job.until(lambda: job.restarts > attempt or len(job.resumed) > attempt):
                 return False
             base = job.resumed[-1]
             if kill.moment == "step" and not job.until(lambda: job.step >= base + kill.after):
@@ -159,23 +176,3 @@ class Campaign:
                     return False
         job.until(lambda: False, kill.delay_s)
         return job.process.poll() is None
-
-    def _under_way(self, job: Job) -> bool:
-        """After a restart that was waited for already."""
-        return bool(self.done) and self.done[-1].inside and self.done[-1].resumed == job.resumed[-1]
-
-    # -------------------------------------------------------------- what came of it
-
-    def _look(self, job: Job) -> None:
-        """At what a job that is over has left behind."""
-        done = self.done[-1]
-        stopped = STOPPED.findall(job.text)
-        if stopped and (done.step > int(stopped[-1]) or max(job.committed, default=0) != int(stopped[-1])):
-            done.problems.append(f"SIGTERM: stopped at step {stopped[-1]}, there are {job.committed}")
-        if job.folder is None:
-            return
-        for step in fs.checkpoint.all_steps(job.folder / CHECKPOINTS):
-            try:
-                fs.checkpoint.verify(job.folder / CHECKPOINTS / str(step))
-            except CheckpointError as error:
-                done.problems.append(f"unreadable: {error}")

@@ -92,12 +92,12 @@ def cell(entry: Mapping[str, Any]) -> str:
 def short(plan: str) -> str:
     """Of a plan what is not plain `full_shard`.
 
-    >>> short("2 micro-batches, no remat, 3 units kept gathered, nothing on the host")
+    >>> short("2 micro-batches, no remat, 3 units kept gathered")
     '2 micro-batches, 3 units kept gathered'
-    >>> short("1 micro-batch, no remat, all resharded, nothing on the host")
+    >>> short("1 micro-batch, no remat, all resharded")
     'full_shard as it is'
     """
-    plain = ("1 micro-batch", "no remat", "all resharded", "nothing on the host")
+    plain = ("1 micro-batch", "no remat", "all resharded")
     return ", ".join(part for part in plan.split(", ") if part not in plain) or "full_shard as it is"
 
 

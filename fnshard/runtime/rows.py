@@ -97,7 +97,6 @@ def all_or_none(comm: Collectives, what: str, work: Callable[[], T] | None) -> T
     failed = {rank: text for rank, text in enumerate(texts) if text}
     if failed:
         lines = [f"rank {rank}: {text}" for rank, text in failed.items()]
-        raise CheckpointError(
-            report(f"{what} failed:", lines, "nothing has the name that was asked for.")
-        ) from failure
+        fix = "see what is said above, and try again; what has that name is as it was."
+        raise CheckpointError(report(f"{what} failed:", lines, fix)) from failure
     return value
