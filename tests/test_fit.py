@@ -79,8 +79,8 @@ def fit_many(name: str, budgets: int) -> None:
         for choice in search.neighbours(plan.chosen.choice):
             other = search.look(choice)
             # Sums of the same seconds in another order are no difference.
-                slower = other.seconds >= plan.seconds * (1 - 1e-9)
-                assert other.peak_bytes > budget or slower, (plan, other)
+            slower = other.seconds >= plan.seconds * (1 - 1e-9)
+            assert other.peak_bytes > budget or slower, (plan, other)
         assert plan.seconds >= roomy.seconds
     assert fitted > budgets // 2
 

@@ -23,6 +23,8 @@ from fnshard import LayoutSpec, P, hf_write
 from fnshard.errors import CheckpointError, StateError
 from fnshard.runtime import fileblocks, rows, tensorfile
 from fnshard.runtime.buckets import local_block
+from fnshard.runtime.connect import connection
+from fnshard.runtime.simulated import Simulated
 from fnshard.spec import block_shape, block_slices
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -162,6 +164,34 @@ def test_a_rank_reads_its_own_slices_alone(tmp_path: Path, layout: P) -> None:
     assert 0 < max(b.numel() * b.element_size() for b in buffers) <= 1 << 17
 
 
+@pytest.mark.parametrize("layout", [P("shard"), P(None, "shard"), P()])
+def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
+    """Of a leaf of 4 KiB no rank sends, or is given, more than 256 bytes at once, or a row."""
+    params = {"w": torch.randn(64, 16)}
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.match_specs(params, [("*", LayoutSpec(layout))])
+    given, sent = [], []
+    plain = Simulated.send_buffer
+
+    def counted(self: Any, numel: int, dtype: torch.dtype, axes: Any, rows: int = 1) -> Tensor:
+        sent.append(rows * numel * dtype.itemsize)
+        return plain(self, numel, dtype, axes, rows)
+
+    def run(rank: int) -> Tensor:
+        whole = torch.full((64, 16), float("nan"))
+        block = fs.shard(params, specs, mesh)["w"]
+        for first, part in rows.whole_rows(block, specs["w"], mesh, connection(mesh), wanted=rank == 1):
+            given.append(part.nbytes)
+            whole[first : first + part.shape[0]] = part
+        return whole
+
+    with mock.patch.object(rows, "PIECE_bytes", 256), mock.patch.object(Simulated, "send_buffer", counted):
+        other, whole = fs.simulate(mesh, run)
+    assert torch.equal(whole, params["w"]) and bool(other.isnan().all())
+    assert max(given) <= 256 and len(given) == 4096 // max(given)
+    assert sent == ([] if layout == P() else [128] * 32)
+
+
 # ------------------------------------------------------------------ in and out
 
 
@@ -286,44 +316,52 @@ def test_what_a_step_does_not_adopt() -> None:
         step.adopt(fs.shard(params, specs, mesh), seed=True)
 
 
-def processes(rank: int, folder: str, world: int) -> list[Any]:
-    """Load, save, export, on a group; and how much more memory a save took than there was."""
-    folder_, mesh = Path(folder), fs.make_mesh(shard=world, device="cpu")
+def processes(rank: int, folder: str, world: int) -> list[int]:
+    """Load, save, export, on a group; bytes of own blocks, and what a save and a load took beside them."""
+    into, mesh = Path(folder), fs.make_mesh(shard=world, device="cpu")
     specs = sharded(mesh)
-    blocks = fs.hf.load(folder_ / "in", specs, mesh)
+    blocks = fs.hf.load(into / "in", specs, mesh)
     same(blocks, fs.shard(PARAMS, specs, mesh))
-    fs.hf.save(blocks, folder_ / "out", specs, mesh, max_file_bytes=400)
-    fs.hf.export(blocks, folder_ / "all.pt", specs, mesh)
-    big = {f"layers.{i}.w": torch.full((1024, 4096), float(rank)) for i in range(6)}  # 16 MiB of 32 each
-    layout = {n: P("shard") if int(n[7]) % 2 else P(None, "shard") for n in big}
-    shapes = {
-        n: torch.empty(2048, 4096) if p == P("shard") else torch.empty(1024, 8192) for n, p in layout.items()
-    }
-    big_specs = fs.match_specs(shapes, [(n, LayoutSpec(p)) for n, p in layout.items()])
-    del shapes
+    fs.hf.save(blocks, into / "out", specs, mesh, max_file_bytes=400)
+    fs.hf.export(blocks, into / "all.pt", specs, mesh)
+    shapes = {f"{i}.w": (2048, 4096) if i % 2 else (1024, 8192) for i in range(6)}  # 32 MiB each
+    meta = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
+    specs = fs.match_specs(meta, [("[135].*", LayoutSpec(P("shard"))), ("*", LayoutSpec(P(None, "shard")))])
+    big = {n: torch.full((1024, 4096), float(rank)) for n in shapes}
+    own = sum(b.nbytes for b in big.values())
     with mock.patch.object(rows, "PIECE_bytes", 1 << 20):
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-        before = _status("VmHWM")
-        fs.hf.save(big, folder_ / "big", big_specs, mesh)
-        return [_status("VmHWM") - before, sum(b.nbytes for b in big.values())]
+        before = peak(reset=True)
+        fs.hf.save(big, into / "big", specs, mesh)
+        saving = peak() - before
+    before = peak(reset=True)
+    again = fs.hf.load(into / "big", specs, mesh)
+    loading = peak() - before - own
+    same(again, big)
+    return [own, saving, loading]
 
 
-def _status(key: str) -> int:
+def peak(*, reset: bool = False) -> int:
+    """The most memory that this process has had, in bytes; from now on."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(key))
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 
-def test_processes_write_what_simulated_ranks_do(ranks: Any, tmp_path: Path) -> None:
+def test_processes_write_what_simulated_ranks_do_and_hold_no_more_than_their_own(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Units are of 32 MiB: a rank that has 96 MiB of 192 holds less than two beside them."""
     (tmp_path / "in").mkdir()
     safetensors.save_file(PARAMS, tmp_path / "in/model.safetensors")
-    for more, own in ranks(2).run(processes, str(tmp_path), 2):
-        assert more < 24 << 20 < own, f"saving {2 * own >> 20} MiB took {more >> 20} MiB"
+    for own, *beside in ranks(2).run(processes, str(tmp_path), 2):
+        assert own == 96 << 20
+        assert max(beside) < 64 << 20, [f"{each >> 20} MiB" for each in beside]
     same(tensors_of(tmp_path / "out"), PARAMS)
     same(torch.load(tmp_path / "all.pt", weights_only=True), PARAMS)
     for name, value in tensors_of(tmp_path / "big").items():
-        halves = value.chunk(2, dim=0 if int(name[7]) % 2 else 1)
-        assert bool((halves[0] == 0).all() and (halves[1] == 1).all()), name
+        zeros, ones = value.chunk(2, dim=0 if int(name[0]) % 2 else 1)
+        assert bool((zeros == 0).all() and (ones == 1).all()), name
 
 
 # ------------------------------------------------------------------ what does not fit

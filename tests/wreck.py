@@ -103,7 +103,9 @@ def values(state: Any) -> dict[str, Any]:
 
 
 def _plain(data: Any) -> Any:
-    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in (data or {}).items()}
+    if not isinstance(data, dict):
+        return repr(data)
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in data.items()}
 
 
 # ------------------------------------------------------------------ what a process does meanwhile
@@ -320,10 +322,10 @@ def adopt(folder: Path) -> None:
     reseal(folder, said)
 
 
-Path_ = tuple[Any, ...]
+Where = tuple[Any, ...]  # keys and places, from the top
 
 
-def nodes(value: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+def nodes(value: Any, at: Where = ()) -> Iterator[tuple[Where, Any]]:
     """Every value of a JSON tree, and where it is."""
     if at:
         yield at, value
@@ -331,7 +333,7 @@ def nodes(value: Any, at: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
         yield from nodes(inner, (*at, key))
 
 
-def replaced(tree: Any, at: Path_, value: Any) -> Any:
+def replaced(tree: Any, at: Where, value: Any) -> Any:
     """A copy of the tree with another value there."""
     out = copy.deepcopy(tree)
     inner = out
@@ -341,7 +343,7 @@ def replaced(tree: Any, at: Path_, value: Any) -> Any:
     return out
 
 
-def without(tree: Any, at: Path_) -> Any:
+def without(tree: Any, at: Where) -> Any:
     """A copy of the tree without what is there."""
     out = copy.deepcopy(tree)
     inner = out

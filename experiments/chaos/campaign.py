@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
-from experiments.chaos.job import ROOT, STOPPED, Job, alive, rows_of
+from experiments.chaos.job import ROOT, STOPPED, Job, gone, rows_of
 from experiments.resume import CHECKPOINTS
 from experiments.sweep import read_result
 from fnshard.errors import CheckpointError
@@ -23,6 +23,13 @@ TINY = (
     "data.held_out_rows=8", "run.backend=eager", "run.device=cpu", "run.sample_bytes=4", "run.keep=2",
     "run.timeout_s=60",
 )  # fmt: skip
+# How long each moment may be off. The start: imports, meeting, reading; of a step, of a save: all of it.
+SPANS_S = {"start": 9.0, "step": 0.04, "save": 0.04}
+# What a job may end with, by how it was killed last.
+CODES = {
+    "": {0}, "kill_launcher": {-9}, "kill_rank": {0, 1}, "kill_all": {0, 1}, "term_rank": {0},
+    "term_launcher": {0},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ class Campaign:
         Args:
             attempts: of the run's ranks, before this job.
         """
-        kill, seen, restarts = next(self.kills), len(job.resumed), job.restarts
+        kill, restarts = next(self.kills), job.restarts
         if not self._moment(job, kill):
             return False
         ranks = job.ranks
@@ -156,7 +163,7 @@ class Campaign:
         self.done.append(done)
         if kill.mode in ("kill_rank", "kill_all"):
             done.inside = job.until(lambda: job.restarts > restarts)
-            return done.inside and job.until(lambda: len(job.resumed) > seen or bool(job.ranks))
+            return done.inside
         job.wait()
         if not gone(ranks.values(), seconds=10):
             done.problems.append("a rank outlived its launcher")
@@ -165,10 +172,9 @@ class Campaign:
     def _moment(self, job: Job, kill: Kill) -> bool:
         """Whether it came before the job ended."""
         if kill.moment != "start":
-            attempt = job.restarts
-            if not job.until(lambda: job.restarts > attempt or len(job.resumed) > attempt):
+            if not job.until(lambda: job.base is not None):
                 return False
-            base = job.resumed[-1]
+            base = job.base or 0
             if kill.moment == "step" and not job.until(lambda: job.step >= base + kill.after):
                 return False
             for _ in range(kill.after if kill.moment == "save" else 0):
@@ -176,3 +182,54 @@ class Campaign:
                     return False
         job.until(lambda: False, kill.delay_s)
         return job.process.poll() is None
+
+    # -------------------------------------------------------------- what came of it
+
+    def _look(self, job: Job, code: int, done: Sequence[Done]) -> None:
+        """At what a job that is over has left behind.
+
+        Raises:
+            ChaosError: it failed although nobody had touched it.
+        """
+        last = done[-1] if done else None
+        allowed = CODES[last.kill.mode if last else ""]
+        if last and last.kill.mode == "term_launcher" and not last.ranks:
+            allowed = allowed | {-15}  # it had not even begun
+        if code not in allowed and last is None:
+            raise job.error(f"exit code {code}")
+        problems = [f"exit code {code}"] * (code not in allowed)
+        stopped = STOPPED.findall(job.text)
+        if stopped and max(job.committed, default=0) != int(stopped[-1]):
+            problems.append(f"stopped at step {stopped[-1]}, but the newest of {job.committed}")
+        root = job.folder / CHECKPOINTS if job.folder else None
+        for step in fs.checkpoint.all_steps(root) if root else ():
+            try:
+                fs.checkpoint.verify(root / str(step))
+            except CheckpointError as error:
+                problems.append(f"unreadable: {error}")
+        if root and job.committed and fs.checkpoint.latest(root) != root / str(job.committed[-1]):
+            problems.append(f"unreadable: the newest of {job.committed} is not what `latest` finds")
+        if last:
+            last.problems += problems
+
+
+def differences(unbroken: Path, broken: Path) -> list[str]:
+    """In what two runs differ that should be equal bit for bit: every loss, every parameter, the position."""
+    wrong = []
+    rows, others = (
+        [{k: v for k, v in row.items() if k not in TIMES} for row in rows_of(f)] for f in (unbroken, broken)
+    )
+    if rows != others:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(rows, others, strict=False)) if a != b),
+            min(len(rows), len(others)),
+        )
+        wrong.append(f"metrics differ from row {at} on: {rows[at : at + 1]} and {others[at : at + 1]}")
+    results = [{k: v for k, v in read_result(f).items() if k not in TIMES} for f in (unbroken, broken)]
+    if results[0] != results[1]:
+        wrong.append(f"results differ: {results[0]} and {results[1]}")
+    saved = [fs.checkpoint.latest(f / CHECKPOINTS) for f in (unbroken, broken)]
+    a, b = (fs.checkpoint.verify(path) for path in saved)
+    wrong += [f"{name} differs" for name in a.leaves if a.leaves[name] != b.leaves.get(name)]
+    wrong += [f"{name} differs" for name in ("step", "seed", "data") if getattr(a, name) != getattr(b, name)]
+    return wrong

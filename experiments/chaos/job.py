@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from experiments.resume import CHECKPOINTS
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.001
 RESUMED = re.compile(r"^resume: (?:step (\d+) of|nothing to go on)", re.MULTILINE)
+RESTARTED = re.compile(r"^restart \d+ of \d+: ", re.MULTILINE)
 STOPPED = re.compile(r"^stopped: step (\d+) of", re.MULTILINE)
 
 
@@ -61,6 +62,17 @@ class Job:
     def resumed(self) -> list[int]:
         """The step that each attempt of its ranks went on from; 0 is a new run."""
         return [int(step or 0) for step in RESUMED.findall(self.text)]
+
+    @property
+    def restarts(self) -> int:
+        """How often its launcher has started the ranks anew."""
+        return len(RESTARTED.findall(self.text))
+
+    @property
+    def base(self) -> int | None:
+        """Where the ranks that are there now went on; None while they are still on their way."""
+        found = RESUMED.findall(RESTARTED.split(self.text)[-1])
+        return int(found[-1] or 0) if found else None
 
     @property
     def folder(self) -> Path | None:
@@ -123,7 +135,8 @@ class Job:
         """Do it; False if who was meant is not there (any more)."""
         ranks = self.ranks
         number = signal.SIGTERM if mode.startswith("term") else signal.SIGKILL
-        meant = {"kill_all": list(ranks.values()), "kill_rank": [ranks.get(rank)], "term_rank": [ranks.get(rank)]}
+        one = [ranks.get(rank)]
+        meant = {"kill_all": list(ranks.values()), "kill_rank": one, "term_rank": one}
         pids = meant.get(mode, [self.process.pid])
         if not pids or None in pids or self.process.poll() is not None:
             return False
@@ -171,6 +184,15 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def gone(pids: Iterable[int], seconds: float) -> bool:
+    """Whether all of these processes have ended, soon."""
+    left, deadline = list(pids), time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if alive(pid)]
+        time.sleep(POLL_S)
+    return not left
 
 
 def _children(pid: int) -> list[int]:

@@ -1,0 +1,81 @@
+"""`python -m experiments.chaos kills=200`: kill runs at random moments, and see whether anything is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.chaos.campaign import Campaign
+from experiments.chaos.config import ChaosConfig, build
+from experiments.chaos.job import ChaosError
+from experiments.chaos.report import failed, table
+from experiments.config import ConfigError
+from fnshard.errors import FnshardError
+
+ROOT = Path(__file__).resolve().parents[2]
+MISTAKES = (FnshardError, ChaosError, ConfigError, HydraException, OmegaConfBaseException)
+
+
+def main() -> None:
+    """Run the command line; a mistake, and a run that failed unasked, is one message and exit code 1."""
+    ConfigStore.instance().store(name="chaos_schema", node=schema())
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on, instead of printing them its way
+    try:
+        _command_line()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except MISTAKES as error:
+        if wants_traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def schema() -> type:
+    """`ChaosConfig` as Hydra takes it: not frozen, lists for tuples."""
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": list[str]}
+    fields = []
+    for f in dataclasses.fields(ChaosConfig):
+        default = dataclasses.field(default=f.default)
+        if isinstance(f.default, tuple):
+            default = dataclasses.field(default_factory=lambda d=f.default: list(d))
+        fields.append((f.name, kinds[f.type], default))
+    return dataclasses.make_dataclass("ChaosSchema", fields)
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="chaos")
+def _command_line(composed: DictConfig) -> None:
+    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    if failed(start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)):
+        raise SystemExit(1)
+
+
+def start(config: ChaosConfig, folder: Path) -> dict[str, Any]:
+    """One campaign; its JSON and its table go to `folder`.
+
+    Raises:
+        ChaosError: a run hung, or failed unasked.
+    """
+    say = lambda line: print(f"... {line}", file=sys.stderr, flush=True)  # noqa: E731
+    found = Campaign(config, folder, say).run()
+    (folder / "chaos.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = table(found)
+    (folder / "chaos.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}\n\nresults: {folder}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

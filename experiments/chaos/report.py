@@ -1,0 +1,62 @@
+"""The campaign as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NAMES = {
+    "kill_rank": "SIGKILL of a rank",
+    "kill_all": "SIGKILL of all ranks",
+    "kill_launcher": "SIGKILL of the launcher",
+    "term_launcher": "SIGTERM to the launcher",
+    "term_rank": "SIGTERM to a rank",
+}
+HEAD = (
+    "",
+    "kills",
+    "in a save",
+    "before the first step",
+    "restarted inside",
+    "steps made again",
+    "committed steps lost",
+)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """A row for each way to kill, as Markdown, and what was found in the runs."""
+    kills = found["kills"]
+    rows = [HEAD, ("---", *["---:"] * (len(HEAD) - 1))]
+    rows += [_row(name, [k for k in kills if k["kill"]["mode"] == mode]) for mode, name in NAMES.items()]
+    rows.append(_row("all", kills))
+    problems = [f"- {_when(k)}: {text}" for k in kills for text in k["problems"]]
+    problems += [f"- run {n}: {text}" for n, run in enumerate(found["runs"], 1) for text in run]
+    unequal = sum(bool(run) for run in found["runs"])
+    unreadable = sum("unreadable" in text for k in kills for text in k["problems"])
+    closing = (
+        f"{found['starts']} starts, {len(found['runs'])} runs finished, {unequal} of them unlike the unbroken one; "
+        f"checkpoints that could not be read: {unreadable}; other problems: {len(problems) - unreadable}; "
+        f"{found['seconds']:.0f} s."
+    )
+    return "\n".join([*("| " + " | ".join(row) + " |" for row in rows), "", closing, *problems])
+
+
+def failed(found: Mapping[str, Any]) -> bool:
+    """Whether anything was lost, unreadable, unequal, or otherwise not as it should be."""
+    return any(found["runs"]) or any(k["problems"] or k["lost"] for k in found["kills"])
+
+
+def _row(name: str, kills: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    again = [k["step"] - k["resumed"] for k in kills if k["resumed"] is not None]
+    mean = f"{sum(again) / len(again):.1f}" if again else "-"
+    numbers = (
+        len(kills),
+        sum(k["in_save"] for k in kills),
+        sum(k["kill"]["moment"] == "start" for k in kills),
+        sum(k["inside"] for k in kills),
+    )
+    return (name, *map(str, numbers), mean, str(sum(k["lost"] for k in kills)))
+
+
+def _when(kill: Mapping[str, Any]) -> str:
+    return f"{NAMES[kill['kill']['mode']]} at step {kill['step']}"
