@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
-from experiments.chaos.job import ROOT, STOPPED, Job, gone, rows_of
+from experiments.chaos.job import ROOT, SLOW_S, STOPPED, Job, gone, rows_of
 from experiments.resume import CHECKPOINTS
 from experiments.sweep import read_result
 from fnshard.errors import CheckpointError
@@ -23,8 +24,6 @@ TINY = (
     "data.held_out_rows=8", "run.backend=eager", "run.device=cpu", "run.sample_bytes=4", "run.keep=2",
     "run.timeout_s=60",
 )  # fmt: skip
-# How long each moment may be off. The start: imports, meeting, reading; of a step, of a save: all of it.
-SPANS_S = {"start": 9.0, "step": 0.04, "save": 0.04}
 # What a job may end with, by how it was killed last.
 CODES = {
     "": {0}, "kill_launcher": {-9}, "kill_rank": {0, 1}, "kill_all": {0, 1}, "term_rank": {0},
@@ -40,7 +39,7 @@ class Kill:
     moment: str
     rank: int
     after: int  # steps, or saves, from the last start on
-    delay_s: float
+    within: float  # how far into it, 0 to 1
 
 
 @dataclass
@@ -73,8 +72,7 @@ def plan(config: ChaosConfig) -> Iterator[Kill]:
     while True:
         moment = draw.choice(config.moments)
         after = draw.randint(1, 2 * config.save_every) if moment == "step" else draw.randint(1, 2)
-        delay_s = draw.uniform(0, SPANS_S[moment])
-        yield Kill(draw.choice(config.modes), moment, draw.randrange(config.ranks), after, delay_s)
+        yield Kill(draw.choice(config.modes), moment, draw.randrange(config.ranks), after, draw.random())
 
 
 class Campaign:
@@ -86,6 +84,7 @@ class Campaign:
         self.done: list[Done] = []
         self.runs: list[list[str]] = []  # of each that has finished, what was wrong with it
         self.starts = 0
+        self.spans_s: dict[str, float] = {}  # how long each moment is on this machine
 
     def run(self) -> dict[str, Any]:
         """The unbroken run, then broken ones until there were enough kills.
@@ -97,8 +96,10 @@ class Campaign:
         shutil.copytree(ROOT / "experiments", text, ignore=shutil.ignore_patterns("__pycache__"))
         began = time.monotonic()
         job = self._start(self._place("unbroken"), 0)
+        self.spans_s = measured(job)
         if job.wait() != 0 or job.folder is None:
             raise job.error("the unbroken run failed")
+        self.say(", ".join(f"a {name} takes {span * 1e3:.0f} ms" for name, span in self.spans_s.items()))
         while len(self.done) < self.config.kills:
             self._broken(job.folder)
         return {
@@ -106,6 +107,7 @@ class Campaign:
             "kills": [asdict(each) | {"lost": each.lost} for each in self.done],
             "runs": self.runs,
             "starts": self.starts,
+            "spans_s": self.spans_s,
             "seconds": time.monotonic() - began,
         }
 
@@ -154,15 +156,14 @@ class Campaign:
         kill, restarts = next(self.kills), job.restarts
         if not self._moment(job, kill):
             return False
-        ranks = job.ranks
-        done = Done(
-            kill, job.step, max(job.committed, default=0), job.saving, len(ranks), attempts + len(job.resumed)
-        )
+        folder, ranks, seen = job.folder, job.ranks, attempts + len(job.resumed)
+        newest = max(job.committed(folder), default=0)
+        done = Done(kill, job.step(folder), newest, job.saving(folder), len(ranks), seen)
         if not job.kill(kill.mode, kill.rank):
             return job.process.poll() is None  # nobody was there yet
         self.done.append(done)
         if kill.mode in ("kill_rank", "kill_all"):
-            done.inside = job.until(lambda: job.restarts > restarts)
+            done.inside = job.until(lambda: job.restarts > restarts, SLOW_S)
             return done.inside
         job.wait()
         if not gone(ranks.values(), seconds=10):
@@ -172,15 +173,15 @@ class Campaign:
     def _moment(self, job: Job, kill: Kill) -> bool:
         """Whether it came before the job ended."""
         if kill.moment != "start":
-            if not job.until(lambda: job.base is not None):
+            if not job.until(lambda: job.base is not None and job.folder is not None, SLOW_S):
                 return False
-            base = job.base or 0
-            if kill.moment == "step" and not job.until(lambda: job.step >= base + kill.after):
+            folder, until = job.folder, (job.base or 0) + kill.after
+            if kill.moment == "step" and not job.until(lambda: job.step(folder) >= until):
                 return False
             for _ in range(kill.after if kill.moment == "save" else 0):
-                if not job.until(lambda: not job.saving) or not job.until(lambda: job.saving):
+                if not job.until(lambda: not job.saving(folder)) or not job.until(lambda: job.saving(folder)):
                     return False
-        job.until(lambda: False, kill.delay_s)
+        time.sleep(kill.within * self.spans_s[kill.moment])
         return job.process.poll() is None
 
     # -------------------------------------------------------------- what came of it
@@ -198,19 +199,32 @@ class Campaign:
         if code not in allowed and last is None:
             raise job.error(f"exit code {code}")
         problems = [f"exit code {code}"] * (code not in allowed)
-        stopped = STOPPED.findall(job.text)
-        if stopped and max(job.committed, default=0) != int(stopped[-1]):
-            problems.append(f"stopped at step {stopped[-1]}, but the newest of {job.committed}")
+        stopped, committed = STOPPED.findall(job.text), job.committed(job.folder)
+        if stopped and max(committed, default=0) != int(stopped[-1]):
+            problems.append(f"stopped at step {stopped[-1]}, but the newest of {committed}")
         root = job.folder / CHECKPOINTS if job.folder else None
         for step in fs.checkpoint.all_steps(root) if root else ():
             try:
                 fs.checkpoint.verify(root / str(step))
             except CheckpointError as error:
                 problems.append(f"unreadable: {error}")
-        if root and job.committed and fs.checkpoint.latest(root) != root / str(job.committed[-1]):
-            problems.append(f"unreadable: the newest of {job.committed} is not what `latest` finds")
+        if root and committed and fs.checkpoint.latest(root) != root / str(committed[-1]):
+            problems.append(f"unreadable: the newest of {committed} is not what `latest` finds")
         if last:
             last.problems += problems
+
+
+def measured(job: Job) -> dict[str, float]:
+    """How long the start, a step and a save of the unbroken run take; medians."""
+    began, saves = time.monotonic(), [0.0]
+    job.until(lambda: job.base is not None and job.folder is not None, SLOW_S)
+    start, folder = time.monotonic() - began, job.folder
+    while job.until(lambda: job.saving(folder)):
+        starting = time.monotonic()
+        job.until(lambda: not job.saving(folder))
+        saves.append(time.monotonic() - starting)
+    steps = [row["seconds"] for row in rows_of(folder) if "seconds" in row] if folder else [0.0]
+    return {"start": start, "step": statistics.median(steps), "save": statistics.median(saves)}
 
 
 def differences(unbroken: Path, broken: Path) -> list[str]:

@@ -17,7 +17,7 @@ from experiments.report import METRICS
 from experiments.resume import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[2]
-POLL_S = 0.001
+POLL_S, SLOW_S = 0.001, 0.02
 RESUMED = re.compile(r"^resume: (?:step (\d+) of|nothing to go on)", re.MULTILINE)
 RESTARTED = re.compile(r"^restart \d+ of \d+: ", re.MULTILINE)
 STOPPED = re.compile(r"^stopped: step (\d+) of", re.MULTILINE)
@@ -79,24 +79,17 @@ class Job:
         """The run's: the newest that has metrics."""
         return max((p.parent for p in self.place.glob(f"outputs/2*/*/{METRICS}")), default=None)
 
-    @property
-    def step(self) -> int:
-        """The last one that the metrics tell of."""
-        return max((row["step"] for row in rows_of(self.folder)), default=0) if self.folder else 0
+    def step(self, folder: Path | None) -> int:
+        """The last one that the metrics in the run's folder tell of."""
+        return rows_of(folder)[-1]["step"] if folder and rows_of(folder) else 0
 
-    @property
-    def committed(self) -> list[int]:
+    def committed(self, folder: Path | None) -> list[int]:
         """Steps whose checkpoint has its name."""
-        root = self.folder / CHECKPOINTS if self.folder else None
-        names = os.listdir(root) if root is not None and root.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in _checkpoints(folder) if name.isdecimal())
 
-    @property
-    def saving(self) -> bool:
+    def saving(self, folder: Path | None) -> bool:
         """Whether a checkpoint is being written."""
-        root = self.folder / CHECKPOINTS if self.folder else None
-        names = os.listdir(root) if root is not None and root.is_dir() else []
-        return any(name.endswith(".saving") for name in names)
+        return any(name.endswith(".saving") for name in _checkpoints(folder))
 
     @property
     def ranks(self) -> dict[int, int]:
@@ -114,21 +107,19 @@ class Job:
 
     # -------------------------------------------------------------- waiting and killing
 
-    def until(self, ready: Callable[[], bool], patience_s: float | None = None) -> bool:
-        """Wait until `ready()`; False if it ended first, or (with `patience_s`) time ran out.
+    def until(self, ready: Callable[[], bool], pause_s: float = POLL_S) -> bool:
+        """Wait until `ready()`; False if the job ended first.
 
         Raises:
             ChaosError: neither came.
         """
-        deadline = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
+        deadline = time.monotonic() + self.patience_s
         while not ready():
             if self.process.poll() is not None:
                 return False
             if time.monotonic() > deadline:
-                if patience_s is not None:
-                    return False
                 raise self.error(f"nothing happened for {self.patience_s:g} s")
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
         return True
 
     def kill(self, mode: str, rank: int) -> bool:
@@ -193,6 +184,13 @@ def gone(pids: Iterable[int], seconds: float) -> bool:
         left = [pid for pid in left if alive(pid)]
         time.sleep(POLL_S)
     return not left
+
+
+def _checkpoints(folder: Path | None) -> list[str]:
+    try:
+        return os.listdir(folder / CHECKPOINTS) if folder else []
+    except OSError:
+        return []
 
 
 def _children(pid: int) -> list[int]:

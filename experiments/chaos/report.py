@@ -34,7 +34,7 @@ def table(found: Mapping[str, Any]) -> str:
     unequal = sum(bool(run) for run in found["runs"])
     unreadable = sum("unreadable" in text for k in kills for text in k["problems"])
     closing = (
-        f"{found['starts']} starts, {len(found['runs'])} runs finished, {unequal} of them unlike the unbroken one; "
+        f"{found['starts']} starts, {len(found['runs'])} runs finished, {unequal} unlike the unbroken one; "
         f"checkpoints that could not be read: {unreadable}; other problems: {len(problems) - unreadable}; "
         f"{found['seconds']:.0f} s."
     )

@@ -200,7 +200,7 @@ def _file(name: str, values: Any) -> File:
 def _leaf(name: str, values: Any, files: Mapping[str, File]) -> Leaf:
     shape, dtype = _counts(values["shape"]), values["dtype"]
     itemsize, chunks = DTYPES[dtype].itemsize, []
-    if math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
+    if len(shape) > 64 or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
         raise ValueError(f"{name}: no tensor is {list(shape)}")
     for v in _list(values["chunks"], "chunks"):
         at, crc32 = _count(v["at"]), _counts(v["crc32"])
