@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fnshard as fs
-from fnshard import LayoutSpec, P, hf_write
+from fnshard import LayoutSpec, P
 from fnshard.errors import CheckpointError, StateError
+from fnshard.hf import write as hf_write
 from fnshard.runtime import fileblocks, rows, tensorfile
 from fnshard.runtime.buckets import local_block
 from fnshard.runtime.connect import connection

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.errors import StateError, report
-from fnshard.hf_files import Saved
-from fnshard.hf_names import Family, Names, Transposed, buffers_of, candidates, name_of
+from fnshard.hf.files import Saved
+from fnshard.hf.names import Family, Names, Transposed, buffers_of, candidates, name_of
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import local_block
 from fnshard.runtime.fileblocks import read_block

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.errors import StateError, leaves, report
-from fnshard.hf_files import opened, read_config
-from fnshard.hf_match import filled, match
-from fnshard.hf_names import FAMILIES, Family, Names, Transposed, check_names, family_of
-from fnshard.hf_plan import Plan, deliver
-from fnshard.hf_write import Folder, SingleFile, StateDict, Target, beside, split_files
+from fnshard.hf.files import opened, read_config
+from fnshard.hf.match import filled, match
+from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, family_of
+from fnshard.hf.plan import Plan, deliver
+from fnshard.hf.write import Folder, SingleFile, StateDict, Target, beside, split_files
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
 from fnshard.runtime.connect import connection
