@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -76,8 +77,8 @@ def taken(asked: TrainConfig, fresh: Path, *, chosen: bool) -> Iterator[Run]:
             where `run.resume` says.
     """
     resume = asked.run.resume
-    source = None if resume in (AUTO, NEVER) else source_of(resume)
-    identity = identity_of(asked, source)
+    given = None if resume in (AUTO, NEVER) else str(Path(resume).resolve())
+    identity = identity_of(asked, given)
     with ExitStack() as stack:
         folder, note = fresh, None
         if not chosen:
@@ -95,6 +96,8 @@ def taken(asked: TrainConfig, fresh: Path, *, chosen: bool) -> Iterator[Run]:
                     f"another process is at work in {fresh}. Fix: end it, or another hydra.run.dir."
                 )
             _check_chosen(fresh, identity, resume)
+        has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
+        source = None if given is None or has_own else source_of(resume)
         _write(folder / IDENTITY, identity)
         if note is not None:
             _write(note, {"folder": str(folder)})
@@ -252,8 +255,8 @@ def sweep_taken(arguments: Sequence[str]) -> Iterator[list[str]]:
         found = None if anew else unfinished(note, stack, has="")
         folder = found
         if found is None or found == Path():
-            folder = SWEEPS.resolve() / time.strftime("%Y-%m-%d/%H-%M-%S")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = _unused(SWEEPS.resolve() / time.strftime("%Y-%m-%d/%H-%M-%S"))
+            folder.mkdir(parents=True)
         if found is None:
             stack.enter_context(held(folder))
             _write(note, {"folder": str(folder)})
@@ -265,6 +268,12 @@ def sweep_taken(arguments: Sequence[str]) -> Iterator[list[str]]:
         finally:
             if (folder / TABLE).exists() and _noted(note) == folder:
                 _forget(note)
+
+
+def _unused(folder: Path) -> Path:
+    """Two may begin within a second."""
+    more = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
+    return next(path for path in itertools.chain([folder], more) if not path.exists())
 
 
 def _quoted(path: Path) -> str:

@@ -35,6 +35,8 @@ def run_job(job: Mapping[str, Any]) -> NoReturn:
         from experiments.loop import train
 
         with _run_of(job) as run:
+            if int(os.environ.get("RANK", "0")) == 0:
+                Path(run.folder, REFUSAL).unlink(missing_ok=True)  # an earlier attempt's
             try:
                 train(config, run, list(job["overrides"]), stop)
             except BudgetError as error:

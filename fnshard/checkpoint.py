@@ -214,7 +214,8 @@ def restore(
         named = spec_paths(state.where[0])[0]
         held = held_state(state, named, on)
         # A scale that nobody saved begins anew.
-        held = {n: h for n, h in held.items() if n in found.leaves or not n.startswith("loss_scale/")}
+        scaled = any(n.startswith("loss_scale/") for n in found.leaves)
+        held = {n: h for n, h in held.items() if scaled or not n.startswith("loss_scale/")}
         trained = {p for p, s in named.items() if s.trainable}
         _read(folder, found, wanted(held, found.leaves, trained), on, timeout)
         state.step.fill_(found.step)

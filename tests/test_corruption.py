@@ -29,6 +29,8 @@ def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) ->
 
 
 # ------------------------------------------------------------------ bits and bytes
+
+
 def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
     for name, bit in bits:
         wreck.flip(folder, name, bit)
@@ -95,6 +97,8 @@ def test_a_file_of_another_checkpoint_is_found(name: str, roots: Any, restoring:
 
 
 # ------------------------------------------------------------------ headers
+
+
 @pytest.mark.parametrize("how", wreck.HEADERS)
 def test_another_header_is_found_or_harmless(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     """As it is; and where the manifest was made to agree with it, what was saved or an error."""
@@ -111,6 +115,8 @@ def test_another_header_is_found_or_harmless(how: str, roots: Any, restoring: An
 
 
 # ------------------------------------------------------------------ pickles
+
+
 def test_a_pickle_in_any_place_is_never_run(roots: Any, restoring: Any, tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "300"
     for kind, payload in wreck.payloads(marker).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 
 import pytest
@@ -128,9 +129,20 @@ def test_resume_of_another_loader_is_refused():
     with pytest.raises(
         ValueError, match=r"drew other batches \(seed: saved 6, here 5; rows: saved 4, here 8\)"
     ):
-        loader.load_state_dict({"step": 1, "seed": 6, "rows": 4, "context": 16})
+        loader.load_state_dict(loader.state_dict() | {"step": 1, "seed": 6, "rows": 4})
     with pytest.raises(ValueError, match="a loader's state has the keys"):
         loader.load_state_dict({"step": 1})
+
+
+def test_resume_on_another_text_is_told():
+    saved = Loader(stream(), rows=8, context=16, seed=5, step=3).state_dict()
+    same, other = (Loader(stream(seed=s), rows=8, context=16, seed=5) for s in (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="the text is not what it was when this was saved"):
+        other.load_state_dict(saved)
+    assert same.step == other.step == 3
 
 
 def test_rows_that_do_not_divide_are_refused():

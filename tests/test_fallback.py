@@ -104,6 +104,8 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
 
 
 # ------------------------------------------------------------------ two ranks
+
+
 def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
     """Of each root: what came of it, and what was warned of."""
     small_blocks()

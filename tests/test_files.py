@@ -1,7 +1,8 @@
-"""Properties of what checkpoints are made of: positions as JSON, tensor files, checked bytes, what is kept."""
+"""Properties of what checkpoints are made of: positions as JSON, tensor files, checked bytes, keeping."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -29,16 +30,19 @@ from fnshard.runtime.root import Keep
 from fnshard.runtime.tensorfile import DTYPES, Corrupt, Entry, Header, open_regular, read_checked, write
 
 EXAMPLES = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 SIZES = st.lists(st.integers(0, 5), max_size=4)
 NAMES = st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
 
 
 @st.composite
-def tensors(draw: Any, dtypes: Any = tuple(DTYPES.values())) -> Tensor:
-    """Of any dtype, shape and bits; sometimes a view with gaps, or transposed."""
-    dtype, shape = draw(st.sampled_from(list(dtypes))), draw(SIZES)
+def tensors(draw: Any, dtypes: Any = None) -> Tensor:
+    """Of any dtype, shape and bits; sometimes transposed."""
+    dtype, shape = draw(st.sampled_from(dtypes or list(DTYPES.values()))), draw(SIZES)
     count = math.prod(shape) * dtype.itemsize
     content = draw(st.binary(min_size=count, max_size=count))
     if dtype == torch.bool:
@@ -62,7 +66,7 @@ NUMBERS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
 )
 ARRAYS = hnp.arrays(
-    st.sampled_from([np.dtype(n) for n in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "c8")]),
+    st.sampled_from([np.dtype(n) for n in (*"bhilBHILefd?F",)]),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
 )  # fmt: skip
 KEYS = (
@@ -108,9 +112,11 @@ def test_positions_come_back_from_json_as_they_were(tree: Any) -> None:
     ("value", "back"),
     [
         (np.float32(1.5), 1.5), (np.int64(-3), -3), (np.bool_(True), True), (np.bytes_(b"ab"), b"ab"),
-        (np.str_("a"), "a"), (np.array(5), np.array(5)), (np.arange(4, dtype=">i4"), np.arange(4, dtype="i4")),
+        (np.str_("a"), "a"), (np.array(5), np.array(5)),
+        (np.arange(4, dtype=">i4"), np.arange(4, dtype="i4")),
         (np.arange(6).reshape(2, 3).T[::-1], np.arange(6).reshape(2, 3).T[::-1].copy()),
-        (np.broadcast_to(np.array([1.0]), (3,)), np.ones(3)), (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
+        (np.broadcast_to(np.array([1.0]), (3,)), np.ones(3)),
+        (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
     ],
 )  # fmt: skip
 def test_what_is_nearly_plain_is_made_so(value: Any, back: Any) -> None:
@@ -133,15 +139,19 @@ def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.sampled_from(list(DTYPES)),
+    NUMBERS.filter(lambda n: not isinstance(n, bytes)) | st.sampled_from(list(DTYPES)),
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(st.sampled_from(["a", "of", TAG]), inner, max_size=3)
     | st.builds(
-        lambda kind, of: {TAG: kind, "of": of}, st.sampled_from(["tuple", "bytes", "tensor", "array", "items"]), inner
+        lambda kind, of: {TAG: kind, "of": of},
+        st.sampled_from(["tuple", "bytes", "tensor", "array", "items"]),
+        inner,
     )
     | st.builds(
         lambda dtype, shape, text: {TAG: "tensor", "of": [dtype, shape, text]},
-        st.sampled_from(list(DTYPES)), st.lists(st.integers(-2, 1 << 62), max_size=3), st.text("ABCD=", max_size=9),
+        st.sampled_from(list(DTYPES)),
+        st.lists(st.integers(-2, 1 << 62), max_size=3),
+        st.text("ABCD=", max_size=9),
     ),
     max_leaves=8,
 )  # fmt: skip
@@ -225,20 +235,21 @@ PLAIN = {
     "b": {"dtype": "I8", "shape": [3], "data_offsets": [8, 11]},
 }
 ODD = st.none() | st.booleans() | st.integers(-9, 20) | st.sampled_from(
-    [1 << 40, 1 << 63, 1 << 64, 1.0, "", "F32", "I8", "X", [], [8, 11], [0, 8], [0, 11], [3, 6], [9, 12], [[2]], {}, [2]]
+    [1 << 40, 1 << 63, 1 << 64, 1.0, "", "F32", "I8", "X", {},
+     [], [8, 11], [0, 8], [0, 11], [3, 6], [9, 12], [[2]], [2]]
 )  # fmt: skip
 
 
 @st.composite
 def headers(draw: Any) -> bytes:
-    said = json.loads(json.dumps(PLAIN))
+    said = copy.deepcopy(PLAIN)
     for _ in range(draw(st.integers(0, 2))):
         entry = draw(st.sampled_from(["a", "b", "__metadata__"]))
         keys = ["format"] if entry[0] == "_" else ["dtype", "shape", "data_offsets"]
         if draw(st.booleans()) and isinstance(said.get(entry), dict):
-            said[entry][draw(st.sampled_from(keys))] = draw(ODD)
+            said[entry][draw(st.sampled_from(keys))] = copy.deepcopy(draw(ODD))
         else:
-            said[draw(st.sampled_from([entry, "c"]))] = draw(ODD)
+            said[draw(st.sampled_from([entry, "c"]))] = copy.deepcopy(draw(ODD))
     text = json.dumps(said).encode() + b" " * draw(st.integers(0, 9))
     length = draw(st.sampled_from([0, 0, 0, 1, -1, 11, 12, 1 << 40, (1 << 63) - 1]))
     body = bytes(draw(st.sampled_from([11, 11, 11, 10, 12, 0])))
@@ -325,7 +336,11 @@ METRICS = st.dictionaries(
 
 @EXAMPLES
 @given(
-    METRICS, st.integers(1, 5), st.none() | st.integers(1, 12), st.integers(0, 4), st.sampled_from(["min", "max"])
+    METRICS,
+    st.integers(1, 5),
+    st.none() | st.integers(1, 12),
+    st.integers(0, 4),
+    st.sampled_from(["min", "max"]),
 )  # fmt: skip
 def test_kept_are_the_last_the_multiples_and_the_best(
     metrics: Any, last: int, every: int | None, best: int, mode: Any

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,17 +23,24 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADER = """
 import json, os, signal, sys, time
 import torch, torch.distributed as dist
-from fnshard.launch import run_rank
+from fnshard.rank import Stop, attempt, run_rank
 out = sys.argv[1]
 rank = int(os.environ["RANK"])
 """
 
 
-def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0) -> None:
-    """`body` defines `main()`; each rank runs it."""
+def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool = False) -> Path:
+    """`body` defines `main()`; each rank runs it. With `stop` SIGTERM is noted in `stop.asked`."""
     program = tmp_path / "program.py"
-    ending = "run_rank(main, device_type='cpu', timeout_s=60)"
-    program.write_text(HEADER + textwrap.dedent(body) + "\n" + ending + "\n")
+    how = f"device_type='cpu', timeout_s={timeout_s}" + ", stop=stop" * stop
+    text = [HEADER, "stop = Stop()", textwrap.dedent(body), f"run_rank(main, {how})"]
+    program.write_text("\n".join(text) + "\n")
+    return program
+
+
+def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60) -> None:
+    """`body` defines `main()`; each rank runs it."""
+    program = program_of(tmp_path, body, timeout_s=timeout_s)
     launch.launch(
         [sys.executable, "-u", str(program), str(tmp_path)],
         ranks=ranks,
@@ -175,6 +184,220 @@ def test_ranks_end_with_their_launcher(tmp_path):
         while any(_alive(pid) for pid in pids):
             assert time.monotonic() < deadline, f"ranks {pids} outlived a launcher ended by {number.name}"
             time.sleep(0.05)
+
+
+# ------------------------------------------------------------------ restarts
+
+
+def test_an_exception_is_not_tried_again(tmp_path):
+    body = """
+    def main():
+        open(f"{out}/{attempt()}-{rank}", "w").close()
+        raise ValueError("this will not get better")
+    """
+    with pytest.raises(LaunchError, match="ValueError: this will not get better"):
+        run(tmp_path, body, ranks=1, max_restarts=2)
+    assert [p.name for p in tmp_path.glob("[0-9]-*")] == ["0-0"]
+
+
+def test_restarts_run_out_and_each_is_told_in_one_line(tmp_path, capfd):
+    body = """
+    def main():
+        open(f"{out}/{attempt()}-{rank}", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(LaunchError, match="rank 0 of 1 was killed by SIGKILL"):
+        run(tmp_path, body, ranks=1, max_restarts=1)
+    assert sorted(p.name for p in tmp_path.glob("[0-9]-*")) == ["0-0", "1-0"]
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.startswith("restart 1 of 1: rank 0 of 1 was killed by SIGKILL")
+
+
+MEETS_AGAIN = """
+imported = time.time()
+ticks = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+begun = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks
+
+def main():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    with open(f"{out}/times.jsonl", "a") as file:
+        file.write(json.dumps([attempt(), rank, time.time(), imported - begun]) + "\\n")
+    while attempt() < 1:
+        time.sleep(0.01)
+        dist.all_reduce(total)
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("how", "count"), [("launch", 50), ("torchrun", 10)])
+def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path):
+    seconds = []
+    for number in range(count):
+        out = tmp_path / str(number)
+        out.mkdir()
+        command = [sys.executable, "-u", str(program_of(out, MEETS_AGAIN)), str(out)]
+        started_by = started(command, out, max_restarts=1)
+        if how == "torchrun":
+            started_by = subprocess.Popen([sys.executable, *TORCHRUN, *command[2:]], env=_environment())
+        with started_by as process:
+            _lines(out / "times.jsonl", 2, process)
+            killed = time.time()
+            os.kill(_ranks_of(process.pid)[number % 2], signal.SIGKILL)
+            times = _lines(out / "times.jsonl", 4, process)
+            assert process.wait(timeout=60) == 0
+        seconds.append(max(now - killed - imports for again, _, now, imports in times if again))
+    print("beyond imports, seconds:", sorted(round(s, 2) for s in seconds))
+    assert max(seconds) < 10
+
+
+# ------------------------------------------------------------------ ranks that stand still
+
+
+WAITS = """
+def main():
+    open(f"{out}/{attempt()}-{rank}", "w").close()
+    dist.all_reduce(torch.ones(1))
+    if attempt() == 0 and rank == 1:
+        HANGS
+    dist.all_reduce(torch.ones(1))
+"""
+STANDS_STILL = WAITS.replace("HANGS", "os.kill(os.getpid(), signal.SIGSTOP)")
+
+
+def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(
+        LaunchError, match=r"^rank 1 of 2 stood still \(SIGSTOP\) and was killed; rank 0 of 2"
+    ):
+        run(tmp_path, STANDS_STILL, timeout_s=3)
+    assert time.monotonic() - began < 3 + 7 + 8  # the eight are for imports
+
+
+def test_a_stopped_rank_is_a_death_like_any_other(tmp_path, capfd):
+    run(tmp_path, STANDS_STILL, timeout_s=3, max_restarts=1)
+    assert {p.name for p in tmp_path.glob("[01]-*")} == {"0-0", "0-1", "1-0", "1-1"}
+    assert "restart 1 of 1: rank 1 of 2 stood still (SIGSTOP)" in capfd.readouterr().err
+
+
+def test_a_silent_rank_is_named(tmp_path):
+    with pytest.raises(
+        LaunchError, match=r"(?s)rank 0 of 2 failed: .*Still at work, and killed: rank 1 \(log: "
+    ):
+        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=3)
+
+
+# ------------------------------------------------------------------ signals
+
+
+@contextmanager
+def started(command: list[str], out: Path, **options) -> Iterator[subprocess.Popen]:
+    """`launch` in a process of its own, with two ranks."""
+    starter = (
+        "import pathlib; from fnshard.launch import launch; "
+        f"launch({command!r}, ranks=2, logs=pathlib.Path({str(out)!r}, 'ranks'), **{options!r})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starter], env=_environment(), stderr=subprocess.PIPE
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+UNTIL_ASKED = """
+def main():
+    open(f"{out}/ready{rank}", "w").close()
+    while not stop.asked:
+        time.sleep(0.01)
+    open(f"{out}/heard{rank}", "w").close()
+    time.sleep(LASTS)
+    open(f"{out}/saved{rank}", "w").close()
+"""
+
+
+def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0.3"), stop=True)
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+        for rank in range(2):
+            _wait_for(tmp_path / f"ready{rank}")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
+    """The ranks have no handler yet; nobody dies of it."""
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"), stop=True)
+    program.write_text("import sys; open(sys.argv[1] + '/begun', 'w').close()\n" + program.read_text())
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+        _wait_for(tmp_path / "begun")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+@pytest.mark.parametrize("how", ["asked twice", "out of time"])
+def test_who_does_not_end_is_ended(how, tmp_path):
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "600"), stop=True)
+    options = {"grace_s": 1.0 if how == "out of time" else 600.0}
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, **options) as process:
+        for rank in range(2):
+            _wait_for(tmp_path / f"ready{rank}")
+        ranks = _ranks_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        if how == "asked twice":
+            _wait_for(tmp_path / "heard0")  # two at once are one
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+        told = process.stderr.read().decode()
+    assert not any(_alive(pid) for pid in ranks.values())
+    assert ("had not done so after 1 s and were killed" in told) == (how == "out of time")
+
+
+def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(tmp_path):
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"))
+    marks = (
+        "import os, sys, time; open(f'{sys.argv[1]}/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))"
+    )
+    waits = "while os.getppid() == int(os.environ['FNSHARD_LAUNCHER']): time.sleep(0.01)"
+    program.write_text(f"{marks}\n{waits}\n{program.read_text()}")
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+        pids = [_wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
+        process.kill()
+        process.wait(timeout=30)
+    deadline = time.monotonic() + 20
+    while any(_alive(int(path.read_text() or 0)) for path in pids):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("ready*"))
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def _ranks_of(launcher: int) -> dict[int, int]:
+    """Processes by rank."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                found[int(entry[5:])] = int(pid)
+    return found
+
+
+def _lines(path: Path, count: int, process: subprocess.Popen) -> list:
+    deadline = time.monotonic() + 60
+    while True:
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if len(rows) >= count:
+            return rows
+        assert time.monotonic() < deadline and process.poll() in (None, 0), f"{len(rows)} of {count} lines"
+        time.sleep(0.01)
 
 
 def _wait_for(path: Path, seconds: float = 60) -> Path:

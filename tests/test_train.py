@@ -165,6 +165,13 @@ REFUSED_BY_US = [
     ),
     (["strategy=auto", "run.device_gb=1", "run.accumulate=2"], r"strategy=auto chooses the micro-batches"),
     (["run.prompt=''"], r"run\.prompt='': a sample needs at least one byte"),
+    (["run.save_every=-1"], r"run\.save_every=-1: must be 0 or more"),
+    (["run.keep=0"], r"run\.keep=0: must be 1 or more"),
+    (["run.keep_every=0"], r"run\.keep_every=0: must be 1 or more"),
+    (["run.keep_best=-1"], r"run\.keep_best=-1: must be 0 or more"),
+    (["run.max_restarts=-1"], r"run\.max_restarts=-1: must be 0 or more"),
+    (["run.stop_grace_s=0"], r"run\.stop_grace_s=0\.0: must be above 0"),
+    (["run.resume=''"], r"run\.resume='': must be auto, never, or a path"),
 ]
 
 
@@ -378,6 +385,7 @@ BAD_INPUT = {
     "model.width=${nope}": "Interpolation key 'nope' not found",
     "data.root=nowhere": "the files that end in '.py' hold 0 bytes to train on",
     "run.steps=many": "Value 'many' of type 'str' could not be converted to Integer",
+    "run.resume=nowhere": "run.resume=nowhere: no whole checkpoint is there. Fix: the folder of a run",
 }
 
 
@@ -479,7 +487,7 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path):
 
 
 def test_a_rank_that_is_killed_ends_the_job(tmp_path):
-    arguments = [*SMALL, "run.steps=100000", f"hydra.run.dir={tmp_path}"]
+    arguments = [*SMALL, "run.steps=100000", "run.max_restarts=0", f"hydra.run.dir={tmp_path}"]
     with subprocess.Popen(
         [sys.executable, "-m", "experiments.train", *arguments],
         cwd=tmp_path,

@@ -121,6 +121,7 @@ def expected(step: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ what a process does meanwhile
+
 _EVENTS = ("open", "os.", "shutil.", "pickle.", "subprocess.", "socket.", "exec", "ctypes.", "import")
 _seen: list[tuple[str, Any]] | None = None
 
@@ -130,13 +131,16 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         _seen.append((event, args[0] if args else None))
 
 
-sys.addaudithook(_hook)
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_hook)  # for good: Python takes none away again
 
 
 @contextmanager
 def confined(folder: Path) -> Iterator[None]:
     """Fails where anything but `folder` is looked into, or anything is unpickled, changed or started."""
     global _seen
+    _listen()
     _seen = []
     try:
         yield

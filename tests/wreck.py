@@ -8,14 +8,15 @@ import pickle
 import random
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
 # ------------------------------------------------------------------ bytes
+
+
 def flip(folder: Path, name: str, bit: int) -> None:
     """One bit of a file."""
     with (folder / name).open("r+b") as file:
@@ -115,6 +116,8 @@ BYTES: dict[str, Wreck] = {
 
 
 # ------------------------------------------------------------------ headers of data files
+
+
 def header(content: bytes) -> tuple[int, dict[str, Any]]:
     """A safetensors header and its length."""
     count = int.from_bytes(content[:8], "little")
@@ -147,8 +150,11 @@ def _longer_by(length: int) -> Callable[[bytearray, random.Random], bytes]:
 HEADERS: dict[str, Callable[[bytearray, random.Random], bytes]] = {
     "a size": _entry(lambda e, rng: e["shape"].__setitem__(0, e["shape"][0] + rng.choice([-1, 1, 1 << 40]))),
     "a shape": _entry(lambda e, rng: e.update(shape=rng.choice([[], [1 << 62] * 3, None, [-1], ["a"], 3]))),
-    "a dtype": _entry(lambda e, rng: e.update(dtype="F16" if e["dtype"] == "BF16" else rng.choice(["I8", "X", 3]))),
-    "offsets": _entry(lambda e, rng: e.update(data_offsets=rng.choice([[0, 1 << 60], [-8, 0], [8, 0], [0], "a"]))),
+    "a dtype": _entry(lambda e, rng: e.update(dtype=rng.choice(["I8", "X", 3]))),
+    "another float": _entry(lambda e, rng: e.update(dtype="F16" if e["dtype"] != "F16" else "BF16")),
+    "offsets": _entry(
+        lambda e, rng: e.update(data_offsets=rng.choice([[0, 1 << 60], [-8, 0], [8, 0], [0], "a"]))
+    ),
     "no dtype": _entry(lambda e, rng: e.pop("dtype")),
     "metadata": lambda c, rng: _reheaded(c, {**header(c)[1], "__metadata__": {"a": "b" * 99}}),
     "fewer": lambda c, rng: _reheaded(c, dict(list(header(c)[1].items())[: rng.randint(0, 5)])),
@@ -163,6 +169,8 @@ HEADERS: dict[str, Callable[[bytearray, random.Random], bytes]] = {
 
 
 # ------------------------------------------------------------------ payloads
+
+
 class Payload:
     """What unpickling of it does: make a file."""
 
@@ -189,8 +197,3 @@ def copied(pristine: Path, folder: Path) -> Path:
         )
     shutil.copytree(pristine, folder)
     return folder
-
-
-def taken(items: Sequence[Any], count: int, seed: int) -> list[Any]:
-    """So many of them, or all."""
-    return list(items) if count >= len(items) else random.Random(seed).sample(list(items), count)

@@ -83,7 +83,7 @@ class Campaign:
         self.kills = plan(config)
         self.done: list[Done] = []
         self.runs: list[list[str]] = []  # of each that has finished, what was wrong with it
-        self.starts = 0
+        self.jobs: list[Job] = []
         self.spans_s: dict[str, float] = {}  # how long each moment is on this machine
 
     def run(self) -> dict[str, Any]:
@@ -95,18 +95,22 @@ class Campaign:
         text = self.folder / "text"
         shutil.copytree(ROOT / "experiments", text, ignore=shutil.ignore_patterns("__pycache__"))
         began = time.monotonic()
-        job = self._start(self._place("unbroken"), 0)
-        self.spans_s = measured(job)
-        if job.wait() != 0 or job.folder is None:
-            raise job.error("the unbroken run failed")
-        self.say(", ".join(f"a {name} takes {span * 1e3:.0f} ms" for name, span in self.spans_s.items()))
-        while len(self.done) < self.config.kills:
-            self._broken(job.folder)
+        try:
+            job = self._start(self._place("unbroken"), 0)
+            self.spans_s = measured(job)
+            if job.wait() != 0 or job.folder is None:
+                raise job.error("the unbroken run failed")
+            self.say(", ".join(f"a {name} takes {span * 1e3:.0f} ms" for name, span in self.spans_s.items()))
+            while len(self.done) < self.config.kills:
+                self._broken(job.folder)
+        finally:
+            for job in self.jobs:
+                job.end()
         return {
             "config": asdict(self.config),
             "kills": [asdict(each) | {"lost": each.lost} for each in self.done],
             "runs": self.runs,
-            "starts": self.starts,
+            "starts": len(self.jobs),
             "spans_s": self.spans_s,
             "seconds": time.monotonic() - began,
         }
@@ -137,13 +141,13 @@ class Campaign:
 
     def _start(self, place: Path, number: int) -> Job:
         c = self.config
-        self.starts += 1
         own = [
             f"data.root={self.folder / 'text'}", f"mesh.shard={c.ranks}", f"run.steps={c.steps}",
             f"run.save_every={c.save_every}", f"run.held_out_every={c.held_out_every}",
             f"run.async_save={str(c.async_save).lower()}", f"run.max_restarts={c.max_restarts}",
         ]  # fmt: skip
-        return Job.start(place, [*TINY, *own], number, c.patience_s)
+        self.jobs.append(Job.start(place, [*TINY, *own], number, c.patience_s))
+        return self.jobs[-1]
 
     # -------------------------------------------------------------- one kill
 

@@ -149,11 +149,16 @@ class Job:
         except subprocess.TimeoutExpired:
             raise self.error(f"it had not ended after {self.patience_s:g} s") from None
 
+    def end(self) -> None:
+        """Whatever is left of it."""
+        for pid in [*self.ranks.values(), self.process.pid]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     def error(self, told: str) -> ChaosError:
         """What to raise about it; its processes are ended."""
-        for pid in [*self.ranks.values(), self.process.pid]:
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        self.end()
         tail = "\n".join(self.text.splitlines()[-30:])
         return ChaosError(f"{told}: {self.log}\n{tail}")
 

@@ -47,7 +47,7 @@ def failed(found: Mapping[str, Any]) -> bool:
 
 
 def _row(name: str, kills: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    again = [k["step"] - k["resumed"] for k in kills if k["resumed"] is not None]
+    again = [max(0, k["step"] - k["resumed"]) for k in kills if k["resumed"] is not None]
     mean = f"{sum(again) / len(again):.1f}" if again else "-"
     numbers = (
         len(kills),

@@ -232,7 +232,8 @@ class Header:
         read_exactly(fd, 8, memoryview(text))
         try:
             values = json.loads(text)
-            metadata = values.pop("__metadata__", None) or {}
+            metadata = values.pop("__metadata__", None)
+            metadata = {} if metadata is None else metadata
             if not all(isinstance(v, str) for v in metadata.values()):
                 raise ValueError("its __metadata__ are no texts")
             return Header(dict(_entries(values, 8 + count, size)), metadata)

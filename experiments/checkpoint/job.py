@@ -1,0 +1,112 @@
+"""What is measured, and on what state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import fnshard as fs
+from experiments.bench.contenders import global_batch
+from experiments.model import Decoder, DecoderConfig, next_token_loss
+
+MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
+
+
+@dataclass(frozen=True)
+class Job:
+    """All options.
+
+    Args:
+        part: "throughput", "async", or "both".
+        folder: below which checkpoints are written, and deleted again: the disk that is measured.
+        size: a file of `conf/model`.
+        preset: of fnshard.
+        backend: of the training step.
+        rounds: of saves and restores of each kind; pairs of windows of steps.
+        steps: of a window, of which every `every`th saves, or none.
+        rows, length: of one rank's batch of tokens.
+    """
+
+    part: str
+    folder: str
+    size: str = "25m"
+    preset: str = "full_shard"
+    backend: str = "inductor"
+    rounds: int = 9
+    steps: int = 8
+    every: int = 2
+    rows: int = 2
+    length: int = 256
+    seed: int = 0
+
+    @property
+    def model(self) -> DecoderConfig:
+        """The decoder that `size` names."""
+        return DecoderConfig(**yaml.safe_load((MODELS / f"{self.size}.yaml").read_text(encoding="utf-8")))
+
+
+def world() -> fs.Mesh:
+    """All ranks on one axis."""
+    return fs.make_mesh(shard=dist.get_world_size() if dist.is_initialized() else 1, device="cpu")
+
+
+def training(job: Job, mesh: fs.Mesh) -> tuple[Any, Any]:
+    """A step and its first state: fp32, AdamW; its moments are noise, so that there is something to read."""
+    torch.manual_seed(job.seed)
+    apply, params = fs.make_functional(Decoder(job.model))
+    specs = fs.presets.PRESETS[job.preset](params, mesh)
+
+    def loss(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(apply(params, tokens), targets)
+
+    optimizer = fs.optim.adamw(3e-4, weight_decay=0.1)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend=job.backend)
+    state = step.init({path: leaf.detach() for path, leaf in params.items()})
+    torch.manual_seed(mesh.rank)
+    for slots in state.opt_state.values():
+        for slot in slots.values():
+            slot.uniform_(0, 1e-3)
+    return step, state
+
+
+def batch(job: Job, mesh: fs.Mesh, number: int) -> tuple[Tensor, ...]:
+    """This rank's rows."""
+    whole = global_batch(number, job.seed, mesh.size * job.rows, job.length, job.model.vocab)
+    return tuple(part[mesh.rank * job.rows : (mesh.rank + 1) * job.rows] for part in whole)
+
+
+def as_dtensors(step: Any, state: Any, mesh: fs.Mesh, fresh: bool = False) -> dict[str, Tensor]:
+    """The state as users of torch's checkpoints hold it; plain tensors in a process of one.
+
+    Args:
+        fresh: new tensors of the same shapes, instead of the state's own.
+    """
+    out: dict[str, Tensor] = {}
+    for path, spec in step.specs.items():
+        named = {f"params/{path}": (state.params[path], spec.storage)}
+        slots = state.opt_state.get(path, {})
+        named |= {f"optimizer/{path}/{name}": (slot, spec.optimizer) for name, slot in slots.items()}
+        for name, (block, layout) in named.items():
+            local = torch.empty_like(block) if fresh else block
+            if mesh.size == 1:
+                out[name] = local
+                continue
+            placements = layout.to_placements(mesh)
+            out[name] = DTensor.from_local(local, mesh.device_mesh, placements, run_check=False)
+            if tuple(out[name].shape) != spec.shape:
+                raise ValueError(f"{name}: DTensors cannot say that blocks are padded; take another size.")
+    return out
+
+
+def nbytes(step: Any, state: Any) -> int:
+    """Of the whole state, each leaf once, without padding."""
+    leaves = [(s.shape, state.params[p].dtype) for p, s in step.specs.items()]
+    leaves += [(step.specs[p].shape, t.dtype) for p, slots in state.opt_state.items() for t in slots.values()]
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in leaves)
