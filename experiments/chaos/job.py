@@ -150,11 +150,10 @@ class Job:
             raise self.error(f"it had not ended after {self.patience_s:g} s") from None
 
     def end(self) -> None:
-        """Whatever is left of it."""
-        for pid in [*self.ranks.values(), self.process.pid]:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        """If it has not ended; its ranks end with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     def error(self, told: str) -> ChaosError:
         """What to raise about it; its processes are ended."""
