@@ -6,7 +6,7 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
 state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 """
 
-from fnshard import checkpoint, errors, hf, optim, plot, presets, schedules, units
+from fnshard import checkpoint, codecs, errors, hf, optim, plot, presets, schedules, units
 from fnshard.errors import (
     AgreementError,
     BudgetError,

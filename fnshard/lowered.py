@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.codecs import decoding
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
 from fnshard.compiler.kernels import Boxed, compile_kernel
@@ -36,7 +37,7 @@ from fnshard.losses import Whole
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.scaling import LossScale
-from fnshard.shards import resolve_specs, spec_paths
+from fnshard.shards import leaf_paths, resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 from fnshard.transform import Optimizer
 
@@ -269,8 +270,9 @@ class Lowering:
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
         self.optimizer = optimizer
         self.tree = specs
-        self.specs: Mapping[str, LayoutSpec]
+        self.specs: Mapping[str, LayoutSpec]  # of what is stored; `leaves` of what `fn` sees
         self.specs, self.structure = spec_paths(specs)
+        self.leaves, self.leaf_structure = leaf_paths(specs)
         self.cache: OrderedDict[Any, Lowered] = OrderedDict()
         self.on_paper: tuple[Any, Lowered] | None = None
         self.lock = threading.RLock()
@@ -292,6 +294,7 @@ class Lowering:
         if not self.resolved:
             self.tree = specs
             self.specs, self.structure = spec_paths(specs)
+            self.leaves, self.leaf_structure = leaf_paths(specs)
             check_specs(self.specs, self.mesh)
 
     def lower(self, batch: Sequence[Any]) -> Lowered:
@@ -309,7 +312,7 @@ class Lowering:
             if self.on_paper is None or self.on_paper[0] != key:
                 keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(
-                    self.fn,
+                    decoding(self.fn, self.tree),
                     self.specs,
                     self.structure,
                     micro,

@@ -59,7 +59,7 @@ PUBLIC = [
 FLOORS = {
     "F0: pytrees, errors, axes": "errors tree mesh",
     "F1: what a user names": """
-        losses spec units rules presets functional schedules transform optim scaling state""",
+        losses spec codecs units rules presets functional schedules transform optim scaling state""",
     "F2: how it is done": """
         runtime runtime.memory runtime.buckets runtime.collectives runtime.messages runtime.shm
         runtime.simulated runtime.connect runtime.rows runtime.tensorfile runtime.fileblocks
