@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
 FAREWELL_S = 1.0  # what the others get to say their own errors once one has failed
+KILLED_S = 30.0  # until a killed process is given up on
 GRACE_S = 120.0  # what ranks get to finish a step and save after SIGTERM
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # end everything at once; SIGTERM asks first
 SIGNALS = (signal.SIGTERM, *ENDING)
@@ -42,6 +43,7 @@ ECHOES = (
     "Connection reset by peer",
     "Broken pipe",
     "Timed out",
+    "DistStoreError",  # somebody never came to the meeting
 )
 
 
@@ -222,7 +224,9 @@ def _attempt(
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started itself
-                process.wait()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):  # one that sleeps in the kernel stays behind
+                process.wait(KILLED_S)
     if ended.failures:
         cause = ended.failures[ended.cause]
         ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or _echo(cause) > 1
@@ -269,7 +273,7 @@ def _describe(ended: _Ended, ranks: int, logs: Path) -> str:
     told = describe_failure(ended.failures, ranks, logs)
     if ended.stopped:
         named = ", ".join(map(str, ended.stopped))
-        return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed. What the others said:\n{told}"
+        return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {told}"
     if ended.killed and _echo(ended.failures[ended.cause]) > 1:
         named = ", ".join(map(str, ended.killed))
         return f"{told}\nStill at work, and killed: rank {named} (log: {logs / f'rank{ended.killed[0]}.log'})"

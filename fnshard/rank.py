@@ -145,12 +145,15 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
     backend = "gloo"
     if device_type != "cpu":
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-    options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
+    timeout = datetime.timedelta(seconds=timeout_s)
     if RENDEZVOUS in os.environ:
-        # A dead attempt's addresses stay behind in its store: who meets them hangs.
-        path = Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"
-        options.update(store=dist.FileStore(str(path), world), rank=rank, world_size=world)
-    dist.init_process_group(backend, **options)
+        store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
+    else:
+        # torchrun's store lives through restarts, and in it a dead attempt's addresses: who meets them hangs.
+        met = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
+        store = dist.PrefixStore(f"fnshard/{attempt()}", met)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def leave_group() -> None:

@@ -39,9 +39,9 @@ from fnshard.state import TrainState
 class Cost:
     """What a reshard sends; prints as a short table.
 
-    `leaves`: `{name: bytes}` that one rank sends of each leaf of the old state: its block, to all that the leaf
-    was split over; nothing of a leaf that lies alike before and after, or was whole. `whole_bytes`: the largest
-    leaf that is whole for a moment.
+    `leaves`: `{name: bytes}` that one rank sends of each leaf of the old state: its block, to all that the
+    leaf was split over; nothing of a leaf that lies alike before and after, or was whole. `whole_bytes`: the
+    largest leaf that is whole for a moment.
     """
 
     leaves: Mapping[str, int]
@@ -57,7 +57,8 @@ class Cost:
         shown = [f"{size / 1e6:12.3f} MB  {name}" for size, name in rows[:8]]
         if len(rows) > 8:
             shown.append(f"{sum(b for b, _ in rows[8:]) / 1e6:12.3f} MB  {len(rows) - 8} more")
-        head = f"{self.sent_bytes / 1e6:12.3f} MB sent by each rank, for {len(rows)} of {len(self.leaves)} leaves"
+        count = f"{len(rows)} of {len(self.leaves)} leaves"
+        head = f"{self.sent_bytes / 1e6:12.3f} MB sent by each rank, for {count}"
         return "\n".join([head, *shown, f"{self.whole_bytes / 1e6:12.3f} MB whole for a moment"])
 
 

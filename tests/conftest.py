@@ -2,5 +2,6 @@
 
 import torch
 from ranks import ranks  # noqa: F401  (a fixture)
+from whole import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)

@@ -231,6 +231,25 @@ def test_an_untied_head_does_not_fit_a_tied_model(saved: Callable[[str], Saved])
         fs.hf.load(of.folder, specs, mesh, model=of.meta)
 
 
+def test_a_head_is_not_taken_for_an_embedding_that_is_missing(
+    saved: Callable[[str], Saved], tmp_path: Path
+) -> None:
+    """Where the model has both, whether it is given or config.json says what it is."""
+    of = saved("llama")
+    shutil.copytree(of.folder, tmp_path / "model")
+    tensors = one_file(tmp_path / "model")
+    del tensors["model.embed_tokens.weight"]
+    safetensors.save_file(tensors, tmp_path / "model/model.safetensors")
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(of.params, mesh)
+    missing = {p: torch.ones(s.shape) for p, s in specs.items() if "inv_freq" in p}
+    for how in ({"model": of.meta}, {"missing": missing}):
+        with pytest.raises(
+            StateError, match=r"1 problem:\n  params\['model.embed_tokens.weight'\] \[61, 20\]: no"
+        ):
+            fs.hf.load(tmp_path / "model", specs, mesh, **how)
+
+
 def test_a_base_model_of_a_whole_one(saved: Callable[[str], Saved]) -> None:
     """Its leaves have no prefix; the head is left out by name."""
     of = saved("llama")

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fnshard as fs
-from fnshard import LayoutSpec, P, hf_write
+from fnshard import LayoutSpec, P
 from fnshard.errors import CheckpointError, StateError
+from fnshard.hf import write as hf_write
 from fnshard.runtime import fileblocks, rows, tensorfile
 from fnshard.runtime.buckets import local_block
 from fnshard.runtime.connect import connection
@@ -213,7 +214,7 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
     def run(rank: int) -> Any:
         blocks = fs.hf.load(tmp_path / "in", specs, mesh, disk_dir=str(tmp_path))
         same(blocks, fs.shard(PARAMS, specs, mesh, disk_dir=str(tmp_path)))
-        fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=400)
+        fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=300)
         fs.hf.export(blocks, tmp_path / "all.safetensors", specs, mesh)
         fs.hf.export(blocks, tmp_path / "all.pt", specs, mesh)
 
@@ -230,8 +231,18 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
     assert sorted(files) == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     assert count > 2
     for held in files.values():
-        assert len(held) == 1 or sum(v.nbytes for v in held.values()) <= 400
+        assert len(held) == 1 or sum(v.nbytes for v in held.values()) <= 300
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_directory_is_needed_where_parameters_rest_on_disk(tmp_path: Path) -> None:
+    params = {"w": torch.ones(4)}
+    safetensors.save_file(params, tmp_path / "model.safetensors")
+    on_disk = fs.match_specs(params, [("*", LayoutSpec(memory="disk"))])
+    with pytest.raises(StateError, match=r"1 leaves rest on disk(?s:.*)params\['w'\]"):
+        fs.hf.load(tmp_path, on_disk)
+    same(fs.hf.load(tmp_path, on_disk, disk_dir=str(tmp_path)), params)
+    same(fs.hf.load(tmp_path, fs.match_specs(params, [("*", LayoutSpec(optimizer_memory="disk"))])), params)
 
 
 def test_one_file_if_it_fits_and_floats_cast(tmp_path: Path) -> None:
@@ -471,6 +482,38 @@ def test_a_malformed_directory_is_told(tmp_path: Path, what: str, monkeypatch: p
     assert not (tmp_path / "ran").exists()
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_head_is_told_or_does_no_harm(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Bytes of the header and of the index changed, cut out or put in: an error of ours, or tensors."""
+    params = {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4)}
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    folder.mkdir(exist_ok=True)
+    safetensors.save_file(params, folder / "a.safetensors", {"format": "pt"})
+    (folder / INDEX).write_text(index(w="a.safetensors", v="a.safetensors"))
+    file = folder / data.draw(st.sampled_from(["a.safetensors", INDEX]))
+    content = bytearray(file.read_bytes())
+    end = len(content) - (56 if file.suffix == ".safetensors" else 0)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, end - 1))
+        new = data.draw(
+            st.sampled_from([b"", b"0", b"9" * 30, b'"', b"[", b"{}", b"-1", b"\xff", b"1e400", b"NaN"])
+        )
+        content[at : at + data.draw(st.integers(0, 2))] = new
+    file.write_bytes(content)
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    try:
+        got = fs.hf.load(folder, specs)
+    except StateError as error:
+        assert str(error)
+    else:
+        assert {n: (v.shape, v.dtype) for n, v in got.items()} == {
+            n: (v.shape, v.dtype) for n, v in params.items()
+        }
+
+
 def test_links_of_a_cache_and_single_files_are_read_and_names_on_a_hub_are_not(tmp_path: Path) -> None:
     specs = fs.match_specs({"w": torch.zeros(2)}, [("*", LayoutSpec())])
     (tmp_path / "blobs").mkdir()
@@ -583,6 +626,20 @@ def test_ranks_fail_together(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(failing, str(tmp_path), "", timeout=60.0) == ["no error"] * 2
 
 
+def test_a_peer_that_is_lost_is_told_at_once() -> None:
+    """Nobody waits for it once more to say so."""
+
+    class Lost:
+        def gather_object(self, text: str) -> list[str]:
+            raise AssertionError("there is nobody to tell")
+
+    def work() -> None:
+        raise fs.CollectiveError("rank 1 is gone")
+
+    with pytest.raises(fs.CollectiveError, match="rank 1 is gone"):
+        rows.all_or_none(Lost(), "saving", work)
+
+
 def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
     mesh = fs.make_mesh(shard=1)
     params = {"w": torch.ones(2)}
@@ -592,7 +649,8 @@ def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="there is something at"):
         fs.hf.save(params, tmp_path / "out", specs, mesh)
     assert os.listdir(tmp_path / "out") == ["precious"]
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "hollow")
     with pytest.raises(StateError, match="there is something at"):
         fs.hf.save(params, tmp_path / "link", specs, mesh)
     (tmp_path / "empty").mkdir()
@@ -609,6 +667,14 @@ def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_text("old")
     fs.hf.export(params, tmp_path / "w.pt", specs, mesh)
     same(torch.load(tmp_path / "w.pt"), params)
+
+
+def test_a_model_of_empty_tensors(tmp_path: Path) -> None:
+    params = {"w": torch.ones(0, 3)}
+    specs = fs.match_specs(params, [("*", LayoutSpec(P("shard")))])
+    fs.hf.save(params, tmp_path / "m", specs)
+    same(tensors_of(tmp_path / "m"), params)
+    same(fs.hf.load(tmp_path / "m", specs), params)
 
 
 @pytest.mark.parametrize(

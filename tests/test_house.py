@@ -61,9 +61,10 @@ FLOORS = {
     "F1: what a user names": """
         losses spec codecs units rules presets functional schedules transform optim scaling state""",
     "F2: how it is done": """
-        runtime runtime.memory runtime.buckets runtime.collectives runtime.messages runtime.shm
-        runtime.simulated runtime.connect runtime.rows runtime.tensorfile runtime.fileblocks
-        runtime.folder runtime.plain runtime.manifest runtime.root runtime.dcp runtime.together measure hardware""",
+        runtime runtime.memory runtime.buckets runtime.rollcall runtime.collectives runtime.messages
+        runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile runtime.fileblocks
+        runtime.folder runtime.plain runtime.manifest runtime.root runtime.dcp runtime.together
+        measure hardware""",
     "F3: paper": """
         compiler compiler.program compiler.random compiler.refuse compiler.normalize compiler.inplace
         compiler.causal compiler.trace compiler.source compiler.split compiler.remat compiler.differentiate
@@ -76,8 +77,8 @@ FLOORS = {
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
         shards held init agree lowered runner forward step lockstep choice fit saving checkpoint reshard
-        hf_names hf_files hf_match hf_write hf_plan hf""",
-    "F6: around it": "launch plot",
+        hf.names hf.files hf.match hf.write hf.plan hf""",
+    "F6: around it": "rank launch plot",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]
 
@@ -88,6 +89,7 @@ PRIVATE = {
     "fnshard.optim": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
     "fnshard.runtime.buckets": {"torch._foreach_copy_"},
     "fnshard.runtime.memory": {"torch._foreach_copy_"},
+    "fnshard.runtime.rollcall": {"torch.distributed.distributed_c10d._get_default_store"},
     "fnshard.compiler.program": {"torch._ops"},  # OpOverload; others import it from there
     "fnshard.compiler.refuse": {"torch._C", "torch._dynamo", "torch._functorch", "torch._ops"},
     "fnshard.compiler.normalize": {

@@ -6,7 +6,8 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_python_blocks_run(capsys):
+def test_python_blocks_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # they save
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     assert len(blocks) >= 2
     namespace = {}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError, report
 from fnshard.mesh import Mesh
-from fnshard.runtime.rollcall import RollCall
+from fnshard.runtime.rollcall import absent
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -282,7 +282,6 @@ class Group:
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
-    roll: RollCall = field(default_factory=RollCall, compare=False, repr=False)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
         return empty(self.mesh, rows * numel, dtype)
@@ -363,9 +362,9 @@ class Group:
 
     def _blame(self, line: str) -> str:
         """Torch says that time ran out, not on whom it waited."""
-        absent = self.roll.absent(self.mesh.rank, self.mesh.size) if "time" in line.lower() else []
-        named = f"rank {', '.join(map(str, absent))} did not answer within {self.timeout:g} s ({line})"
-        return named if absent else line
+        silent = absent(self.mesh.rank, self.mesh.size) if "time" in line.lower() else []
+        named = f"rank {', '.join(map(str, silent))} did not answer within {self.timeout:g} s ({line})"
+        return named if silent else line
 
     def group(self, axes: Axes, purpose: str) -> tuple[Any, tuple[int, ...]]:
         """The sub-group over `axes` and, for each place of `mesh.group_ranks(axes)`, its place there.

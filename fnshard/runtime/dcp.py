@@ -13,8 +13,9 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ from fnshard.runtime.tensorfile import (
     write,
 )
 from fnshard.spec import P, block_slices
+
+READERS = 4  # threads of a restore: the disk, the checksums and the kernel's page faults overlap
 
 
 @dataclass(frozen=True)
@@ -291,21 +294,19 @@ class Reader(dcp.StorageReader):
         wrong, by_file = [], dict[str, list[ReadItem]]()
         for item in sorted(plan.items, key=lambda i: chunk_of(i).at):
             by_file.setdefault(chunk_of(item).file, []).append(item)
-        for name, items in by_file.items():
-            with ExitStack() as stack:
+        with ThreadPoolExecutor(READERS) as readers:
+            for name, items in by_file.items():
                 try:
                     fd = checked(self.folder, name, self.manifest.files[name])
                 except Corrupt as error:
                     wrong.append(str(error))
                     continue
-                stack.callback(os.close, fd)
-                for item in items:
-                    leaf = item.storage_index.fqn
-                    try:
-                        dtype = DTYPES[self.manifest.leaves[leaf].dtype]
-                        _fill(fd, chunk_of(item), dtype, item, planner.resolve_tensor(item))
-                    except (Corrupt, OSError) as error:
-                        wrong.append(f"{name}, {leaf}: {error}")
+                try:
+                    targets = [planner.resolve_tensor(item) for item in items]
+                    told = readers.map(partial(self._read, fd), map(chunk_of, items), items, targets)
+                    wrong += [f"{name}, {text}" for text in told if text]
+                finally:
+                    os.close(fd)
         if wrong:
             raise Corrupt(
                 "; ".join(wrong[:20]) + ("" if len(wrong) <= 20 else f"; and {len(wrong) - 20} more")
@@ -313,6 +314,15 @@ class Reader(dcp.StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read(self, fd: int, chunk: Chunk, item: ReadItem, target: Tensor) -> str:
+        """Fill one box; what is wrong with it, if anything is."""
+        leaf = item.storage_index.fqn
+        try:
+            _fill(fd, chunk, DTYPES[self.manifest.leaves[leaf].dtype], item, target)
+        except (Corrupt, OSError) as error:
+            return f"{leaf}: {error}"
+        return ""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

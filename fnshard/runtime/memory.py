@@ -4,6 +4,9 @@
 allocator, so that on a CPU too what a device would hold and what the host holds are told apart. "disk" is
 mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et al. 2021): reserved
 in full when they are made, unlinked at once, so that nothing is left behind however the process ends.
+
+Where memory is scarce, set `MALLOC_MMAP_THRESHOLD_=4194304` in the environment: else glibc's heap keeps freed
+pieces of up to 32 MB that aligned requests do not fit again, and may grow to a multiple of what is in use.
 """
 
 from __future__ import annotations

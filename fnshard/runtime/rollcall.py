@@ -6,35 +6,31 @@ Gloo says that it waited too long, and not for whom.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 WAIT_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
+RECENT_S = 30.0  # an older signature is of another failure
+LARGEST = 256  # ranks; more would read too much from one store
 KEY = "fnshard/roll"
 
 
-@dataclass
-class RollCall:
-    """What one rank knows of how often the others have signed."""
-
-    signed: dict[int, int] = field(default_factory=dict)
-
-    def absent(self, rank: int, world: int) -> list[int]:
-        """The ranks that have not signed again, soon after this one has; empty where nobody can tell."""
-        try:
-            return self._absent(rank, world)
-        except (RuntimeError, ValueError):  # the store lay with the rank that is gone; there is no group
-            return []
-
-    def _absent(self, rank: int, world: int) -> list[int]:
+def absent(rank: int, world: int) -> list[int]:
+    """The ranks that have not signed soon after this one did; empty where nobody can tell."""
+    if world > LARGEST:
+        return []
+    try:
         store = _get_default_store()
-        store.add(f"{KEY}/{rank}", 1)
+        store.set(f"{KEY}/{rank}", str(time.time()))
         until = time.monotonic() + WAIT_S
-        while True:
-            now = {r: store.add(f"{KEY}/{r}", 0) for r in range(world)}
-            absent = [r for r, count in now.items() if count <= self.signed.get(r, 0)]
-            if not absent or time.monotonic() > until:
-                self.signed = now
-                return absent
-            time.sleep(0.05)
+        while (missing := [r for r in range(world) if not _signed(store, r)]) and time.monotonic() < until:
+            time.sleep(0.1)
+    except (RuntimeError, ValueError):  # the store lay with the rank that is gone; there is no group
+        return []
+    return missing
+
+
+def _signed(store: Store, rank: int) -> bool:
+    key = f"{KEY}/{rank}"
+    return store.check([key]) and time.time() - float(store.get(key)) < RECENT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Keep:
     Args:
         last: how many of the newest; at least 1.
         every: those, too, whose step is a multiple.
-        best: how many of the best, too, by a number that came with their save.
+        best: how many of the best, too, by a number that came with their save; NaN is none.
         metric: its name.
         mode: whether the "min" or the "max" is best.
 
@@ -38,6 +39,7 @@ class Keep:
     def __post_init__(self) -> None:
         wrong = [f"last={self.last!r}: at least 1"] * (self.last < 1)
         wrong += [f"every={self.every!r}: at least 1"] * (self.every is not None and self.every < 1)
+        wrong += [f"best={self.best!r}: at least 0"] * (self.best < 0)
         wrong += [f"mode={self.mode!r}: 'min' or 'max'"] * (self.mode not in ("min", "max"))
         if wrong:
             raise CheckpointError(report("this Keep cannot be:", wrong))
@@ -46,7 +48,7 @@ class Keep:
         """The steps that stay, of what was saved with each."""
         steps = sorted(metrics)
         sign = 1 if self.mode == "min" else -1
-        rated = [s for s in steps if self.metric in metrics[s]]
+        rated = [s for s in steps if not math.isnan(metrics[s].get(self.metric, math.nan))]
         best = sorted(rated, key=lambda s: sign * metrics[s][self.metric])[: self.best]
         return {*steps[-self.last :], *best, *(s for s in steps if self.every and s % self.every == 0)}
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import AgreementError, StateError, leaves, report
-from fnshard.hf_names import Family, Names, Transposed, check_names, name_of
-from fnshard.hf_write import Target
+from fnshard.hf.names import Family, Names, Transposed, check_names, name_of
+from fnshard.hf.write import Target
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.rows import all_or_none, whole_rows

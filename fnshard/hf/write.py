@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fnshard.hf_files import INDEX, SINGLE
+from fnshard.hf.files import INDEX, SINGLE
 from fnshard.runtime.folder import flush
 from fnshard.runtime.memory import allocate
 from fnshard.runtime.tensorfile import Entry, arrange, bytes_of

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.errors import StateError, report
-from fnshard.hf_files import Saved
-from fnshard.hf_names import Family, Names, Transposed, buffers_of, candidates, name_of
+from fnshard.hf.files import Saved
+from fnshard.hf.names import Family, Names, Transposed, buffers_of, candidates, name_of
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import local_block
 from fnshard.runtime.fileblocks import read_block
+from fnshard.runtime.memory import allocate
 from fnshard.runtime.tensorfile import Corrupt, read_exactly
-from fnshard.spec import LayoutSpec, block_slices
+from fnshard.shards import stored_at_rest
+from fnshard.spec import LayoutSpec, block_shape, block_slices
 
 SHOWN = 40  # lines of each kind of a problem
 
@@ -184,15 +186,27 @@ def _equal(one: Saved, other: Saved, step: int = 4 << 20) -> bool:
     return True
 
 
-def fill(block: Tensor, spec: LayoutSpec, mesh: Mesh, source: Source | None, value: Tensor | None) -> None:
-    """This rank's stored block, of zeros, from its slice of a file, or of a full value.
+def filled(
+    spec: LayoutSpec, mesh: Mesh, disk_dir: str | None, source: Source | None, value: Tensor | None
+) -> Tensor:
+    """This rank's stored block, where it rests, from its slice of a file, or of a full value.
 
     Raises:
-        StateError: the file cannot be read any more.
+        StateError: the file cannot be read any more, or there is no room.
     """
     if source is None:
-        block.copy_(local_block(value, spec.storage, mesh))
-        return
+        return stored_at_rest(local_block(value, spec.storage, mesh), spec, mesh, disk_dir)
+    shape = block_shape(spec.shape, spec.storage, mesh)
+    if spec.memory == "device":
+        block = torch.zeros(shape, dtype=spec.storage_dtype, device=mesh.device)
+    else:
+        block = allocate(shape, spec.storage_dtype, spec.memory, mesh.device, disk_dir).zero_()
+    _fill(block, spec, mesh, source)
+    return block
+
+
+def _fill(block: Tensor, spec: LayoutSpec, mesh: Mesh, source: Source) -> None:
+    """All but the padding of a block."""
     slices, saved = block_slices(spec.shape, spec.storage, mesh), source.saved
     try:
         if not source.transposed:

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.errors import StateError, leaves, report
-from fnshard.held import blank_params
-from fnshard.hf_files import opened, read_config
-from fnshard.hf_match import fill, match
-from fnshard.hf_names import FAMILIES, Family, Names, Transposed, check_names, family_of
-from fnshard.hf_plan import Plan, deliver
-from fnshard.hf_write import Folder, SingleFile, StateDict, Target, beside, split_files
+from fnshard.hf.files import opened, read_config
+from fnshard.hf.match import filled, match
+from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, family_of
+from fnshard.hf.plan import Plan, deliver
+from fnshard.hf.write import Folder, SingleFile, StateDict, Target, beside, split_files
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
 from fnshard.runtime.connect import connection
+from fnshard.runtime.memory import check_directory
 from fnshard.shards import check_blocks, compare_paths, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 from fnshard.state import TrainState
@@ -71,7 +71,7 @@ def load(
 
     Raises:
         StateError: no safetensors files, or broken ones; or, named all together, leaves without a tensor,
-            tensors without a leaf, and such as do not fit.
+            tensors without a leaf, and such as do not fit; no room on disk.
 
     >>> import tempfile
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
@@ -86,14 +86,15 @@ def load(
     named, structure = _resolved(specs, mesh)
     check_names(names, named)
     family = family_of(read_config(path), model, named)
+    check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
     globs = [ignore] if isinstance(ignore, str) else list(ignore)
     with opened(path) as tensors:
         sources, values = match(named, tensors, names, family, model, missing or {}, globs)
-        blocks = blank_params(named, mesh, disk_dir)
         with torch.no_grad():
-            for leaf, spec in named.items():
-                fill(blocks[leaf], spec, mesh, sources.get(leaf), values.get(leaf))
-    return tree.unflatten(blocks.values(), structure)
+            blocks = [
+                filled(spec, mesh, disk_dir, sources.get(p), values.get(p)) for p, spec in named.items()
+            ]
+    return tree.unflatten(blocks, structure)
 
 
 def save(

@@ -1,0 +1,182 @@
+"""Manifests that a checkpoint does not have: sealed, so that only reading them can tell."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from whole import MANIFEST, SEAL
+
+
+def reseal(folder: Path, said: Any) -> None:
+    """Put a manifest in the place of the one that is there, sealed."""
+    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / SEAL).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
+
+
+def adopt(folder: Path) -> None:
+    """Let the manifest say what the data files now are: their lengths, and their old headers' places."""
+    said = json.loads((folder / MANIFEST).read_bytes())
+    for name, file in said["files"].items():
+        content = (folder / name).read_bytes()
+        file.update(bytes=len(content), header_crc32=zlib.crc32(content[: file["header_bytes"]]))
+    reseal(folder, said)
+
+
+Where = tuple[Any, ...]  # keys and places, from the top
+
+
+def nodes(value: Any, at: Where = ()) -> Iterator[tuple[Where, Any]]:
+    """Every value of a JSON tree, and where it is."""
+    if at:
+        yield at, value
+    for key, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from nodes(inner, (*at, key))
+
+
+def replaced(tree: Any, at: Where, value: Any) -> Any:
+    """A copy of the tree with another value there."""
+    out = copy.deepcopy(tree)
+    inner = out
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    return out
+
+
+def without(tree: Any, at: Where) -> Any:
+    """A copy of the tree without what is there."""
+    out = copy.deepcopy(tree)
+    inner = out
+    for key in at[:-1]:
+        inner = inner[key]
+    del inner[at[-1]]
+    return out
+
+
+_WRONG = [
+    None, True, False, 0, -1, 3, 1 << 63, 1 << 70, -(1 << 63), 10**400, 1.5, 3.0, -0.0, float("nan"), float("inf"),
+    "", "3", "F32", "a\0b", "\ud800", [], [[]], ["a"], [0], [1 << 62, 1 << 62], [None], {}, {"a": 1}, {"__is__": "no"},
+]  # fmt: skip
+
+
+def wrong_for(value: Any) -> list[Any]:
+    """Values of other types than this one; numbers also of no possible size."""
+    impossible = [-1, 1 << 63, 1 << 70, -(1 << 63) - 1] if type(value) is int else []
+    return [w for w in _WRONG if type(w) is not type(value)] + impossible
+
+
+# ------------------------------------------------------------------ what a manifest can say
+
+
+def twice(said: Any) -> None:
+    """Both chunks are the first: as many elements as there should be, but not all of them."""
+    chunks = said["leaves"]["params/wide.weight"]["chunks"]
+    chunks[1] = {**chunks[0]}
+
+
+def shifted(said: Any) -> None:
+    """Chunks [5, 3, 2] and [5, 2, 2] that overlap: the second begins earlier than the first ends."""
+    chunks = said["leaves"]["params/cube"]["chunks"]
+    chunks[1]["offset"][1] -= 1
+
+
+def shared(said: Any) -> None:
+    """Two leaves are the same bytes."""
+    leaves = said["leaves"]
+    leaves["optimizer/wide.weight/nu"] = {**leaves["optimizer/wide.weight/mu"]}
+
+
+def from_the_header(said: Any) -> None:
+    said["leaves"]["params/gain"]["chunks"][0]["at"] = 0
+
+
+def many_times(said: Any) -> None:
+    """A leaf of a terabyte: a thousand and more times the same bytes."""
+    leaf = said["leaves"]["params/bias"]
+    chunk = {**leaf["chunks"][0], "shape": [4]}
+    leaf["chunks"] = [{**chunk, "offset": [4 * n]} for n in range(5000)]
+    leaf["shape"] = [20000]
+
+
+def leaf_of(shape: list[int], name: str = "params/bias", **more: Any) -> Callable[[Any], None]:
+    def edit(said: Any) -> None:
+        chunk = {**said["leaves"][name]["chunks"][0], "offset": [0] * len(shape), "shape": shape}
+        said["leaves"][name].update(shape=shape, chunks=[chunk], **more)
+
+    return edit
+
+
+def without_chunks(shape: list[int]) -> Callable[[Any], None]:
+    return lambda said: said["leaves"]["params/empty"].update(shape=shape)
+
+
+def file_named(name: str) -> Callable[[Any], Any]:
+    """A data file elsewhere; what it would read there is what was saved."""
+    return lambda said: json.loads(json.dumps(said).replace("rank-00000.safetensors", name))
+
+
+def header_of(count: int) -> Callable[[Any], None]:
+    return lambda said: said["files"]["rank-00000.safetensors"].update(header_bytes=count, bytes=count)
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "a chunk twice": twice,
+    "chunks overlap": shifted,
+    "no chunks": lambda said: said["leaves"]["params/bias"].update(chunks=[]),
+    "one chunk of two": lambda said: said["leaves"]["params/bias"]["chunks"].pop(),
+    "a chunk too many": lambda said: said["leaves"]["params/gain"]["chunks"].append(
+        said["leaves"]["params/gain"]["chunks"][0]
+    ),
+    "a chunk of an empty leaf": lambda said: said["leaves"]["params/empty"].update(
+        chunks=[
+            {**said["leaves"]["params/bias"]["chunks"][0], "offset": [0, 0], "shape": [0, 4], "crc32": []}
+        ]
+    ),
+    "bytes of two leaves": shared,
+    "bytes of the header": from_the_header,
+    "a small file is a large leaf": many_times,
+    "a tensor of 2^60": leaf_of([1 << 60]),
+    "of 2^40 x 2^40": leaf_of([1 << 40, 1 << 40]),
+    "of 10,000 dims": leaf_of([1] * 10_000),
+    "of 0 x 2^62": without_chunks([0, 1 << 62]),
+    "of 0 x 2^62 x 8": without_chunks([0, 1 << 62, 8]),
+    "of 0 in 1,000 dims": without_chunks([0] * 1000),
+    "a header of 2^50": header_of(1 << 50),
+    "..": file_named("../rank-00000.safetensors"),
+    "../300": file_named("../300/rank-00000.safetensors"),
+    "from the root": file_named("/etc/passwd"),
+    "this directory": file_named("."),
+    "the one above": file_named(".."),
+    "no name": file_named(""),
+    "a nul": file_named("rank-00000.safetensors\\u0000"),
+    "half a letter": file_named("rank-\\ud800.safetensors"),
+    "the manifest": file_named(MANIFEST),
+    "a tilde": file_named("~/rank-00000.safetensors"),
+    "no format": lambda said: said.pop("format") and None,
+    "a later format": lambda said: said.update(format="fnshard checkpoint 2"),
+    "a list": lambda said: [said],
+    "nothing": lambda said: b"",
+    "null": lambda said: b"null",
+    "no text": lambda said: b"\xff\xfe\xff",
+    "deep": lambda said: b"[" * 1_000_000,
+    "deep objects": lambda said: b'{"leaves":' * 100_000,
+    "a deep position": lambda said: said.update(data=[functools.reduce(lambda a, _: [a], range(900), 1)]),
+    "a number of 10^6 digits": lambda said: b'{"step":' + b"9" * 1_000_000 + b"}",
+    "a tensor that multiplies lists": lambda said: said.update(
+        data=[{"__is__": "tensor", "of": ["F32", [1 << 30, [0]], ""]}]
+    ),
+    "a tensor of 2^62 nothings": lambda said: said.update(
+        data=[{"__is__": "tensor", "of": ["F32", [1 << 62, 1 << 62, 0], ""]}]
+    ),
+    "a key that is a list": lambda said: said.update(data=[{"__is__": "items", "of": [[[1], 2]]}]),
+}

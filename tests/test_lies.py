@@ -1,0 +1,120 @@
+"""Checkpoints whose manifest lies, under a seal that fits: told, or harmless; memory stays small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lies
+import pytest
+import wreck
+from lies import EDITS
+from whole import MANIFEST, expected, look, told_by
+
+import fnshard as fs
+from fnshard import LayoutSpec
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
+
+Change = tuple[lies.Where, Any, bool]  # where, what stands there now, whether that must be an error
+SIGNS = (MANIFEST, "rank-0000", "of another model")
+STRICT = ("step", "leaves", "files", "format", "mesh", "specs", "versions")
+
+
+def resealed(changes: list[Change], pristine: Path, folder: Path, restoring: Any) -> None:
+    """Each is an error, or, where it need not be, all tensors are as they were saved.
+
+    What `verify` cannot know is that a checkpoint is of another model.
+    """
+    wreck.copied(pristine, folder)
+    plain = json.loads((folder / MANIFEST).read_bytes())
+    for at, value, must in changes:
+        lies.reseal(folder, lies.replaced(plain, at, value))
+        seen, got = look(folder, restoring)
+        if must or isinstance(got, str):
+            assert isinstance(got, str) and any(sign in got for sign in SIGNS), (at, value, got)
+        else:
+            same = {**expected(300), "data": got["data"], "seed": got["seed"]}
+            assert got == same, (at, value)
+        assert isinstance(seen, str) == (isinstance(got, str) and SIGNS[2] not in got), (at, value, seen, got)
+
+
+def mistyped(said: Any) -> list[Change]:
+    out = []
+    for at, value in lies.nodes(said):
+        must = at[0] in STRICT or (at[0] == "metrics" and type(value) is not float) or at == ("data",)
+        out += [(at, wrong, must) for wrong in lies.wrong_for(value)]
+    return out
+
+
+def off_by_some(said: Any) -> list[Change]:
+    """Numbers of leaves and files that are numbers, but others."""
+    numbers = [(a, v) for a, v in lies.nodes(said) if type(v) is int and a[0] in ("leaves", "files")]
+    return [(a, v + by, True) for a, v in numbers for by in (-1, 1, 8, 1 << 40)]
+
+
+@pytest.mark.parametrize("kind", [mistyped, off_by_some])
+def test_a_manifest_that_cannot_be_is_told(kind: Any, roots: Any, restoring: Any, tmp_path: Path) -> None:
+    changes = kind(json.loads((roots["two"] / "300" / MANIFEST).read_bytes()))
+    resealed(wreck.taken(changes, 500, seed=2), roots["two"] / "300", tmp_path / "300", restoring)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", [mistyped, off_by_some])
+@pytest.mark.parametrize("by", ["one", "two"])
+def test_every_manifest_that_cannot_be(
+    by: str, kind: Any, roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    changes = kind(json.loads((roots[by] / "300" / MANIFEST).read_bytes()))
+    resealed(changes, roots[by] / "300", tmp_path / "300", restoring)
+
+
+def edited(
+    edit: Callable[[dict[str, Any]], Any], root: Path, folder: Path, restoring: Any
+) -> tuple[Any, Any]:
+    """What comes of a checkpoint whose manifest `edit` has changed."""
+    wreck.copied(root / "300", folder)
+    said = json.loads((folder / MANIFEST).read_bytes())
+    new = edit(said)
+    lies.reseal(folder, said if new is None else new)
+    return look(folder, restoring)
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_a_manifest_that_lies_is_told(what: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
+    """By `verify`, by `restore` for a step, and for specs that take shapes from the checkpoint."""
+    loose = {path: LayoutSpec() for path in restoring.specs}
+    here = fs.make_mesh(shard=1, device="cpu")
+    for told in (
+        *edited(EDITS[what], roots["two"], tmp_path / "300", restoring),
+        told_by(fs.checkpoint.restore, tmp_path / "300", loose, here),
+    ):
+        assert isinstance(told, str) and any(sign in told for sign in SIGNS), told
+
+
+@pytest.mark.parametrize("leaf", ["params/gain", "optimizer/bias/mu", "optimizer/wide.weight/nu"])
+def test_a_leaf_that_is_missing_or_not_asked_for_is_named(
+    leaf: str, roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    """Nothing in the checkpoint itself is wrong then, so `verify` has nothing to say."""
+    _, got = edited(lambda said: said["leaves"].pop(leaf) and None, roots["two"], tmp_path / "300", restoring)
+    assert f"{leaf} [" in got and "is not in the checkpoint" in got
+
+    def renamed(said: Any) -> None:
+        said["leaves"][f"{leaf}.more" if leaf[0] == "p" else f"{leaf}more"] = said["leaves"].pop(leaf)
+
+    _, got = edited(renamed, roots["two"], tmp_path / "300", restoring)
+    assert f"{leaf} [" in got and "is in the checkpoint alone" in got
+
+
+@pytest.mark.parametrize("dtype", ["I32", "U32", "I8", "BOOL"])
+def test_numbers_of_another_kind_are_not_cast(dtype: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
+    def edit(said: Any) -> None:
+        assert said["leaves"]["params/gain"]["dtype"] == "F32"
+        said["leaves"]["params/gain"]["dtype"] = dtype
+
+    _, got = edited(edit, roots["two"], tmp_path / "300", restoring)
+    assert f"params/gain is torch.float32 here and {dtype} there" in got
