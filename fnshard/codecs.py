@@ -2,8 +2,8 @@
 
 A coded leaf "w" is stored as several leaves, its parts ("w.codes", "w.scales"), and `fn` is given what they
 decode to: an expression of leaves alone, so the compiler decodes inside the kernel that uses the weight and
-never keeps it. Every row of a leaf (dim 0) is coded by itself, so that a shard of rows is the codes of a shard,
-whatever the mesh.
+never keeps it. Every row of a leaf (dim 0) is coded by itself: on any mesh, the codes of a shard of rows are
+a shard of the codes.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def register(codec: Codec) -> None:
     """Make a codec known by its name, on every rank before specs that name it are used.
 
     Raises:
-        SpecError: no `Codec`, another of that name, or one whose parts and codes do not agree with each other.
+        SpecError: no `Codec`, another of that name, or one whose functions do not agree with each other.
     """
     if not isinstance(codec, Codec):
         raise SpecError(f"fs.codecs.register takes a Codec, not {type(codec).__name__}.")
@@ -171,7 +171,9 @@ def register(codec: Codec) -> None:
         raise SpecError(f"a codec is called {codec.name!r} already; give yours another name.")
     wrong = [text for shape in ((4, 3), (2, 5, 70)) for text in _disagreements(codec, shape)]
     if wrong:
-        fix = "parts(shape) announces what encode gives; every row is coded by itself; decode gives the shape."
+        fix = (
+            "parts(shape) announces what encode gives; every row is coded by itself; decode gives the shape."
+        )
         raise SpecError(report(f"codec {codec.name!r} does not hold to its contract:", wrong, fix))
     CODECS[codec.name] = codec
 
@@ -268,6 +270,16 @@ def is_coded(spec: Any) -> bool:
 def encoded(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
     """The parts of a block of rows."""
     return CODECS[spec.codec].encode(block)
+
+
+def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tensor:
+    """A leaf's stored block by its path; of a coded one what its parts decode to, in storage dtype."""
+    if not is_coded(spec):
+        return blocks[path].detach()
+    codec = CODECS[spec.codec]
+    parts = {name: blocks[f"{path}.{name}"].detach() for name in codec.parts(spec.shape)}
+    rows = next(iter(parts.values())).shape[0]
+    return codec.decode(parts, (rows, *spec.shape[1:]), spec.storage_dtype)
 
 
 def decoding(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:

@@ -98,13 +98,6 @@ def _alias(leaf: Tensor) -> Tensor:
     return _mark(leaf)
 
 
-def relabelled(leaf: Tensor, made: Tensor) -> Tensor:
-    """A leaf that was made of another, with what `make_functional` knew of that: its other names."""
-    if hasattr(leaf, "tied_names"):
-        made.tied_names = leaf.tied_names
-    return made
-
-
 def aliases(model: nn.Module) -> dict[str, str]:
     """`{other name: the path it is stored under}` for tied parameters and buffers."""
     first: dict[int, str] = {}

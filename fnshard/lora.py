@@ -1,7 +1,7 @@
 """LoRA: low-rank adapters beside frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
 
-Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. That is done to the operator, not
-to modules: any pure function will do, the merged weight is never formed, and W, which is frozen, has no
+Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. That is done to the operator,
+not to modules: any pure function will do, the merged weight is never formed, and W, which is frozen, has no
 gradient. W may be coded (`LayoutSpec(codec="nf4")`: QLoRA, Dettmers et al. 2023).
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
 from fnshard.errors import SpecError, TraceError, leaves, report
-from fnshard.functional import relabelled
 from fnshard.spec import is_buffer
 
 
@@ -94,7 +91,9 @@ def lora(
     wrong = [f"params[{p!r}] {list(named[p].shape)}" for p in chosen if named[p].dim() != 2]
     wrong += [f"params[{p!r}] trains and has an adapter" for p in trained if p in chosen]
     if wrong:
-        raise SpecError(report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, "name matrices alone."))
+        raise SpecError(
+            report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, "name matrices alone.")
+        )
     if not (isinstance(rank, int) and rank > 0 and 0 <= dropout < 1):
         raise SpecError(f"rank={rank!r}, dropout={dropout!r}: a whole number from 1; a share below 1.")
     asked = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
@@ -131,6 +130,8 @@ def init_adapters(asked: Lora, shapes: Mapping[str, Tensor], seed: int = 0) -> d
         bound = 1 / math.sqrt(columns)
         a = torch.empty(asked.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
         out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, asked.rank, dtype=dtype))}
+        for part in out[path].values():
+            part.beside = f"base.{path}"  # the leaf whose unit it joins
     return out
 
 
@@ -138,7 +139,10 @@ def _frozen(leaf: Tensor, trains: bool) -> Tensor:
     """The same leaf, marked as one that does not train (or does)."""
     if is_buffer(leaf) or not leaf.is_floating_point():
         return leaf
-    return relabelled(leaf, nn.Parameter(leaf.detach(), requires_grad=trains))
+    made = nn.Parameter(leaf.detach(), requires_grad=trains)
+    if hasattr(leaf, "tied_names"):
+        made.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
+    return made
 
 
 def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
