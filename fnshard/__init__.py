@@ -6,7 +6,7 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
 state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 """
 
-from fnshard import adapters, checkpoint, codecs, errors, hf, optim, plot, presets, schedules, units
+from fnshard import adapters, checkpoint, codecs, errors, hf, losses, optim, plot, presets, schedules, units
 from fnshard.errors import (
     AgreementError,
     BudgetError,
@@ -63,6 +63,7 @@ __all__ = [
     "hf",
     "lockstep",
     "lora",
+    "losses",
     "make_functional",
     "make_mesh",
     "match_specs",

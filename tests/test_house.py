@@ -41,6 +41,7 @@ PUBLIC = [
     "hf",
     "lockstep",
     "lora",
+    "losses",
     "make_functional",
     "make_mesh",
     "match_specs",
@@ -62,7 +63,7 @@ PUBLIC = [
 FLOORS = {
     "F0: pytrees, errors, axes": "errors tree mesh",
     "F1: what a user names": """
-        losses spec codecs units rules presets functional schedules lora transform optim scaling
+        fused losses spec codecs units rules presets functional schedules lora transform optim scaling
         state""",
     "F2: how it is done": """
         runtime runtime.memory runtime.buckets runtime.rollcall runtime.collectives runtime.messages
