@@ -6,7 +6,7 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
 state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 """
 
-from fnshard import checkpoint, errors, hf, optim, plot, presets, schedules, units
+from fnshard import adapters, checkpoint, codecs, errors, hf, losses, optim, plot, presets, schedules, units
 from fnshard.errors import (
     AgreementError,
     BudgetError,
@@ -24,6 +24,7 @@ from fnshard.forward import shard_forward
 from fnshard.functional import make_functional
 from fnshard.hardware import Hardware
 from fnshard.lockstep import lockstep
+from fnshard.lora import lora
 from fnshard.losses import Mean, Whole
 from fnshard.lowered import diff
 from fnshard.mesh import Mesh, make_mesh
@@ -53,12 +54,16 @@ __all__ = [
     "TraceError",
     "TrainState",
     "Whole",
+    "adapters",
     "checkpoint",
+    "codecs",
     "diff",
     "errors",
     "fit",
     "hf",
     "lockstep",
+    "lora",
+    "losses",
     "make_functional",
     "make_mesh",
     "match_specs",

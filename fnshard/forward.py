@@ -61,7 +61,7 @@ class Forward:
     def lower(self, params: Any, *batch: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""
         if not isinstance(params, TrainState):
-            compare_paths(self._lowering.specs, tree.flatten_with_paths(params)[0])
+            compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
         return self._lowering.lower(batch)
 

@@ -29,7 +29,8 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             if is_buffer(leaf) or not leaf.dtype.is_floating_point:
                 layout = P()
             else:
-                layout = best_split(leaf.shape, axes(mesh), mesh)
+                split = leaf.shape[:1] if policy.get("codec") else leaf.shape  # rows are coded one by one
+                layout = best_split(split, axes(mesh), mesh)
             own.append((glob.escape(path), LayoutSpec(**{**layouts(layout), **policy})))
         return _first_match(params, own, len(rules), units)
 

@@ -98,7 +98,8 @@ def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str
     ]
     if wrong:
         raise SpecError(report(f"units gives {leaves(len(wrong))} no name of a unit:", wrong, fix))
-    return unit_of
+    # An adapter is gathered with the leaf it belongs to.
+    return {path: unit_of.get(getattr(leaf, "beside", path), unit_of[path]) for path, leaf in named.items()}
 
 
 def _check_rules(rules: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.codecs import check_codecs, decoded, encoded, is_coded, parts_of, stored_specs
 from fnshard.errors import SpecError, StateError, leaves, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer, local_block, make_buckets
@@ -18,11 +19,11 @@ from fnshard.runtime.memory import check_directory, rest
 from fnshard.spec import LayoutSpec, block_shape, check_specs, is_spec
 
 
-def spec_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-    """`{path: spec}` of a spec tree, all resolved.
+def leaf_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
+    """`{path: spec}` of a spec tree, as it was given.
 
     Raises:
-        SpecError: not a tree of LayoutSpecs, or one that `match_specs` or `resolve` never saw.
+        SpecError: not a tree of LayoutSpecs.
     """
     named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
     wrong = [f"specs[{p!r}] is {type(s).__name__}" for p, s in named.items() if not is_spec(s)]
@@ -31,11 +32,24 @@ def spec_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
     return named, structure
 
 
+def spec_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
+    """`{path: spec}` of what is stored by a spec tree: coded leaves by their parts.
+
+    Raises:
+        SpecError: not a tree of LayoutSpecs; leaves that cannot be coded.
+    """
+    named, structure = leaf_paths(specs)
+    if not any(map(is_coded, named.values())):
+        return named, structure
+    check_codecs(named)
+    return tree.flatten_with_paths(stored_specs(specs), is_leaf=is_spec)
+
+
 def resolve_specs(specs: Any, params: Any) -> Any:
     """Fill in what handwritten specs leave open from `params` (full shapes; real, meta or fake)."""
     from fnshard.units import numeric
 
-    named, structure = spec_paths(specs)
+    named, structure = leaf_paths(specs)
     if all(s.resolved for s in named.values()):
         return specs
     given = tree.flatten_with_paths(params)[0]
@@ -75,7 +89,8 @@ def shard(params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None) -
     >>> shard(params, specs, make_mesh(shard=2, abstract=True))["w"]
     tensor([0., 1., 2.])
     """
-    named, structure = spec_paths(resolve_specs(specs, params))
+    named, structure = leaf_paths(resolve_specs(specs, params))
+    check_codecs(named)
     check_specs(named, mesh)
     given = tree.flatten_with_paths(params)[0]
     compare_paths(named, given)
@@ -93,8 +108,11 @@ def shard(params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None) -
     return tree.unflatten(blocks, structure)
 
 
-def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Tensor:
-    """A block in its storage dtype and tier."""
+def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
+    """A block in its storage dtype and tier; of a coded leaf, the dict of its parts."""
+    if is_coded(spec):
+        parts = encoded(block, spec)
+        return {n: stored_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
     if spec.memory == "device":
         return block.to(mesh.device, spec.storage_dtype)
     return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
@@ -102,6 +120,8 @@ def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | 
 
 def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = None) -> Any:
     """This rank's stored blocks -> the full tree, on every rank, in storage dtype. A collective.
+
+    Coded leaves come decoded, in `compute_dtype`.
 
     Args:
         comm: the collectives to use; default those that all steps on the mesh share.
@@ -121,9 +141,10 @@ def unshard(shards: Any, specs: Any, mesh: Mesh, *, comm: Collectives | None = N
             handle = comm.all_gather(flat, bucket.axes)
             out |= packer.unpack_rows(handle.wait(), bucket.dtype)
             handle.release()
-    return tree.unflatten(
+    whole = tree.unflatten(
         [out[p] if p in out else given[p].to(mesh.device, copy=True) for p in named], structure
     )
+    return decoded(whole, *leaf_paths(specs))
 
 
 def expected_blocks(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, tuple[tuple[int, ...], Any]]:

@@ -109,7 +109,7 @@ class LayoutSpec:
         optimizer_memory: where optimizer state rests, and gradient shards beside it.
         update_on: "host" or "device": where the optimizer runs; default where its state rests. State on the
             host can be streamed through the device: update_on="device".
-        codec: name of a code for a frozen leaf.
+        codec: how a frozen leaf is coded, "int8", "nf4" or one of your own; see `fnshard.codecs`.
         trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
         unit: leaves gathered, freed and reduced together; None lets the unit policy say.
         reshard: free the gathered leaf after forward and gather it again for backward.
@@ -354,15 +354,6 @@ def _unfit_policy(spec: LayoutSpec) -> list[tuple[str, str]]:
                     f"a trainable leaf is reduced, updated and kept in floats: {name}=torch.float32 or None.",
                 )
             )
-    if spec.codec and not spec.trainable:
-        out.append((f"codec={spec.codec!r}, which is not built yet", "leave codec=None."))
-    if spec.codec and spec.trainable:
-        out.append(
-            (
-                f"codec={spec.codec!r} and trainable=True",
-                "a code has no gradient: trainable=False, or train an adapter beside it.",
-            )
-        )
     return out
 
 

@@ -136,12 +136,12 @@ class Step:
             StateError: meta leaves and no way to fill them.
         """
         self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
-        specs = self._lowering.specs
+        specs = self._lowering.leaves
         disk_dir, mesh = self.options.disk_dir, self.mesh
         tiers = {p: (s.memory, s.optimizer_memory) for p, s in specs.items()}
         check_directory(disk_dir, [p for p, both in tiers.items() if "disk" in both])
         shards = init_params(
-            source, specs, self._lowering.structure, mesh, init=init, seed=seed, disk_dir=disk_dir
+            source, specs, self._lowering.leaf_structure, mesh, init=init, seed=seed, disk_dir=disk_dir
         )
         return self._begin(shards, seed)
 
@@ -212,7 +212,7 @@ class Step:
             batch: this rank's slice.
         """
         if not isinstance(params, TrainState):
-            compare_paths(self._lowering.specs, tree.flatten_with_paths(params)[0])
+            compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
         return self._lowering.lower(batch)
 

@@ -32,12 +32,16 @@ PUBLIC = [
     "TraceError",
     "TrainState",
     "Whole",
+    "adapters",
     "checkpoint",
+    "codecs",
     "diff",
     "errors",
     "fit",
     "hf",
     "lockstep",
+    "lora",
+    "losses",
     "make_functional",
     "make_mesh",
     "match_specs",
@@ -59,7 +63,8 @@ PUBLIC = [
 FLOORS = {
     "F0: pytrees, errors, axes": "errors tree mesh",
     "F1: what a user names": """
-        losses spec units rules presets functional schedules transform optim scaling state""",
+        fused losses spec codecs units rules presets functional schedules lora transform optim scaling
+        state""",
     "F2: how it is done": """
         runtime runtime.memory runtime.buckets runtime.rollcall runtime.collectives runtime.messages
         runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile runtime.fileblocks
@@ -76,8 +81,8 @@ FLOORS = {
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
-        shards held init agree lowered runner forward step lockstep choice fit saving checkpoint reshard
-        hf.names hf.files hf.match hf.write hf.plan hf""",
+        shards held init agree batches lowered runner forward step lockstep choice fit saving checkpoint reshard
+        hf.names hf.files hf.match hf.write hf.plan hf adapters""",
     "F6: around it": "rank launch plot",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.fused import chunk_of, wide
+
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
 _CASTS = (
@@ -139,6 +141,24 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
 
+def _token_losses(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them."""
+    hidden, weight, chunk = args[0], args[1], args[4]
+    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk) * weight.shape[0]
+    narrow = hidden.dtype.itemsize if hidden.dtype != wide(hidden.dtype) else 0
+    return numbers * max(narrow + wide(hidden.dtype).itemsize, 2 * wide(hidden.dtype).itemsize)
+
+
+def _token_losses_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits twice, and the weight's gradient as it is summed and as a chunk adds to it."""
+    hidden, weight, chunk, of_weight = args[2], args[3], args[6], args[7]
+    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk) * weight.shape[0]
+    full = wide(hidden.dtype).itemsize
+    narrow = hidden.dtype.itemsize if hidden.dtype != wide(hidden.dtype) else 0
+    own = weight.numel() * ((full if narrow else 0) + weight.dtype.itemsize) if of_weight else 0
+    return numbers * (full + narrow) + own
+
+
 # ------------------------------------------------------------------ CUDA
 
 
@@ -168,6 +188,10 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
+    ("cpu", "token_losses"): _token_losses,
+    ("cpu", "token_losses_backward"): _token_losses_backward,
+    ("cuda", "token_losses"): _token_losses,
+    ("cuda", "token_losses_backward"): _token_losses_backward,
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,
     # Steps for machines that are not here are traced on the CPU.

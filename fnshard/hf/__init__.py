@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.codecs import check_codecs
 from fnshard.errors import StateError, leaves, report
 from fnshard.hf.files import opened, read_config
 from fnshard.hf.match import filled, match
@@ -34,7 +35,7 @@ from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
 from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import check_directory
-from fnshard.shards import check_blocks, compare_paths, spec_paths
+from fnshard.shards import check_blocks, compare_paths, leaf_paths, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 from fnshard.state import TrainState
 
@@ -208,7 +209,7 @@ def export(
 
 
 def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-    named, structure = spec_paths(specs)
+    named, structure = leaf_paths(specs)
     bare = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
     if bare:
         raise StateError(
@@ -218,6 +219,7 @@ def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeD
                 "make them with match_specs or a preset, from make_functional(model on meta).",
             )
         )
+    check_codecs(named)
     check_specs(named, mesh)
     return named, structure
 
@@ -225,8 +227,9 @@ def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeD
 def _checked(blocks: Mapping[str, Tensor], specs: Any, mesh: Mesh) -> dict[str, LayoutSpec]:
     """Specs by path, which these blocks are laid out by."""
     named, _ = _resolved(specs, mesh)
-    compare_paths(named, dict(blocks))
-    check_blocks(named, blocks, mesh)
+    stored, _ = spec_paths(specs)
+    compare_paths(stored, dict(blocks))
+    check_blocks(stored, blocks, mesh)
     return named
 
 

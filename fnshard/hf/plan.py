@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fnshard.codecs import block_of
 from fnshard.errors import AgreementError, StateError, leaves, report
 from fnshard.hf.names import Family, Names, Transposed, check_names, name_of
 from fnshard.hf.write import Target
@@ -23,11 +24,11 @@ from fnshard.spec import LayoutSpec
 
 @dataclass(frozen=True)
 class Part:
-    """A leaf on its way out: its block, the names it is to have, and how it is to be stored."""
+    """A leaf on its way out: what makes its block, the names it is to have, and how it is to be stored."""
 
     path: str
     spec: LayoutSpec
-    block: Tensor
+    make: Callable[[], Tensor]
     names: tuple[str, ...]
     dtype: torch.dtype
     transposed: bool
@@ -75,7 +76,7 @@ class Plan:
             stored = spec.storage_dtype
             wide = stored.is_floating_point and stored.itemsize > 1
             kind = dtype if dtype is not None and wide else stored
-            parts.append(Part(path, spec, blocks[path].detach(), (name,), kind, transposed))
+            parts.append(Part(path, spec, partial(block_of, blocks, path, spec), (name,), kind, transposed))
         if wrong:
             raise StateError(report("names= does not fit the leaves:", wrong, "give each leaf its own name."))
         return Plan(tuple(parts))
@@ -145,7 +146,7 @@ def deliver(what: str, planned: Callable[[], tuple[Plan, Target]], mesh: Mesh, c
 def _send(part: Part, mesh: Mesh, comm: Collectives, writer: Target | None) -> None:
     """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
     failure, whole = None, None
-    for first, rows in whole_rows(part.block, part.spec, mesh, comm, wanted=writer is not None):
+    for first, rows in whole_rows(part.make(), part.spec, mesh, comm, wanted=writer is not None):
         if failure is not None:
             continue
         try:

@@ -1,0 +1,135 @@
+"""Fused: a linear layer and the cross-entropy behind it as one operator, a run of tokens at a time.
+
+Logits over a vocabulary of 128k are by far the largest tensor of a language model, and are needed for one
+number a token. Here at most `chunk` tokens' logits exist at once; the backward computes them again from what
+the forward kept, a log-sum-exp a token (Liger kernels, Hsu et al. 2024; Wijmans et al. 2024). It is a custom
+operator, as a `torch.autograd.Function` is invisible to the tracer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+CHUNK_numbers = 1 << 25  # logits at once, if nobody says: 128 MB in fp32
+
+
+def chunk_of(tokens: int, vocabulary: int, chunk: int) -> int:
+    """How many tokens at once: as asked for, or as many as `CHUNK_numbers` logits are."""
+    return max(1, min(tokens, chunk or CHUNK_numbers // max(vocabulary, 1)))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What logits are normalised in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@torch.library.custom_op("fnshard::token_losses", mutates_args=())
+def token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """-log p(target), and the log-sum-exp of each token's logits; both fp32 [N] (fp64 of fp64).
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D].
+        targets: int64 [N]; the loss of those that are `ignore` is 0.
+        chunk: tokens at once; 0 chooses.
+    """
+    count = chunk_of(hidden.shape[0], weight.shape[0], chunk)
+    losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+    sums = torch.empty_like(losses)
+    for low in range(0, hidden.shape[0], count):
+        part = slice(low, low + count)
+        logits = (hidden[part] @ weight.t()).to(losses.dtype)
+        sums[part] = torch.logsumexp(logits, 1)
+        counted = targets[part] != ignore
+        chosen = logits.gather(1, torch.where(counted, targets[part], 0).unsqueeze(1)).squeeze(1)
+        losses[part] = torch.where(counted, sums[part] - chosen, 0.0)
+    return losses, sums
+
+
+@token_losses.register_fake
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int) -> tuple[Tensor, Tensor]:
+    made = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+    return made, torch.empty_like(made)
+
+
+@torch.library.custom_op("fnshard::token_losses_backward", mutates_args=())
+def token_losses_backward(
+    gradient: Tensor,
+    sums: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore: int,
+    chunk: int,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `hidden` and of `weight`; the latter empty where it is not wanted.
+
+    Args:
+        gradient: [N] of the losses.
+        sums: what the forward kept.
+    """
+    count = chunk_of(hidden.shape[0], weight.shape[0], chunk)
+    to_hidden = torch.empty_like(hidden)
+    to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
+    for low in range(0, hidden.shape[0], count):
+        part = slice(low, low + count)
+        counted = targets[part] != ignore
+        slope = torch.where(counted, gradient[part], 0.0).to(sums.dtype).unsqueeze(1)
+        logits = (hidden[part] @ weight.t()).to(sums.dtype)
+        logits.sub_(sums[part].unsqueeze(1)).exp_().mul_(slope)
+        logits.scatter_add_(1, torch.where(counted, targets[part], 0).unsqueeze(1), -slope)
+        narrow = logits.to(hidden.dtype)
+        to_hidden[part] = narrow @ weight
+        if of_weight:
+            to_weight.add_(narrow.t() @ hidden[part])
+    return to_hidden, to_weight.to(weight.dtype)
+
+
+@token_losses_backward.register_fake
+def _(
+    gradient: Tensor,
+    sums: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore: int,
+    chunk: int,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    empty = weight.new_empty(weight.shape if of_weight else (0,))
+    return torch.empty_like(hidden), empty
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, targets, sums = ctx.saved_tensors
+    to_hidden, to_weight = token_losses_backward(
+        gradient, sums, hidden, weight, targets, ctx.ignore, ctx.chunk, ctx.needs_input_grad[1]
+    )
+    return to_hidden, to_weight if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, targets, ctx.ignore, ctx.chunk = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, weight, targets, output[1])
+
+
+token_losses.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.fnshard.token_losses)
+def _(hidden: Any, weight: Any, *rest: Any, **more: Any) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0]
+
+
+@register_flop_formula(torch.ops.fnshard.token_losses_backward)
+def _(gradient: Any, sums: Any, hidden: Any, weight: Any, targets: Any, ignore: int, chunk: int,
+      of_weight: bool, *rest: Any, **more: Any) -> int:  # fmt: skip
+    return 2 * hidden[0] * hidden[1] * weight[0] * (3 if of_weight else 2)

@@ -1,0 +1,214 @@
+"""LoRA: low-rank adapters beside frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
+
+Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. That is done to the operator,
+not to modules: any pure function will do, the merged weight is never formed, and W, which is frozen, has no
+gradient. W may be coded (`LayoutSpec(codec="nf4")`: QLoRA, Dettmers et al. 2023).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fnshard import tree
+from fnshard.errors import SpecError, TraceError, leaves, report
+from fnshard.spec import is_buffer
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What was asked of the adapters.
+
+    Args:
+        rank: of A and B.
+        alpha: the update counts alpha / rank, or alpha / sqrt(rank) where `rank_stabilised` (rsLoRA,
+            Kalajdzievski 2023).
+        targets: paths of the leaves that have one.
+        transposed: those that `fn` multiplies by as they are, [in, out], as GPT-2 does.
+        dropout: of what goes into the adapters.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    transposed: tuple[str, ...] = ()
+    dropout: float = 0.0
+    rank_stabilised: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What the update counts."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+def lora(
+    fn: Callable[..., Any],
+    params: Any,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: str = "*.q_proj|*.v_proj",
+    transposed: str = "",
+    dropout: float = 0.0,
+    rank_stabilised: bool = False,
+    train: str = "",
+    seed: int = 0,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """`fn` with adapters, and its tree `{"base": params, frozen, "adapters": {path: {"a", "b"}}}`.
+
+    Args:
+        fn: a pure function of (params, *batch).
+        params: its tree; full leaves, which may be on meta. Adapters are real: A uniform, B zero, so that the
+            function is at first what it was.
+        rank, alpha, dropout, rank_stabilised: see `Lora`; the returned function has it as `.lora`.
+        targets: globs of leaves, with or without ".weight", joined by "|".
+        transposed: globs of those among them that are [in, out].
+        train: globs of base leaves that train all the same ("*norm*|lm_head*").
+        seed: of the adapters.
+
+    Raises:
+        SpecError: globs that match nothing, or leaves that are no matrices.
+        TraceError: (of the new function) a target that `fn` does not multiply by.
+
+    >>> fn = lambda p, x: F.linear(x, p["w"]).sum()
+    >>> tuned, params = lora(fn, {"w": torch.ones(4, 3)}, rank=2, targets="w")
+    >>> [list(params["adapters"]["w"][n].shape) for n in "ab"], tuned(params, torch.ones(1, 3)).item()
+    ([[2, 3], [4, 2]], 12.0)
+    """
+    named, structure = tree.flatten_with_paths(params)
+    chosen = matched("targets", targets, named)
+    turned = matched("transposed", transposed, chosen) if transposed else []
+    trained = matched("train", train, named) if train else []
+    wrong = [f"params[{p!r}] {list(named[p].shape)}" for p in chosen if named[p].dim() != 2]
+    wrong += [f"params[{p!r}] trains and has an adapter" for p in trained if p in chosen]
+    if wrong:
+        raise SpecError(
+            report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, "name matrices alone.")
+        )
+    if not (isinstance(rank, int) and rank > 0 and 0 <= dropout < 1):
+        raise SpecError(f"rank={rank!r}, dropout={dropout!r}: a whole number from 1; a share below 1.")
+    asked = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
+    base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
+    tuned = with_adapters(fn, asked)
+    return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(asked, named, seed)}
+
+
+def matched(what: str, globs: str, paths: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Paths that one of the globs matches, with or without ".weight".
+
+    Raises:
+        SpecError: a glob that matches nothing.
+    """
+    hits: dict[str, list[str]] = {g: [] for g in globs.split("|")}
+    for path in paths:
+        for pattern, found in hits.items():
+            if any(fnmatch.fnmatchcase(n, pattern) for n in (path, path.removesuffix(".weight"))):
+                found.append(path)
+    unused = [repr(g) for g, found in hits.items() if not found]
+    if unused:
+        shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
+        raise SpecError(report(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}"))
+    return [p for p in paths if any(p in found for found in hits.values())]
+
+
+def init_adapters(asked: Lora, shapes: Mapping[str, Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """A as `nn.Linear` would have it, B zero; the same on every rank."""
+    out = {}
+    for number, path in enumerate(asked.targets):
+        rows, columns = shapes[path].shape[::-1] if path in asked.transposed else shapes[path].shape
+        dtype = shapes[path].dtype if shapes[path].dtype.itemsize > 2 else torch.float32
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        bound = 1 / math.sqrt(columns)
+        a = torch.empty(asked.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, asked.rank, dtype=dtype))}
+        for part in out[path].values():
+            part.beside = f"base.{path}"  # the leaf whose unit it joins
+    return out
+
+
+def _frozen(leaf: Tensor, trains: bool) -> Tensor:
+    """The same leaf, marked as one that does not train (or does)."""
+    if is_buffer(leaf) or not leaf.is_floating_point():
+        return leaf
+    made = nn.Parameter(leaf.detach(), requires_grad=trains)
+    if hasattr(leaf, "tied_names"):
+        made.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
+    return made
+
+
+def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
+    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` says what was asked."""
+
+    @functools.wraps(fn)
+    def tuned(params: Any, *batch: Any) -> Any:
+        named = tree.flatten_with_paths(params["base"])[0]
+        adapters = {id(named[path]): path for path in asked.targets}
+        mode = _Adapted(asked, params["adapters"], adapters)
+        with mode:
+            result = fn(params["base"], *batch)
+        unused = [path for path in asked.targets if path not in mode.used]
+        if unused:
+            raise TraceError(
+                report(
+                    f"{leaves(len(unused))} have an adapter, and `fn` multiplies by none of them:",
+                    [f"params[{p!r}]" for p in unused],
+                    "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in "
+                    "transposed=; leave out the others.",
+                )
+            )
+        return result
+
+    tuned.lora = asked
+    return tuned
+
+
+class _Adapted(TorchFunctionMode):
+    """Adds to what is multiplied by a target."""
+
+    def __init__(self, asked: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
+        super().__init__()
+        self.asked, self.adapters, self.targets = asked, adapters, targets
+        self.used: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        place = _PLACES.get(func)
+        if place is None:
+            return out
+        names, turned = place
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        path = self.targets.get(id(given.get(names[-1])))
+        if path is None or (path in self.asked.transposed) != turned:
+            return out
+        self.used.add(path)
+        return out + self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
+
+    def _update(self, x: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)
+        if self.asked.dropout:
+            x = F.dropout(x, self.asked.dropout, training=True)
+        return F.linear(F.linear(x, a), b) * self.asked.scale
+
+
+# By function: the names of its arguments up to the matrix, and whether that is [in, out] there.
+_PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
+    F.linear: (("input", "weight"), False),
+    torch.ops.aten.linear: (("input", "weight"), False),
+    torch.matmul: (("input", "other"), True),
+    torch.mm: (("input", "mat2"), True),
+    torch.addmm: (("bias", "input", "mat2"), True),
+    Tensor.matmul: (("input", "other"), True),
+    Tensor.__matmul__: (("input", "other"), True),
+    Tensor.mm: (("input", "mat2"), True),
+}

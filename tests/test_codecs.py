@@ -1,0 +1,319 @@
+"""Codecs: what is stored, sent and kept are codes; what `fn` sees is what they decode to."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, codecs
+from fnshard.errors import SpecError
+
+BOTH = ("int8", "nf4")
+
+
+def decoded(value: Tensor, codec: str, dtype: torch.dtype | None = None) -> Tensor:
+    chosen = codecs.CODECS[codec]
+    return chosen.decode(chosen.encode(value), tuple(value.shape), dtype or value.dtype)
+
+
+# ------------------------------------------------------------------ the codes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(BOTH), st.integers(1, 9), st.lists(st.integers(1, 40), min_size=1, max_size=2), st.data()
+)
+def test_any_rows_are_coded_by_themselves(codec: str, rows: int, rest: list[int], data: Any) -> None:
+    """Shapes and dtypes are as announced, and a run of rows has a run of the codes: no block straddles."""
+    shape = (rows, *rest)
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(rows))
+    whole = codecs.CODECS[codec].encode(value)
+    announced = codecs.CODECS[codec].parts(shape)
+    assert {n: (tuple(v.shape), v.dtype) for n, v in whole.items()} == announced
+    low = data.draw(st.integers(0, rows - 1))
+    high = data.draw(st.integers(low + 1, rows))
+    part = codecs.CODECS[codec].encode(value[low:high])
+    assert all(torch.equal(part[n], whole[n][low:high]) for n in whole)
+
+
+def test_int8_is_within_half_a_step_of_every_weight() -> None:
+    value = torch.randn(16, 200)
+    most = F.pad(value, (0, 56)).view(16, 4, 64).abs().amax(2)
+    bound = (most / 127 / 2).repeat_interleave(64, 1)[:, :200]
+    assert bool(((decoded(value, "int8") - value).abs() <= bound * 1.001).all())
+
+
+def test_nf4_takes_the_nearest_level_of_its_coded_scale() -> None:
+    value = torch.randn(8, 64 * 300)  # 300 scales: two groups of them, one not full
+    parts = codecs.CODECS["nf4"].encode(value)
+    scales = codecs._nf4_scales(parts, 300)
+    exact = value.view(8, 300, 64).abs().amax(2)
+    assert (scales - exact).abs().max() <= parts["scale_scales"][..., 0].max() * 0.51
+    levels = scales.unsqueeze(2).unsqueeze(3) * torch.tensor(codecs.NF4)
+    nearest = (levels - value.view(8, 300, 64, 1)).abs().amin(3)
+    error = (decoded(value, "nf4") - value).abs().view(8, 300, 64)
+    torch.testing.assert_close(error, nearest, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("codec", BOTH)
+def test_zeros_and_lone_weights_survive(codec: str) -> None:
+    assert torch.equal(decoded(torch.zeros(3, 70), codec), torch.zeros(3, 70))
+    lone = torch.zeros(2, 64)
+    lone[0, 5] = -3.0
+    torch.testing.assert_close(decoded(lone, codec), lone, atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------ the step
+
+
+def loss_fn(p: Any, x: Tensor) -> Tensor:
+    for i in range(3):
+        y = F.linear(x, p[f"layers.{i}.w"])
+        x = torch.tanh(y + F.linear(F.linear(x, p[f"layers.{i}.a"]), p[f"layers.{i}.b"]))
+    return x.square().mean()
+
+
+def full(width: int = 96, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    out = {}
+    for i in range(3):
+        out[f"layers.{i}.w"] = torch.randn(width, width, generator=generator, dtype=dtype) / 8
+        out[f"layers.{i}.a"] = torch.randn(4, width, generator=generator, dtype=dtype) / 8
+        out[f"layers.{i}.b"] = torch.randn(width, 4, generator=generator, dtype=dtype) / 8
+    return out
+
+
+def coded(params: Any, codec: str, **more: Any) -> Any:
+    return fs.match_specs(
+        params,
+        [
+            ("*.w", LayoutSpec(P("shard"), codec=codec, trainable=False, **more)),
+            ("*", LayoutSpec(P("shard"), **{k: v for k, v in more.items() if k == "compute_dtype"})),
+        ],
+    )
+
+
+@pytest.mark.parametrize("codec", BOTH)
+@pytest.mark.parametrize("world", [1, 2, 4, 5])
+def test_losses_and_gradients_are_those_of_the_decoded_weights(codec: str, world: int) -> None:
+    """fp64, to 1e-10, whatever the mesh, 96 rows on 5 ranks included; on the host and on disk too."""
+    params, x = full(), torch.randn(world * 2, 96, dtype=torch.float64)
+    known = {
+        p: decoded(v, codec) if p.endswith("w") else v.clone().requires_grad_() for p, v in params.items()
+    }
+    loss = loss_fn(known, x)
+    loss.backward()
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    for memory in ("device", "host"):
+        specs = coded(params, codec, memory=memory)
+        step = fs.shard_step(loss_fn, specs, mesh=mesh, backend="eager", remat="unit")
+
+        def work(rank: int, specs: Any = specs, step: Any = step) -> Any:
+            got, grads = step(fs.shard(params, specs, mesh), x[2 * rank : 2 * rank + 2])
+            wanted = fs.shard({p: v.grad if v.requires_grad else v for p, v in known.items()}, specs, mesh)
+            worst = max((grads[p] - wanted[p]).abs().max() for p in params if not p.endswith("w"))
+            return (
+                abs(float(got) - loss.item()),
+                float(worst),
+                [n for n, g in grads["layers.0.w"].items() if g],
+            )
+
+        for off, worst, others in fs.simulate(mesh, work):
+            assert off < 1e-10
+            assert worst < 1e-10
+            assert others == []
+
+
+def test_codes_travel_and_nothing_decoded_is_kept() -> None:
+    """Wire bytes of a gathered nf4 unit are about 0.26 of bf16's; the backward gathers codes again."""
+    width = 1024
+    params = {f"layers.{i}.w": torch.empty(width, width, device="meta") for i in range(4)}
+    params |= {f"layers.{i}.{n}": torch.empty(s, device="meta") for i in range(4) for n, s in
+               (("a", (4, width)), ("b", (width, 4)))}  # fmt: skip
+    mesh, x = fs.make_mesh(shard=8, abstract=True), torch.empty(2, width, dtype=torch.bfloat16, device="meta")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for i in range(4):
+            w, a, b = (p[f"layers.{i}.{n}"] for n in "wab")
+            x = torch.tanh(F.linear(x, w) + F.linear(F.linear(x, a), b))
+        return x.float().square().mean()
+
+    def lowered(codec: str | None) -> Any:
+        bf16 = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
+        specs = fs.match_specs(
+            params, [("*.w", LayoutSpec(P("shard"), codec=codec, trainable=False, **bf16)),
+                     ("*", LayoutSpec(**bf16))],
+        )  # fmt: skip
+        return fs.shard_step(loss, specs, mesh=mesh).lower(params, x)
+
+    plain, codes = lowered(None), lowered("nf4")
+    ratio = codes.comm_analysis()["gather"]["bytes"] / plain.comm_analysis()["gather"]["bytes"]
+    assert ratio < 0.27
+    per_row = 1024 / 2 + 1024 / 64 + 8  # codes, 8-bit scales, a scale and a mean for all of them
+    passes = 2 * 4 - 2  # the last unit is still gathered, and the first one's input has no gradient
+    assert codes.comm_analysis()["gather"]["bytes"] == pytest.approx(passes * 1024 * per_row, rel=0.01)
+    adapters = 4 * 2 * 4 * width * 2
+    at_rest = [low.memory_analysis().resident_bytes - adapters for low in (codes, plain)]
+    assert at_rest[0] < 0.27 * at_rest[1]
+    kernels = {line.kernel for line in codes.schedule.instructions if line.verb == "run"}
+    for name in kernels:
+        saved = codes.schedule.kernels[name].forward.graph.output_node().args[0]
+        sizes = [v.meta["val"].numel() for v in saved]
+        assert max(sizes) <= 2 * width  # activations: no weight, decoded or not
+
+
+def in_both_backends(rank: int) -> tuple[list[float], list[float]]:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    params = full(dtype=torch.float32)
+    specs = coded(params, "nf4")
+    losses = []
+    for backend in ("eager", "inductor"):
+        step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.01), backend=backend)
+        state = step.init(params)
+        losses.append([])
+        for n in range(3):
+            x = torch.randn(4, 96, generator=torch.Generator().manual_seed(7 * n + rank))
+            state, metrics = step(state, x)
+            losses[-1].append(metrics["loss"].item())
+    return losses[0], losses[1]
+
+
+def test_two_processes_and_inductor(ranks: Any) -> None:
+    for eager, compiled in ranks(2).run(in_both_backends, timeout=200.0):
+        assert eager == pytest.approx(compiled, rel=1e-5)
+        assert eager[0] != eager[1]
+
+
+# ------------------------------------------------------------------ in and out
+
+
+def test_a_module_on_meta_is_coded_leaf_by_leaf_and_checkpointed(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(80, 70), nn.Tanh(), nn.Linear(70, 5))
+    apply, params = fs.make_functional(model)
+    rules = [
+        ("0.weight", LayoutSpec(P("shard"), codec="nf4", trainable=False)),
+        ("*", LayoutSpec(P("shard"))),
+    ]
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.match_specs(params, rules)
+    step = fs.shard_step(
+        lambda p, x: apply(p, x).square().mean(),
+        specs,
+        mesh=mesh,
+        optimizer=fs.optim.adamw(0.1),
+        backend="eager",
+    )
+    state = step.init(model, seed=3)
+    assert state.params["0.weight"].keys() == {"codes", "scales", "scale_scales"}
+    assert set(state.opt_state) == {"0.bias", "2.weight", "2.bias"}
+    plain = fs.shard_step(lambda p, x: apply(p, x).sum(), fs.presets.no_shard(params, mesh), mesh=mesh)
+    weight = plain.init(model, seed=3)["0.weight"]
+    assert torch.equal(fs.unshard(state.params, specs, mesh)["0.weight"], decoded(weight, "nf4"))
+    state, _ = step(state, torch.ones(2, 80))
+    fs.checkpoint.save(tmp_path / "1", state)
+    again = fs.checkpoint.restore(tmp_path, step)
+    assert all(torch.equal(again.params["0.weight"][n], v) for n, v in state.params["0.weight"].items())
+    whole = fs.checkpoint.restore(tmp_path, specs, mesh)
+    assert step(whole, torch.ones(2, 80))[1]["loss"] == step(again, torch.ones(2, 80))[1]["loss"]
+
+
+def test_weights_of_a_directory_are_coded_as_they_are_read(tmp_path: Path) -> None:
+    params = {"w": torch.randn(10, 130), "b": torch.randn(10)}
+    plain = fs.match_specs(params, [("*", LayoutSpec())])
+    fs.hf.save(params, tmp_path / "model", plain, fs.make_mesh(shard=1))
+    specs = fs.match_specs(
+        params, [("w", LayoutSpec(P("shard"), codec="int8", trainable=False)), ("*", LayoutSpec())]
+    )
+    mesh = fs.make_mesh(shard=4, simulated=True)
+
+    def work(rank: int) -> Any:
+        blocks, cut = fs.hf.load(tmp_path / "model", specs, mesh), fs.shard(params, specs, mesh)
+        fs.hf.save(blocks, tmp_path / "again", specs, mesh)
+        return all(torch.equal(blocks["w"][n], cut["w"][n]) for n in cut["w"])
+
+    assert fs.simulate(mesh, work) == [True] * 4
+    again = fs.hf.load(tmp_path / "again", plain, fs.make_mesh(shard=1))
+    assert torch.equal(again["w"], decoded(params["w"], "int8"))
+    assert torch.equal(again["b"], params["b"])
+
+
+# ------------------------------------------------------------------ one of your own
+
+
+def _fp8(rows: Tensor) -> dict[str, Tensor]:
+    flat = rows.reshape(rows.shape[0], -1).float()
+    scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+    return {"codes": (flat / scale).to(torch.float8_e4m3fn), "scale": scale}
+
+
+FP8 = codecs.Codec(
+    "fp8",
+    lambda shape: {
+        "codes": ((shape[0], math.prod(shape[1:])), torch.float8_e4m3fn),
+        "scale": ((shape[0], 1), torch.float32),
+    },
+    _fp8,
+    lambda parts, shape, dtype: (parts["codes"].float() * parts["scale"]).reshape(shape).to(dtype),
+)
+
+
+def test_a_third_codec_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "CODECS", dict(codecs.CODECS))
+    codecs.register(FP8)
+    codecs.register(FP8)  # again is no harm
+    params, x = full(), torch.randn(2, 96, dtype=torch.float64)
+    known = {p: decoded(v, "fp8") if p.endswith("w") else v for p, v in params.items()}
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = coded(params, "fp8")
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, backend="eager")
+
+    def work(rank: int) -> float:
+        return float(step(fs.shard(params, specs, mesh), x)[0])
+
+    assert fs.simulate(mesh, work) == pytest.approx([float(loss_fn(known, x))] * 2, abs=1e-10)
+
+
+def test_a_codec_that_breaks_its_contract_is_refused() -> None:
+    shifted = codecs.Codec("shifted", FP8.parts, lambda rows: _fp8(rows - rows.mean()), FP8.decode)
+    with pytest.raises(SpecError, match=r"(?s)'shifted' does not hold.*first row alone is coded otherwise"):
+        codecs.register(shifted)
+    other = codecs.Codec("other", lambda shape: {"codes": (shape, torch.int8)}, _fp8, FP8.decode)
+    with pytest.raises(SpecError, match=r"(?s)parts are codes, encode gives codes, scale"):
+        codecs.register(other)
+    with pytest.raises(SpecError, match="'nf4' already"):
+        codecs.register(codecs.Codec("nf4", FP8.parts, FP8.encode, FP8.decode))
+    with pytest.raises(SpecError, match="takes a Codec, not str"):
+        codecs.register("fp8")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_coded_is_refused_with_the_reason() -> None:
+    params = {n: torch.zeros(4, 8) for n in "abcd"} | {"v": torch.zeros(8)}
+    rules = [
+        ("a", LayoutSpec(codec="nf4", trainable=True)),
+        ("b", LayoutSpec(codec="nf5", trainable=False)),
+        ("c", LayoutSpec(P(None, "shard"), codec="int8", trainable=False)),
+        ("v", LayoutSpec(codec="int8", trainable=False)),
+        ("*", LayoutSpec()),
+    ]
+    with pytest.raises(
+        SpecError,
+        match=r"(?s)4 leaves cannot be coded.*'a'.*trainable=True.*'b'.*codec='nf5'.*'c'.*P\(None, 'shard'\)"
+        r".*'v'.*a code has no gradient.*fs\.lora.*'int8', 'nf4'.*rows are coded one by one.*two dims",
+    ):
+        fs.shard_step(lambda p: p["d"].sum(), fs.match_specs(params, rules), mesh=fs.make_mesh(shard=1))
+
+
+def test_presets_shard_the_rows_of_what_they_code() -> None:
+    params, mesh = {"w": torch.zeros(10, 64)}, fs.make_mesh(shard=4, abstract=True)
+    assert fs.presets.full_shard(params, mesh)["w"].storage == P(None, "shard")
+    assert fs.presets.full_shard(params, mesh, codec="nf4", trainable=False)["w"].storage == P("shard")

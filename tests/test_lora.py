@@ -1,0 +1,309 @@
+"""LoRA: adapters beside frozen weights of any pure function, sharded and coded like everything else."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, adapters
+from fnshard.codecs import CODECS
+from fnshard.errors import SpecError, StateError, TraceError
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(**more: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=32, **more,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def tuned(model: Any, targets: str = "*.q_proj|*.v_proj|*.down_proj", **more: Any) -> tuple[Any, Any, Any]:
+    """The function with adapters, its tree with a B that is not zero, and the function without."""
+    apply, params = fs.make_functional(model)
+
+    def loss(p: Any, ids: Tensor) -> Tensor:
+        logits = apply(p, input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    fn, tree = fs.lora(loss, params, rank=4, alpha=8, targets=targets, **more)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for adapter in tree["adapters"].values():
+            adapter["b"].normal_(std=0.2, generator=generator)
+    return fn, tree, loss
+
+
+def merged(base: dict[str, Tensor], asked: Any, found: Any) -> dict[str, Tensor]:
+    """The naive way: W + s B A."""
+    out = dict(base)
+    for path, adapter in found.items():
+        update = asked.scale * adapter["b"] @ adapter["a"]
+        out[path] = base[path] + (update.t() if path in asked.transposed else update)
+    return out
+
+
+def ids(rows: int = 4) -> Tensor:
+    return torch.randint(64, (rows, 12), generator=torch.Generator().manual_seed(2))
+
+
+# ------------------------------------------------------------------ what it computes
+
+
+def test_at_first_it_changes_nothing_and_then_it_is_the_merged_weight() -> None:
+    model = llama()
+    apply, params = fs.make_functional(model)
+    fn, tree = fs.lora(lambda p, x: apply(p, input_ids=x).logits, params, rank=3)
+    assert torch.equal(fn(tree, ids()), apply(params, input_ids=ids()).logits)
+    fn, tree, loss = tuned(model)
+    naive = loss(merged(tree["base"], fn.lora, tree["adapters"]), ids())
+    torch.testing.assert_close(fn(tree, ids()), naive, atol=1e-12, rtol=0)
+    assert len(fn.lora.targets) == 2 * 3
+
+
+def test_matrices_that_are_multiplied_as_they_are() -> None:
+    """GPT-2's addmm, x @ w, matmul and mm."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    fn, tree, loss = tuned(transformers.GPT2LMHeadModel(config).double(), "*.c_attn", transposed="*.c_attn")
+    naive = loss(merged(tree["base"], fn.lora, tree["adapters"]), ids())
+    torch.testing.assert_close(fn(tree, ids()), naive, atol=1e-12, rtol=0)
+    x = torch.randn(5, 3)
+    for multiply in (
+        lambda x, w: x @ w,
+        torch.matmul,
+        torch.mm,
+        lambda x, w: x.mm(w),
+        lambda x, w: x.matmul(w),
+    ):
+        fn, tree = fs.lora(
+            lambda p, x, m=multiply: m(x, p["w"]), {"w": torch.randn(3, 4)}, targets="w", transposed="w"
+        )
+        with torch.no_grad():
+            tree["adapters"]["w"]["b"].normal_()
+        torch.testing.assert_close(fn(tree, x), x @ merged(tree["base"], fn.lora, tree["adapters"])["w"])
+
+
+def test_scales_and_dropout() -> None:
+    params = {"w": torch.zeros(4, 8)}
+    for stabilised, scale in ((False, 16 / 4), (True, 16 / math.sqrt(4))):
+        fn, tree = fs.lora(
+            lambda p, x: F.linear(x, p["w"]), params, rank=4, targets="w", rank_stabilised=stabilised
+        )
+        assert fn.lora.scale == scale
+    fn, tree = fs.lora(lambda p, x: F.linear(x, p["w"]), params, rank=4, targets="w", dropout=0.5)
+    torch.nn.init.ones_(tree["adapters"]["w"]["a"]), torch.nn.init.ones_(tree["adapters"]["w"]["b"])
+    seen = fn(tree, torch.ones(2000, 8))[:, 0] / (4 * fn.lora.scale)
+    assert set(seen.tolist()) <= {2.0 * n for n in range(9)}
+    assert seen.mean().item() == pytest.approx(8, abs=0.3)
+
+
+@pytest.mark.parametrize("codec", [None, "int8", "nf4"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_it_is_the_reference_and_the_base_has_no_gradient(codec: str | None, world: int) -> None:
+    """Losses and adapter gradients, fp64 to 1e-10: of one process that decodes the same codes."""
+    fn, tree, _ = tuned(llama(tie_word_embeddings=True))
+    coded = [p for p in fs.make_functional(llama())[1] if "_proj" in p]
+
+    def seen(path: str, value: Tensor) -> Tensor:
+        if codec is None or path not in coded:
+            return value.detach()
+        chosen = CODECS[codec]
+        return chosen.decode(chosen.encode(value.detach()), tuple(value.shape), torch.float64)
+
+    base = {p: seen(p, v) for p, v in tree["base"].items()}
+    wanted = {
+        p: {n: v.detach().clone().requires_grad_() for n, v in a.items()} for p, a in tree["adapters"].items()
+    }
+    rows = ids(2 * world)
+    loss = fn({"base": base, "adapters": wanted}, rows)
+    loss.backward()
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    frozen = LayoutSpec(P("shard"), codec=codec, trainable=False)
+    specs = fs.match_specs(
+        tree, [("base.*_proj*", frozen), ("base.*", LayoutSpec(P("shard"))), ("*", LayoutSpec(P("shard")))]
+    )
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager", remat="unit")
+
+    def work(rank: int) -> Any:
+        got, grads = step(fs.shard(tree, specs, mesh), rows[2 * rank : 2 * rank + 2])
+        whole = {p: {n: v.grad for n, v in a.items()} for p, a in wanted.items()}
+        cut = fs.shard(whole, specs["adapters"], mesh)
+        worst = max((grads["adapters"][p][n] - cut[p][n]).abs().max().item() for p in cut for n in "ab")
+        others = [g for g in fs.tree.flatten(grads["base"])[0] if g is not None]
+        return abs(float(got) - loss.item()), worst, len(others)
+
+    for off, worst, others in fs.simulate(mesh, work):
+        assert off < 1e-10
+        assert worst < 1e-10
+        assert others == 0
+
+
+def leaf_specs(specs: Any) -> dict[str, LayoutSpec]:
+    return fs.tree.flatten_with_paths(specs, is_leaf=lambda s: isinstance(s, LayoutSpec))[0]
+
+
+def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> None:
+    fn, tree, _ = tuned(llama())
+    mesh = fs.make_mesh(shard=8, abstract=True)
+    specs = fs.presets.full_shard(tree, mesh)
+    assert {s.unit for p, s in leaf_specs(specs).items() if "layers.1." in p} == {"base.model.layers.1"}
+    low = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.1)).lower(tree, ids(8))
+    reduced = {p for line in low.schedule.instructions if line.verb == "reduce_scatter" for p in line.paths}
+    assert reduced == {f"adapters.{p}" for p in leaf_specs(specs["adapters"])}
+
+
+def test_some_of_the_base_may_train_beside_them() -> None:
+    fn, tree, _ = tuned(llama(), train="*norm*|lm_head")
+    trained = {p for p, v in tree["base"].items() if v.requires_grad}
+    assert trained == {p for p in tree["base"] if "norm" in p or p == "lm_head.weight"}
+    specs = fs.match_specs(tree, [("*", LayoutSpec())])
+    step = fs.shard_step(fn, specs, optimizer=fs.optim.adamw(0.01), backend="eager")
+    state = step.init({k: {p: v.detach() if k == "base" else v for p, v in tree[k].items()} for k in tree})
+    before = {p: v.clone() for p, v in state.params["base"].items()}
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, ids())
+        losses.append(metrics["loss"].item())
+    assert losses[-1] < losses[0]
+    assert {p for p, v in state.params["base"].items() if not torch.equal(v, before[p])} == trained
+
+
+# ------------------------------------------------------------------ merged, and PEFT's files
+
+
+@pytest.mark.parametrize("codec", [None, "nf4"])
+def test_merging_shards_is_merging_the_whole(codec: str | None, tmp_path: Path) -> None:
+    model = llama().float()
+    fn, tree, loss = tuned(model)
+    mesh = fs.make_mesh(shard=3, simulated=True)
+    frozen = LayoutSpec(P("shard"), codec=codec, trainable=False)
+    specs = fs.match_specs(tree, [("base.*_proj*", frozen), ("*", LayoutSpec(P("shard")))])
+
+    def work(rank: int) -> Any:
+        blocks, plain = adapters.merge(fs.shard(tree, specs, mesh), fn.lora, specs, mesh)
+        fs.hf.save(blocks, tmp_path / "merged", plain, mesh, model=model, config=model.config)
+        return fs.unshard(blocks, plain, mesh)
+
+    whole = fs.simulate(mesh, work)[0]
+    seen = {p: v.detach() for p, v in tree["base"].items()}
+    if codec:
+        for p in [p for p in seen if "_proj" in p]:
+            seen[p] = CODECS[codec].decode(CODECS[codec].encode(seen[p]), tuple(seen[p].shape), torch.float32)
+    naive = merged(
+        seen, fn.lora, {p: {n: v.detach() for n, v in a.items()} for p, a in tree["adapters"].items()}
+    )
+    for path, value in naive.items():
+        torch.testing.assert_close(whole[path], value, atol=1e-6, rtol=1e-5)
+    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        logits = served(ids()).logits
+        loss_there = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids()[:, 1:].flatten())
+        torch.testing.assert_close(loss_there, loss(naive, ids()), atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_go_out_and_in_in_pefts_format(tmp_path: Path) -> None:
+    fn, tree, _ = tuned(llama().float(), dropout=0.1)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.match_specs(tree, [("*", LayoutSpec(P("shard")))])
+    fs.simulate(
+        mesh,
+        lambda rank: adapters.save(fs.shard(tree, specs, mesh), tmp_path, fn.lora, specs, mesh, base="tiny"),
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert torch.equal(tensors[name], tree["adapters"]["model.layers.1.self_attn.q_proj.weight"]["a"])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8.0, 0.1)
+    assert "model.layers.0.mlp.down_proj" in config["target_modules"]
+    asked, again = adapters.load(tmp_path, tree["base"])
+    assert asked == fn.lora
+    for path, adapter in tree["adapters"].items():
+        assert all(torch.equal(again[path][n], adapter[n]) for n in "ab")
+
+
+def test_peft_opens_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = llama().float()
+    fn, tree, _ = tuned(model)
+    apply, _ = fs.make_functional(model)
+    logits, _ = fs.lora(lambda p, x: apply(p, input_ids=x).logits, tree["base"], rank=4, alpha=8,
+                        targets="*.q_proj|*.v_proj|*.down_proj")  # fmt: skip
+    adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    mine = logits(tree, ids())
+    opened = peft.PeftModel.from_pretrained(model, str(tmp_path))  # it takes the module apart
+    torch.testing.assert_close(opened(ids()).logits, mine, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    fn, tree, _ = tuned(llama().float())
+    adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    shapes = {p: v for p, v in tree["base"].items() if "layers.1" not in p}
+    shapes["model.layers.0.self_attn.q_proj.weight"] = torch.empty(64, 65)
+    with pytest.raises(
+        StateError, match=r"(?s)of another model, 7 leaves.*layers\.1.*no such leaf.*\[64, 65\]"
+    ):
+        adapters.load(tmp_path, shapes)
+    with pytest.raises(StateError, match="holds no adapters"):
+        adapters.load(tmp_path / "no", shapes)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(StateError, match="holds 'IA3' adapters"):
+        adapters.load(tmp_path, shapes)
+    with pytest.raises(StateError, match=r"not the base and adapters of fs\.lora"):
+        adapters.merge({"w": torch.zeros(2)}, fn.lora)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_mistakes_are_named() -> None:
+    params = {"layers.0.q_proj.weight": torch.zeros(4, 4), "norm": torch.ones(4)}
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return (x * p["norm"]).sum() + p["layers.0.q_proj.weight"].sum()
+
+    with pytest.raises(
+        SpecError, match=r"(?s)targets='\*\.k_proj\|\*\.q_proj' matches no leaf by:.*\*\.k_proj"
+    ):
+        fs.lora(fn, params, targets="*.k_proj|*.q_proj")
+    with pytest.raises(SpecError, match=r"(?s)1 leaf cannot have an adapter.*params\['norm'\] \[4\]"):
+        fs.lora(fn, params, targets="norm")
+    with pytest.raises(SpecError, match="rank=0"):
+        fs.lora(fn, params, rank=0, targets="*.q_proj")
+    with pytest.raises(SpecError, match="trains and has an adapter"):
+        fs.lora(fn, params, targets="*.q_proj", train="*.q_proj")
+    tuned_fn, tree = fs.lora(fn, params, targets="*.q_proj")
+    with pytest.raises(TraceError, match=r"(?s)multiplies by none of them:.*q_proj.*transposed="):
+        tuned_fn(tree, torch.ones(4))
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.mid = nn.Linear(4, 4)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.mid(self.embed(x)))
+
+    apply, params = fs.make_functional(Tied())
+    _, tree = fs.lora(lambda p, x: apply(p, x).sum(), params, targets="mid")
+    specs = fs.match_specs(tree, [("base.head.weight", LayoutSpec()), ("*", LayoutSpec())])
+    assert list(specs["base"]) == ["embed.weight", "mid.weight", "mid.bias"]
