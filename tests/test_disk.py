@@ -53,8 +53,8 @@ print(json.dumps({"losses": losses, "limit": limit, "optimizer_bytes": held}))
 
 def run(tier: str, folder: Path) -> dict:
     command = [sys.executable, "-c", PROGRAM, str(LAYERS), str(WIDTH), str(STEPS), tier, str(folder)]
-    # glibc's heap keeps freed pieces of up to 32 MB, and aligned requests do not fit them again: it may grow to
-    # a multiple of what is in use. A fixed threshold maps pieces this large, and gives them back.
+    # glibc's heap keeps freed pieces of up to 32 MB, and aligned requests do not fit them again: it may grow
+    # to a multiple of what is in use. A fixed threshold maps pieces this large, and gives them back.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -81,8 +81,8 @@ FLOORS = {
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
-        shards held init agree batches lowered runner forward step lockstep choice fit saving checkpoint reshard
-        hf.names hf.files hf.match hf.write hf.plan hf adapters""",
+        shards held init agree batches lowered runner forward step lockstep choice fit saving checkpoint
+        reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
     "F6: around it": "rank launch plot",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]

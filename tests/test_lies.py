@@ -58,7 +58,7 @@ def off_by_some(said: Any) -> list[Change]:
 
 
 def bereft(said: Any) -> list[Change]:
-    """Without one of its values; a master copy that is missing is made of the parameter, as it is meant to."""
+    """Without one of its values; a master copy that is missing is made of the parameter, as is meant."""
     needed = ("step", "seed", "leaves", "files", "format")
     places = [at for at, _ in lies.nodes(said) if not str(at[-1]).endswith("/master")]
     return [(at, lies.NOTHING, at[0] in needed or len(at) == 1) for at in places]
