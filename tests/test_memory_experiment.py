@@ -197,6 +197,7 @@ def test_every_target_names_plans_that_its_verdict_reads():
         assert targets.VERDICTS[name](seen), name
 
 
+@pytest.mark.long
 def test_zero_beside_torchs_ddp(tmp_path):
     done = command(
         tmp_path, "part=zero", "size=tiny", "length=32", "backend=eager", "worlds=[2]", "measured_worlds=[2]"
