@@ -131,7 +131,7 @@ def test_what_is_nearly_plain_is_made_so(value: Any, back: Any) -> None:
         np.zeros(2, dtype="f8,i4"), np.zeros(2, dtype=complex), np.zeros(2, dtype=np.longdouble),
         torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), lambda: 0,
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"data\['a'\]\[1\] is .*never pickles"):

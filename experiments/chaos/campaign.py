@@ -118,6 +118,7 @@ class Campaign:
     def _broken(self, unbroken: Path) -> None:
         """One run, killed and started again until it is finished."""
         place, jobs, mine = self._place(f"run-{len(self.runs)}"), [], len(self.done)
+        newest = 0
         while True:
             job = self._start(place, len(jobs))
             before, attempts = len(self.done), sum(len(j.resumed) for j in jobs)
@@ -125,6 +126,9 @@ class Campaign:
             while len(self.done) < self.config.kills and self._kill_once(job, attempts):
                 pass
             self._look(job, job.wait(), self.done[before:])
+            if job.resumed and job.resumed[0] < newest:
+                self.done[-1].problems.append(f"went on from step {job.resumed[0]}, {newest} was there")
+            newest = max(job.committed(job.folder), default=0)
             if job.folder is not None and read_result(job.folder)["status"] == "ok":
                 break
         resumed = [step for j in jobs for step in j.resumed]
