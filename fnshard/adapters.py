@@ -19,6 +19,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.codecs import block_of, is_coded
 from fnshard.errors import StateError, leaves, report
+from fnshard.hf.write import write_text
 from fnshard.lora import Lora
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
@@ -46,7 +47,8 @@ def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None)
 
     >>> import fnshard as fs
     >>> params = {"w": torch.zeros(2, 3)}
-    >>> fn, params = fs.lora(lambda p, x: x @ p["w"].T, params, rank=1, alpha=2, targets="w")
+    >>> linear = torch.nn.functional.linear
+    >>> fn, params = fs.lora(lambda p, x: linear(x, p["w"]), params, rank=1, alpha=2, targets="w")
     >>> _ = params["adapters"]["w"]["a"].data.fill_(1), params["adapters"]["w"]["b"].data.fill_(3)
     >>> specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
     >>> merge(params, fn.lora, specs)[0]["w"]
@@ -95,6 +97,12 @@ def save(
         CheckpointError: it could not be written.
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
+    trained = [f"params['base'][{p!r}]" for p, s in leaf_paths(specs["base"])[0].items() if s.trainable]
+    if trained or (asked.transposed and asked.transposed != asked.targets):
+        lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in asked.transposed]
+        fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
+        what = "train beside the adapters" if trained else "are transposed while others are not"
+        raise StateError(report(f"PEFT's files have no place for leaves that {what}:", lines, fix))
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
 
     def written() -> None:
@@ -108,8 +116,9 @@ def save(
         aside = folder / f".{WEIGHTS}.writing"
         aside.unlink(missing_ok=True)
         write(aside, entries, {"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(_peft_config(asked, base), indent=2) + "\n")
+        write_text(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
         os.replace(aside, folder / WEIGHTS)
+        os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
         flush(folder)
 
     all_or_none(connection(mesh), f"saving adapters to {str(path)!r}", written if mesh.rank == 0 else None)

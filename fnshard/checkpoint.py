@@ -12,6 +12,7 @@ import fnmatch
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from fnshard.runtime.dcp import Reader, Reads, verify_file
 from fnshard.runtime.manifest import Manifest
 from fnshard.runtime.plain import decode
 from fnshard.runtime.root import Keep, candidates, whole
-from fnshard.runtime.tensorfile import DTYPES, Corrupt
-from fnshard.runtime.together import Failed, drive, group_of, texts
-from fnshard.saving import Saving, job_of, wait
+from fnshard.runtime.tensorfile import DTYPES, PASSING, Corrupt
+from fnshard.runtime.together import Failed, agreed, drive, group_of, texts
+from fnshard.saving import Asked, Saving, settled, wait
 from fnshard.shards import resolve_specs, spec_paths
 from fnshard.state import TrainState
 from fnshard.step import Step
@@ -84,7 +85,8 @@ def save(
         `path`.
 
     Raises:
-        CheckpointError: it could not be written (no room, no permission); what was there is as it was.
+        CheckpointError: it could not be written (no room, no permission); what was there is as it was. Or the
+            save in the background before it failed: that is told when this one is whole.
 
     >>> import tempfile, fnshard as fs
     >>> params = {"w": torch.ones(3)}
@@ -96,27 +98,42 @@ def save(
     >>> fs.checkpoint.restore(root, step).params
     {'w': tensor([1., 1., 1.])}
     """
-    wait()
-    job = job_of(path, state, specs, mesh, data, config, metrics, keep, timeout)
+    before = settled()
+    job = Asked(path, state, specs, mesh, data, config, metrics, keep, timeout).job()
     job.write()
+    if before is not None:  # this one is whole all the same
+        raise before
     return job.place.final
 
 
-def save_async(path: str | Path, state: Any, **how: Any) -> Saving:
+def save_async(
+    path: str | Path,
+    state: Any,
+    *,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    data: Any = None,
+    config: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    keep: Keep | None = None,
+    timeout: float | None = None,
+) -> Saving:
     """`save` in the background: returns when the state is copied to the host, so that the next step may have
     it. The next save waits for this one; so does the end of the process, and `wait`.
 
-    Args:
-        path, state, how: as for `save`.
+    What rests on disk is copied to the host's memory, too.
+
+    Args: as for `save`.
 
     Raises:
-        CheckpointError: the save before this one failed.
+        CheckpointError: as for `save`; what fails in the background is raised by `Saving.wait`, by `wait`,
+            and by the next save (when that one is under way).
     """
-    wait()
-    return Saving(job_of(path, state, **{**dict.fromkeys(_HOW), **how}).staged())
-
-
-_HOW = ("specs", "mesh", "data", "config", "metrics", "keep", "timeout")
+    before = settled()
+    saving = Saving(Asked(path, state, specs, mesh, data, config, metrics, keep, timeout).job().staged())
+    if before is not None:
+        raise before
+    return saving
 
 
 # ------------------------------------------------------------------ what is there
@@ -209,7 +226,7 @@ def restore(
         zero = torch.zeros((), dtype=torch.int64)
         return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs, on))
 
-    def fill(folder: Path, found: Manifest) -> TrainState:
+    def made(found: Manifest) -> tuple[TrainState, dict[str, Any]]:
         state = blank(found)
         named = spec_paths(state.where[0])[0]
         held = held_state(state, named, on)
@@ -217,7 +234,11 @@ def restore(
         scaled = any(n.startswith("loss_scale/") for n in found.leaves)
         held = {n: h for n, h in held.items() if scaled or not n.startswith("loss_scale/")}
         trained = {p for p, s in named.items() if s.trainable}
-        _read(folder, found, wanted(held, found.leaves, trained), on, timeout)
+        return state, wanted(held, found.leaves, trained)
+
+    def fill(folder: Path, found: Manifest) -> TrainState:
+        state, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
+        _read(folder, found, held, on, timeout)
         state.step.fill_(found.step)
         state.seed.fill_(found.seed)
         state.data = _position(found, on)
@@ -270,7 +291,9 @@ def restore_params(
 
 def _newest(path: Path, fill: Callable[[Path, Manifest], Any], mesh: Mesh, timeout: float | None) -> Any:
     """What `fill` makes of the newest checkpoint that is whole, the same one on all ranks."""
-    wait()
+    before = settled()
+    if before is not None:
+        warnings.warn(str(before), CheckpointWarning, stacklevel=3)
     group = group_of(mesh, timeout)
     # All ranks take what rank 0 sees, and pass over what is not whole for any of them.
     found = _seen(texts(group, _sight(path))[0])
@@ -278,24 +301,31 @@ def _newest(path: Path, fill: Callable[[Path, Manifest], Any], mesh: Mesh, timeo
     for folder in found:
         if passed and mesh.rank == 0:
             warnings.warn(f"{passed[-1]}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
-        read, wrong = None, ""
-        try:
-            read = Manifest.read(folder)
-            read.check_files(folder)
-        except (Corrupt, OSError) as error:
-            wrong = str(error)
+        read, wrong = agreed(group, f"restoring {folder}", partial(_opened, folder))
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts(group, wrong)) if text]
         try:
             if not told:
                 return fill(folder, read)
         except Failed as error:
             told = error.lines()
-            if not any(isinstance(cause, Corrupt | OSError) for cause in error.causes.values()):
+            if not any(isinstance(cause, Corrupt) for cause in error.causes.values()):
                 raise CheckpointError(report(f"cannot restore {folder}:", told)) from error
         passed.append(_unlike(folder, told))
     if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
         raise _nothing(path)
     raise passed[0] if len(passed) == 1 else CheckpointError("\n".join(map(str, passed)))
+
+
+def _opened(folder: Path) -> tuple[Manifest | None, str]:
+    """A checkpoint's manifest, or what is wrong with it or its files."""
+    try:
+        found = Manifest.read(folder)
+        found.check_files(folder)
+    except (Corrupt, OSError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise
+        return None, str(error)
+    return found, ""
 
 
 def _sight(path: Path) -> str:

@@ -11,7 +11,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def lora(
     *,
     rank: int = 8,
     alpha: float = 16.0,
-    targets: str = "*.q_proj|*.v_proj",
+    targets: str | Sequence[str] = "*.q_proj|*.v_proj",
     transposed: str = "",
     dropout: float = 0.0,
     rank_stabilised: bool = False,
@@ -70,7 +70,7 @@ def lora(
         params: its tree; full leaves, which may be on meta. Adapters are real: A uniform, B zero, so that the
             function is at first what it was.
         rank, alpha, dropout, rank_stabilised: see `Lora`; the returned function has it as `.lora`.
-        targets: globs of leaves, with or without ".weight", joined by "|".
+        targets: globs of leaves, with or without ".weight", joined by "|", or a list of them.
         transposed: globs of those among them that are [in, out].
         train: globs of base leaves that train all the same ("*norm*|lm_head*").
         seed: of the adapters.
@@ -85,6 +85,7 @@ def lora(
     ([[2, 3], [4, 2]], 12.0)
     """
     named, structure = tree.flatten_with_paths(params)
+    targets = "|".join(targets) if isinstance(targets, list | tuple) else targets
     chosen = matched("targets", targets, named)
     turned = matched("transposed", transposed, chosen) if transposed else []
     trained = matched("train", train, named) if train else []
@@ -146,7 +147,7 @@ def _frozen(leaf: Tensor, trains: bool) -> Tensor:
 
 
 def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
-    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` says what was asked."""
+    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` says what was asked, `.eval` is without dropout."""
 
     @functools.wraps(fn)
     def tuned(params: Any, *batch: Any) -> Any:
@@ -155,20 +156,29 @@ def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
         mode = _Adapted(asked, params["adapters"], adapters)
         with mode:
             result = fn(params["base"], *batch)
-        unused = [path for path in asked.targets if path not in mode.used]
-        if unused:
-            raise TraceError(
-                report(
-                    f"{leaves(len(unused))} have an adapter, and `fn` multiplies by none of them:",
-                    [f"params[{p!r}]" for p in unused],
-                    "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in "
-                    "transposed=; leave out the others.",
-                )
-            )
+        _check_uses(asked, mode)
         return result
 
     tuned.lora = asked
+    # To evaluate: the same without dropout.
+    tuned.eval = with_adapters(fn, replace(asked, dropout=0.0)) if asked.dropout else tuned
     return tuned
+
+
+def _check_uses(asked: Lora, mode: _Adapted) -> None:
+    """Refuse targets that `fn` uses in other ways: what is merged would be another function."""
+    wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in asked.targets if p not in mode.used]
+    wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
+    if wrong:
+        raise TraceError(
+            report(
+                f"{leaves(len(wrong))} cannot have an adapter:",
+                wrong,
+                "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in transposed=, "
+                "of the leaf itself: say its dtype by compute_dtype= rather than cast it in `fn`; leave out "
+                "others, such as a head that is tied to the embedding.",
+            )
+        )
 
 
 class _Adapted(TorchFunctionMode):
@@ -178,6 +188,7 @@ class _Adapted(TorchFunctionMode):
         super().__init__()
         self.asked, self.adapters, self.targets = asked, adapters, targets
         self.used: set[str] = set()
+        self.others: dict[str, dict[str, None]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -185,14 +196,22 @@ class _Adapted(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         place = _PLACES.get(func)
         if place is None:
+            if isinstance(out, Tensor):
+                self._note(func, args)
             return out
         names, turned = place
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         path = self.targets.get(id(given.get(names[-1])))
         if path is None or (path in self.asked.transposed) != turned:
+            self._note(func, args)
             return out
         self.used.add(path)
         return out + self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        """A target that goes elsewhere."""
+        for path in {self.targets.get(id(a)) for a in args} - {None}:
+            self.others.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
 
     def _update(self, x: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)

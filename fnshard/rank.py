@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from fnshard import checkpoint
+
 RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
 LOGS = "FNSHARD_LOGS"  # folder of rank0.log, rank1.log, ...
 LAUNCHER = "FNSHARD_LAUNCHER"  # process that started this one
@@ -80,7 +82,12 @@ def run_rank(
 
     def joined() -> None:
         join_group(device_type, timeout_s)
-        main()
+        try:
+            main()
+        except SystemExit:
+            checkpoint.wait()
+            raise
+        checkpoint.wait()  # nothing that is being written is lost; what could not be is an error
         leave_group()
 
     code = 1

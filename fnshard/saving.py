@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 
-from fnshard.errors import CheckpointError, report
+from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.held import held_params, held_state
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
@@ -19,7 +22,7 @@ from fnshard.runtime.dcp import Boxes, Held, Writer
 from fnshard.runtime.folder import Place
 from fnshard.runtime.plain import encode
 from fnshard.runtime.root import Keep, prune
-from fnshard.runtime.together import Failed, drive, group_of
+from fnshard.runtime.together import Failed, agreed, drive, group_of
 from fnshard.shards import spec_paths
 from fnshard.state import TrainState
 
@@ -54,7 +57,10 @@ class Job:
         finally:
             self.place.end()
         if self.keep is not None and self.mesh.rank == 0:
-            prune(self.place.final.parent, self.keep)
+            try:
+                prune(self.place.final, self.keep)
+            except OSError as error:
+                warnings.warn(f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3)
 
 
 def _copied(block: torch.Tensor) -> torch.Tensor:
@@ -63,49 +69,74 @@ def _copied(block: torch.Tensor) -> torch.Tensor:
     return out.copy_(block, non_blocking=on_device)
 
 
-def job_of(
-    path: str | Path,
-    state: Any,
-    specs: Any,
-    mesh: Mesh | None,
-    data: Any,
-    config: Any,
-    metrics: Mapping[str, float] | None,
-    keep: Keep | None,
-    timeout: float | None,
-) -> Job:
-    """What `fnshard.checkpoint.save` was asked for.
+@dataclass(frozen=True)
+class Asked:
+    """What `fnshard.checkpoint.save` was asked for, as it says."""
 
-    Raises:
-        CheckpointError: a state whose layout nobody knows, or a position or config that JSON cannot hold.
-    """
-    training = isinstance(state, TrainState)
-    known = state.where if training and state.where is not None else (None, None)
-    specs, mesh = specs or known[0], mesh or known[1] or default_mesh()
-    if specs is None:
-        raise CheckpointError(
-            report(
-                "nobody has said how this state is laid out.",
-                fix="save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves.",
-            )
-        )
-    named = spec_paths(specs)[0]
-    held = held_state(state, named, mesh) if training else held_params(state, named, mesh)
-    told = {
-        "step": int(state.step) if training else 0,
-        "seed": int(state.seed) if training else 0,
-        "mesh": {
-            "axes": dict(zip(mesh.names, mesh.sizes, strict=True)),
-            "data_axes": list(mesh.data_axes),
-        },
-        "specs": {path: repr(spec) for path, spec in named.items()},
-        "config": encode(config, "config"),
-        "metrics": {k: float(v) for k, v in (metrics or {}).items()},
-        "versions": {"torch": str(torch.__version__)},
-    }
-    position = encode(data.state_dict() if hasattr(data, "state_dict") else data)
-    place = Place(Path(path).absolute())
-    return Job(place, held, mesh, group_of(mesh, timeout), told, position, keep)
+    path: str | Path
+    state: Any
+    specs: Any = None
+    mesh: Mesh | None = None
+    data: Any = None
+    config: Any = None
+    metrics: Mapping[str, float] | None = None
+    keep: Keep | None = None
+    timeout: float | None = None
+
+    def job(self) -> Job:
+        """On all ranks, or on none. A collective.
+
+        Raises:
+            CheckpointError: a state whose layout nobody knows; a position, config or metrics that JSON cannot
+                hold; a `keep` of a checkpoint that is not named by a number.
+        """
+        training = isinstance(self.state, TrainState)
+        known = self.state.where if training and self.state.where is not None else (None, None)
+        specs, mesh = self.specs or known[0], self.mesh or known[1] or default_mesh()
+        group = group_of(mesh, self.timeout)
+        return agreed(group, f"saving {self.path}", lambda: self._job(specs, mesh, group))
+
+    def _job(self, specs: Any, mesh: Mesh, group: Any) -> Job:
+        if specs is None:
+            fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
+            raise CheckpointError(report("nobody has said how this state is laid out.", fix=fix))
+        state, training = self.state, isinstance(self.state, TrainState)
+        named = spec_paths(specs)[0]
+        held = held_state(state, named, mesh) if training else held_params(state, named, mesh)
+        place, metrics = Place(Path(self.path).absolute()), self._metrics()
+        if self.keep is not None:
+            _check_keep(self.keep, place.final, metrics)
+        told = {
+            "step": int(state.step) if training else 0,
+            "seed": int(state.seed) if training else 0,
+            "mesh": {
+                "axes": dict(zip(mesh.names, mesh.sizes, strict=True)),
+                "data_axes": list(mesh.data_axes),
+            },
+            "specs": {path: repr(spec) for path, spec in named.items()},
+            "config": encode(self.config, "config"),
+            "metrics": metrics,
+            "versions": {"torch": str(torch.__version__)},
+        }
+        held_at = self.data.state_dict() if hasattr(self.data, "state_dict") else self.data
+        return Job(place, held, mesh, group, told, encode(held_at), self.keep)
+
+    def _metrics(self) -> dict[str, float]:
+        try:
+            return {str(k): float(v) for k, v in (self.metrics or {}).items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"metrics={self.metrics!r}: numbers by name ({error}).") from error
+
+
+def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
+    if not isinstance(keep, Keep):
+        raise CheckpointError(f"keep={keep!r}: a fs.checkpoint.Keep, as Keep(last=3).")
+    if not final.name.isdecimal():
+        fix = "name checkpoints by their steps: save(f'{root}/{step}', ...)."
+        raise CheckpointError(report(f"keep= goes by numbers, and this is named {final.name!r}.", fix=fix))
+    if keep.best and metrics and keep.metric not in metrics:
+        has = ", ".join(metrics)
+        raise CheckpointError(f"keep= goes by {keep.metric!r}, and this save comes with {has} alone.")
 
 
 class Saving:
@@ -132,14 +163,13 @@ class Saving:
         """Until it is whole.
 
         Raises:
-            CheckpointError: it could not be written; told once.
+            CheckpointError: it could not be written.
         """
         self._thread.join()
         if self in _in_flight:
             _in_flight.remove(self)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
         return self.path
 
 
@@ -150,7 +180,27 @@ def wait() -> None:
     """Until nothing is being written any more; at once where nothing is.
 
     Raises:
-        CheckpointError: the last save in the background failed.
+        CheckpointError: the last save in the background failed; told once.
     """
+    error = settled()
+    if error is not None:
+        raise error
+
+
+def settled() -> BaseException | None:
+    """Until nothing is being written any more; why the last one failed, if it did and nobody was told."""
+    error = None
     for saving in list(_in_flight):
-        saving.wait()
+        try:
+            saving.wait()
+        except BaseException as failure:
+            error = failure
+    return error
+
+
+@atexit.register
+def _tell() -> None:
+    """The last word of a process whose last save failed, and that did not ask."""
+    error = settled()
+    if error is not None:
+        print(error, file=sys.stderr, flush=True)

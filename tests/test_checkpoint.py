@@ -441,6 +441,7 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
     checkpoint.save_async(tmp_path / "8", saved.known(step))
     with pytest.raises(CheckpointError, match=r"(?s)cannot save .*8:.*something else"):
         checkpoint.save(tmp_path / "9", saved.known(step))
+    assert checkpoint.verify(tmp_path / "9").step == 7  # which is whole all the same
     checkpoint.wait()  # it was told once
     checkpoint.save_async(tmp_path / "9", saved.known(step, 9))
     checkpoint.save_async(tmp_path / "10", saved.known(step, 10))
@@ -512,6 +513,95 @@ def test_kept_are_the_last_the_rounds_and_the_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["30", "notes"]
     with pytest.raises(CheckpointError, match=r"(?s)last=0.*mode='least'"):
         checkpoint.Keep(last=0, mode="least")  # type: ignore[arg-type]
+
+
+def test_what_was_gone_back_behind_does_not_count_among_the_last(tmp_path: Path) -> None:
+    """A newer one that is corrupt must not push out the new one, or the last that is whole."""
+    step = one()
+    for number in (80, 90, 100):
+        checkpoint.save(tmp_path / str(number), saved.known(step, number))
+    data = tmp_path / "100" / "rank-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    with pytest.warns(CheckpointWarning):
+        assert int(checkpoint.restore(tmp_path, step).step) == 90
+    checkpoint.save(tmp_path / "95", saved.known(step, 95), keep=checkpoint.Keep(last=1))
+    assert checkpoint.all_steps(tmp_path) == [95, 100]
+    with pytest.warns(CheckpointWarning):
+        assert int(checkpoint.restore(tmp_path, step).step) == 95
+
+
+def test_a_keep_that_cannot_work_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    state = saved.known(one())
+    with pytest.raises(CheckpointError, match="keep=3: a fs.checkpoint.Keep"):
+        checkpoint.save(tmp_path / "1", state, keep=3)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"(?s)goes by numbers, and this is named 'best'"):
+        checkpoint.save(tmp_path / "best", state, keep=checkpoint.Keep())
+    with pytest.raises(CheckpointError, match="goes by 'los', and this save comes with loss alone"):
+        checkpoint.save(
+            tmp_path / "1", state, keep=checkpoint.Keep(best=1, metric="los"), metrics={"loss": 1.0}
+        )
+    with pytest.raises(CheckpointError, match="numbers by name"):
+        checkpoint.save(tmp_path / "1", state, metrics={"loss": "low"})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_stepped_aside_is_found_by_its_own_name(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "best", saved.known(one()))
+    (tmp_path / "best").rename(tmp_path / ".best.old")  # a save over it was killed between its two renames
+    assert int(checkpoint.restore(tmp_path / "best", one()).step) == 7
+
+
+def test_an_error_of_the_system_is_no_reason_for_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        checkpoint.save(tmp_path / str(number), saved.known(one(), number))
+
+    def fails(*args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        with pytest.raises(CheckpointError, match=r"(?s)restoring .*2.*Too many open files"):
+            checkpoint.restore(tmp_path, one())
+    assert int(checkpoint.restore(tmp_path, one()).step) == 2
+
+
+def test_ctrl_c_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "1", saved.known(one()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def alone_in_it(rank: int, root: str) -> list[str]:
+    """Rank 1 cannot even say what it would save, or make room for what it would restore."""
+    step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
+    state, told = saved.known(step), []
+    checkpoint.save(f"{root}/1", state)
+    disk = saved.step_of(
+        "full_shard",
+        "disk",
+        saved.mesh_of("full_shard", 2),
+        folder=Path(root if rank == 0 else f"{root}/gone"),
+    )
+    for work in (
+        lambda: checkpoint.save(f"{root}/2", state, data=object() if rank else None),
+        lambda: checkpoint.restore(root, disk),
+    ):
+        try:
+            work()
+        except (CheckpointError, StateError) as error:
+            told.append(type(error).__name__)
+    return told
+
+
+def test_ranks_fail_together_before_and_after_the_files(ranks: Any, tmp_path: Path) -> None:
+    told = ranks(2).run(alone_in_it, str(tmp_path), timeout=40.0)
+    assert told == [["CheckpointError", "CheckpointError"], ["CheckpointError", "StateError"]]
 
 
 def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:

@@ -108,12 +108,11 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
 
 def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
     """Of each root: what came of it, and what was warned of."""
-    small_blocks()
     mesh = fs.make_mesh(shard=2, device="cpu")
     made = step_on(mesh)[0]
     out = []
     for case in cases:
-        with warnings.catch_warnings(record=True) as caught:
+        with small_blocks(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             got = told_by(fs.checkpoint.restore, Path(root) / case, made)
         told = [str(w.message) for w in caught if w.category is CheckpointWarning]

@@ -109,6 +109,7 @@ def test_scales_and_dropout() -> None:
     seen = fn(tree, torch.ones(2000, 8))[:, 0] / (4 * fn.lora.scale)
     assert set(seen.tolist()) <= {2.0 * n for n in range(9)}
     assert seen.mean().item() == pytest.approx(8, abs=0.3)
+    assert (fn.eval(tree, torch.ones(3, 8)) == 8 * 4 * fn.lora.scale).all()
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "nf4"])
@@ -288,7 +289,9 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(SpecError, match="trains and has an adapter"):
         fs.lora(fn, params, targets="*.q_proj", train="*.q_proj")
     tuned_fn, tree = fs.lora(fn, params, targets="*.q_proj")
-    with pytest.raises(TraceError, match=r"(?s)multiplies by none of them:.*q_proj.*transposed="):
+    with pytest.raises(
+        TraceError, match=r"(?s)q_proj.*multiplies by it nowhere.*gives it to sum.*transposed="
+    ):
         tuned_fn(tree, torch.ones(4))
 
 
@@ -307,3 +310,21 @@ def test_tied_weights_stay_tied() -> None:
     _, tree = fs.lora(lambda p, x: apply(p, x).sum(), params, targets="mid")
     specs = fs.match_specs(tree, [("base.head.weight", LayoutSpec()), ("*", LayoutSpec())])
     assert list(specs["base"]) == ["embed.weight", "mid.weight", "mid.bias"]
+
+
+def test_a_target_that_is_used_twice_is_refused() -> None:
+    """What is merged would be another function."""
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return F.linear(F.embedding(x, p["w"]), p["w"])
+
+    tuned_fn, tree = fs.lora(fn, {"w": torch.randn(5, 4)}, targets=["w"])
+    with pytest.raises(TraceError, match=r"(?s)1 leaf cannot.*`fn` also gives it to embedding.*tied"):
+        tuned_fn(tree, torch.tensor([1, 2]))
+
+
+def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:
+    fn, tree, _ = tuned(llama().float(), train="*norm*")
+    with pytest.raises(StateError, match=r"(?s)train beside the adapters:.*norm.*fs\.adapters\.merge"):
+        adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    assert list(tmp_path.iterdir()) == []

@@ -190,33 +190,34 @@ def look(folder: Path, step: Any) -> tuple[Any, Any]:
 # ------------------------------------------------------------------ fixtures
 
 
-def small_blocks(put: Callable[..., Any] = setattr) -> None:
-    """So that leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
-    for module in (tensorfile, manifest, dcp):
-        put(module, "BLOCK_bytes", 32)
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tensorfile, manifest, dcp):
+            patch.setattr(module, "BLOCK_bytes", 32)
+        yield
 
 
 @pytest.fixture
-def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_blocks(monkeypatch.setattr)
+def short_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
 
 
-def save_on_two(rank: int, folder: str) -> None:
-    small_blocks()
-    mesh = fs.make_mesh(shard=2, device="cpu")
-    for step in STEPS:
-        save(Path(folder), step, mesh)
+def save_all(rank: int, world: int, folder: str) -> None:
+    mesh = fs.make_mesh(shard=world, device="cpu")
+    with small_blocks():
+        for step in STEPS:
+            save(Path(folder), step, mesh)
 
 
 @pytest.fixture(scope="session")
 def roots(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Roots of three checkpoints each, by how many ranks had saved them."""
     out = {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
-    with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch.setattr)
-        for step in STEPS:
-            save(out["one"], step, fs.make_mesh(shard=1, device="cpu"))
-        ranks(2).run(save_on_two, str(out["two"]))
+    save_all(0, 1, str(out["one"]))
+    ranks(2).run(save_all, 2, str(out["two"]))
     return out
 
 

@@ -50,6 +50,7 @@ from fnshard.runtime.manifest import Chunk, File, Leaf, Manifest
 from fnshard.runtime.tensorfile import (
     DTYPES,
     NAMES,
+    PASSING,
     BLOCK_bytes,
     Corrupt,
     Entry,
@@ -321,6 +322,8 @@ class Reader(dcp.StorageReader):
         try:
             _fill(fd, chunk, DTYPES[self.manifest.leaves[leaf].dtype], item, target)
         except (Corrupt, OSError) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                raise
             return f"{leaf}: {error}"
         return ""
 

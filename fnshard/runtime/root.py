@@ -11,7 +11,7 @@ from typing import Literal
 
 from fnshard.errors import CheckpointError, report
 from fnshard.runtime.folder import is_ours
-from fnshard.runtime.manifest import Manifest
+from fnshard.runtime.manifest import NAME, SEAL, Manifest
 from fnshard.runtime.tensorfile import Corrupt
 
 
@@ -26,8 +26,9 @@ class Keep:
         metric: its name.
         mode: whether the "min" or the "max" is best.
 
-    >>> Keep(last=2, every=100, best=1).kept({100: {}, 130: {"loss": 1.0}, 140: {"loss": 2.0}, 150: {}})
-    {130, 140, 100, 150}
+    >>> metrics = {100: {}, 120: {"loss": 3.0}, 130: {"loss": 1.0}, 140: {"loss": 2.0}, 150: {}}
+    >>> sorted(Keep(last=2, every=100, best=1).kept(metrics))
+    [100, 130, 140, 150]
     """
 
     last: int = 2
@@ -37,8 +38,14 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        wrong = [f"last={self.last!r}: at least 1"] * (self.last < 1)
-        wrong += [f"every={self.every!r}: at least 1"] * (self.every is not None and self.every < 1)
+        def counts(value: object, least: int) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+        wrong = [f"last={self.last!r}: a whole number, at least 1"] * (not counts(self.last, 1))
+        wrong += [f"every={self.every!r}: at least 1"] * (
+            self.every is not None and not counts(self.every, 1)
+        )
+        wrong += [f"best={self.best!r}: at least 0"] * (not counts(self.best, 0))
         wrong += [f"best={self.best!r}: at least 0"] * (self.best < 0)
         wrong += [f"mode={self.mode!r}: 'min' or 'max'"] * (self.mode not in ("min", "max"))
         if wrong:
@@ -70,7 +77,10 @@ def candidates(root: Path) -> list[Path]:
     """What may be checkpoints, the newest first; also one that stepped aside for a save that was killed."""
     root = root.absolute()
     if not root.is_dir():
-        return []
+        beside = root.with_name(f".{root.name}.old")
+        return [beside] if beside.is_dir() else []
+    if (root / NAME).exists() or (root / SEAL).exists():
+        return [root]
     folders = {p for p in root.iterdir() if p.is_dir() and not p.is_symlink()}
     numbered = {p.name: p for p in folders if p.name.isdecimal()}
     aside = {p.stem[1:]: p for p in folders if p.suffix == ".old" and p.stem[1:].isdecimal()}
@@ -79,10 +89,15 @@ def candidates(root: Path) -> list[Path]:
     return [path for _, path in sorted((int(name), path) for name, path in (aside | numbered).items())][::-1]
 
 
-def prune(root: Path, keep: Keep) -> None:
-    """Delete the whole checkpoints of a directory that need not be kept, and nothing else."""
-    found = {step: (folder, of.metrics) for step, folder, of in whole(root)}
+def prune(written: Path, keep: Keep) -> None:
+    """Delete the checkpoints beside a new one that need not be kept, and nothing else.
+
+    What has a higher number is left alone: somebody went back behind it, perhaps because it is not what was
+    written, and then it must not count among the last.
+    """
+    here = int(written.name)
+    found = {step: (folder, of.metrics) for step, folder, of in whole(written.parent) if step <= here}
     kept = keep.kept({step: metrics for step, (_, metrics) in found.items()})
     for step, (folder, _) in found.items():
-        if step not in kept and is_ours(folder):
+        if step not in kept and step != here and is_ours(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ against somebody who changes a file and its checksum.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,6 +23,11 @@ import torch
 from torch import Tensor
 
 BLOCK_bytes = 8 << 20  # what one checksum covers: the least that is read to trust any of it
+# What the system may say of a file that is as it was: nothing to take an older one for.
+PASSING = (
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN,
+    errno.ESTALE, errno.ETIMEDOUT,
+)  # fmt: skip
 HEADER_LIMIT_bytes = 100 << 20  # as the safetensors library has it
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -157,6 +163,8 @@ def open_regular(folder: str | Path, name: str, size: int | None = None, *, link
         follow = 0 if links else os.O_NOFOLLOW
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow | os.O_NONBLOCK)
     except OSError as error:
+        if error.errno in PASSING:
+            raise
         raise Corrupt(f"{name}: {error.strerror}") from error
     except UnicodeEncodeError as error:
         raise Corrupt(f"{name!r} is no name of a file ({error.reason})") from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -14,6 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fnshard.errors import CheckpointError, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT, failing
+from fnshard.runtime.rows import all_or_none
+
+T = TypeVar("T")
 
 # DCP says so whenever there is no process group; here that is meant.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")
@@ -28,7 +32,7 @@ class Failed(Exception):
 
     def lines(self) -> list[str]:
         """One a rank."""
-        return [f"rank {rank}: {cause or type(cause).__name__}" for rank, cause in self.causes.items()]
+        return [f"rank {rank}: {str(cause) or type(cause).__name__}" for rank, cause in self.causes.items()]
 
 
 def group_of(mesh: Mesh, timeout: float | None) -> Any:
@@ -66,6 +70,25 @@ def texts(group: Any, text: str) -> list[str]:
     return out
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What `all_or_none` needs of ranks."""
+
+    group: Any
+
+    def gather_object(self, text: str) -> list[str]:
+        return texts(self.group, text)
+
+
+def agreed(group: Any, what: str, work: Callable[[], T]) -> T:
+    """`work()` on every rank; if it fails on one, it fails on all. A collective.
+
+    Raises:
+        What it raised here; CheckpointError: it failed on another rank, or here by an error of the system.
+    """
+    return cast(T, all_or_none(cast(Any, _Told(group)), what, work))
+
+
 def drive(work: Callable[..., Any], held: Mapping[str, Any], group: Any, **how: Any) -> None:
     """`dcp.save` or `dcp.load`.
 
@@ -78,4 +101,7 @@ def drive(work: Callable[..., Any], held: Mapping[str, Any], group: Any, **how: 
             blocks = {name: leaf.block for name, leaf in held.items()}
             work(blocks, process_group=group, no_dist=group is None, **how)
     except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, KeyboardInterrupt | SystemExit):  # DCP takes them for failures
+                raise cause from None
         raise Failed({rank: cause for rank, (cause, _) in error.failures.items()}) from error
