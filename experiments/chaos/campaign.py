@@ -174,7 +174,8 @@ class Campaign:
             done.inside = job.until(lambda: job.restarts > restarts, SLOW_S)
             return done.inside
         job.wait()
-        if not gone(ranks.values(), seconds=10):
+        # One that is still importing looks for its launcher when it has done so.
+        if not gone(ranks.values(), seconds=10 + 2 * self.spans_s["start"]):
             done.problems.append("a rank outlived its launcher")
         return False
 
