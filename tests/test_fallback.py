@@ -18,6 +18,8 @@ from whole import MANIFEST, SEAL, STEPS, expected, small_blocks, state_on, step_
 
 import fnshard as fs
 from fnshard.errors import CheckpointError, CheckpointWarning
+from fnshard.runtime import dcp, manifest
+from fnshard.runtime.tensorfile import Corrupt, open_regular
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
 
@@ -49,6 +51,18 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
         pytest.raises(CheckpointError, match=r"300 is not[\s\S]*200 is not[\s\S]*100 is not"),
     ):
         fs.checkpoint.restore(root, restoring)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", MANIFEST, SEAL])
+@pytest.mark.parametrize("how", ["gone", "truncated", "longer", "a link outside", "a pipe"])
+def test_latest_sees_what_is_not_whole_without_reading_it(
+    how: str, name: str, roots: Any, tmp_path: Path
+) -> None:
+    root = root_of(roots["two"], tmp_path / "root")
+    wreck.BYTES[how](root / "300", name, random.Random(1))
+    assert fs.checkpoint.latest(root) == root / "200"
+    assert fs.checkpoint.all_steps(root) == [100, 200]
+    assert fs.checkpoint.manifest(root).step == 200
 
 
 @pytest.mark.parametrize("how", wreck.BYTES)
@@ -161,3 +175,30 @@ def test_two_ranks_fail_together(ranks: Any, roots: Any, tmp_path: Path) -> None
     assert found[0][0][0] == found[1][0][0] and found[0][1] == found[1][1] and found[0][2] == found[1][2]
     assert "100 is not" in found[0][0][0] and "rank-00001" in found[0][1][0]
     assert "there is no checkpoint" in found[0][2][0]
+
+
+def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
+    """Rank 1 cannot read something of the newest that rank 0 can."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+
+    def blind(folder: Path | str, name: str, size: int | None = None) -> int:
+        if rank == 1 and Path(folder).name == "300" and name.startswith(where):
+            raise Corrupt(f"{name}: Input/output error")
+        return open_regular(folder, name, size)
+
+    with (
+        small_blocks(),
+        warnings.catch_warnings(record=True) as caught,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        warnings.simplefilter("always")
+        patch.setattr(manifest if where == MANIFEST else dcp, "open_regular", blind)
+        state = fs.checkpoint.restore(root, step_on(mesh)[0], timeout=20.0)
+    return int(state.step), [str(w.message) for w in caught if w.category is CheckpointWarning]
+
+
+@pytest.mark.parametrize("where", [MANIFEST, "rank-"])
+def test_what_one_rank_cannot_read_nobody_takes(where: str, ranks: Any, roots: Any) -> None:
+    (first, told), (second, _) = ranks(2).run(one_sees_less, str(roots["two"]), where)
+    assert first == second == 200
+    assert len(told) == 1 and f"rank 1: {where}" in told[0] and "rank 0:" not in told[0]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
@@ -256,8 +256,22 @@ def headers(draw: Any) -> bytes:
     return (len(text) + length).to_bytes(8, "little") + text + body
 
 
+def file_of(said: Any, body: int = 11) -> bytes:
+    text = json.dumps(said).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(body)
+
+
+def placed(first: list[int], second: list[int]) -> Any:
+    return {n: {**PLAIN[n], "data_offsets": at} for n, at in (("a", first), ("b", second))}
+
+
 @settings(EXAMPLES, max_examples=400)
 @given(headers())
+@example(file_of(PLAIN))
+@example(file_of(placed([0, 8], [9, 12]), 12))  # a gap
+@example(file_of(placed([3, 11], [0, 3])))  # in another order
+@example(file_of(placed([3, 11], [2, 5])))  # an overlap
+@example(file_of(placed([1, 9], [9, 12]), 12))  # nothing at the beginning
 def test_we_refuse_what_the_library_refuses(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(content)
@@ -272,13 +286,8 @@ def test_we_refuse_what_the_library_refuses(tmp_path: Path, content: bytes) -> N
     except Corrupt:
         ours = None
     assert ours is None or ours == theirs
-    if content == _file(PLAIN):
+    if content in (file_of(PLAIN), file_of(placed([3, 11], [0, 3]))):
         assert ours == {"a": (2, 1), "b": (3,)}
-
-
-def _file(said: Any) -> bytes:
-    text = json.dumps(said).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(11)
 
 
 # ------------------------------------------------------------------ checked bytes
