@@ -22,7 +22,7 @@ from fnshard.runtime.dcp import Boxes, Held, Writer
 from fnshard.runtime.folder import Place
 from fnshard.runtime.plain import encode
 from fnshard.runtime.root import Keep, prune
-from fnshard.runtime.together import Failed, agreed, drive, group_of
+from fnshard.runtime.together import Failed, agreed, drive, group_of, texts
 from fnshard.shards import spec_paths
 from fnshard.state import TrainState
 
@@ -56,11 +56,15 @@ class Job:
             raise CheckpointError(report(f"cannot save {self.place.final}:", error.lines(), rest)) from error
         finally:
             self.place.end()
-        if self.keep is not None and self.mesh.rank == 0:
-            try:
-                prune(self.place.final, self.keep)
-            except OSError as error:
-                warnings.warn(f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3)
+        if self.keep is not None:
+            if self.mesh.rank == 0:
+                try:
+                    prune(self.place.final, self.keep)
+                except OSError as error:
+                    warnings.warn(
+                        f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3
+                    )
+            texts(self.group, "")  # all ranks return to the same directory
 
 
 def _copied(block: torch.Tensor) -> torch.Tensor:
