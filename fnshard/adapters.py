@@ -22,14 +22,13 @@ from fnshard.errors import StateError, leaves, report
 from fnshard.hf.write import write_text
 from fnshard.lora import Lora
 from fnshard.mesh import Mesh
-from fnshard.runner import default_mesh
+from fnshard.runner import laid_out
 from fnshard.runtime.buckets import local_block
 from fnshard.runtime.connect import connection
 from fnshard.runtime.folder import flush
 from fnshard.runtime.rows import all_or_none
 from fnshard.runtime.tensorfile import Corrupt, Entry, Header, open_regular, read_exactly, write
 from fnshard.shards import leaf_paths, unshard
-from fnshard.state import TrainState
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -73,7 +72,8 @@ def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None)
 
 
 def _update(adapter: Mapping[str, Tensor], asked: Lora, path: str) -> Tensor:
-    update = asked.scale * (adapter["b"].float() @ adapter["a"].float())
+    wide = torch.promote_types(adapter["b"].dtype, torch.float32)
+    update = asked.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
     return update.t() if path in asked.transposed else update
 
 
@@ -194,10 +194,7 @@ def _peft_config(asked: Lora, base: str | None) -> dict[str, Any]:
 
 
 def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, Mesh]:
-    training = isinstance(params, TrainState)
-    known = params.where if training and params.where is not None else (None, None)
-    specs, mesh = known[0] if specs is None else specs, mesh or known[1] or default_mesh()
-    blocks = params.params if training else params
+    blocks, specs, mesh = laid_out(params, specs, mesh)
     if specs is None or not isinstance(blocks, Mapping) or set(blocks) != {"base", "adapters"}:
         raise StateError(
             report(

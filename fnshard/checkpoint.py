@@ -269,7 +269,7 @@ def restore_params(
     """
     globs = [only] if isinstance(only, str) else only
 
-    def fill(folder: Path, found: Manifest) -> Any:
+    def made(found: Manifest) -> tuple[Any, dict[str, Any]]:
         given = step_or_specs.specs if isinstance(step_or_specs, Step) else step_or_specs
         saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
         named, structure = spec_paths(given)
@@ -282,8 +282,13 @@ def restore_params(
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         blocks = blank_params(named, on, disk_dir)
         held = held_params(blocks, named, on)
-        _read(folder, found, wanted(held, saved | masters, set()), on, timeout)
-        return blocks if globs is not None else tree.unflatten(blocks.values(), structure)
+        whole = blocks if globs is not None else tree.unflatten(blocks.values(), structure)
+        return whole, wanted(held, saved | masters, set())
+
+    def fill(folder: Path, found: Manifest) -> Any:
+        whole, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
+        _read(folder, found, held, on, timeout)
+        return whole
 
     on = step_or_specs.mesh if isinstance(step_or_specs, Step) else mesh or default_mesh()
     return _newest(Path(path), fill, on, timeout)

@@ -24,6 +24,7 @@ from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import Transfers
 from fnshard.shards import check_blocks, compare_paths, expected_blocks
+from fnshard.state import TrainState
 from fnshard.transform import Optimizer
 
 FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
@@ -33,6 +34,17 @@ def default_mesh() -> Mesh:
     """One axis "shard" over the process group's ranks, or a mesh of one."""
     started = dist.is_available() and dist.is_initialized()
     return make_mesh(shard=dist.get_world_size() if started else 1)
+
+
+def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
+    """The parameter tree of a state (or itself), its specs and mesh: as given, or as the state knows them.
+
+    The specs are None where nobody knows them.
+    """
+    training = isinstance(params, TrainState)
+    known = params.where if training and params.where is not None else (None, None)
+    blocks = params.params if training else params
+    return blocks, known[0] if specs is None else specs, mesh or known[1] or default_mesh()
 
 
 @dataclass(frozen=True)

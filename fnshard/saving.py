@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.held import held_params, held_state
 from fnshard.mesh import Mesh
-from fnshard.runner import default_mesh
+from fnshard.runner import laid_out
 from fnshard.runtime.dcp import Boxes, Held, Writer
 from fnshard.runtime.folder import Place
 from fnshard.runtime.plain import encode
@@ -94,9 +94,7 @@ class Asked:
             CheckpointError: a state whose layout nobody knows; a position, config or metrics that JSON cannot
                 hold; a `keep` of a checkpoint that is not named by a number.
         """
-        training = isinstance(self.state, TrainState)
-        known = self.state.where if training and self.state.where is not None else (None, None)
-        specs, mesh = self.specs or known[0], self.mesh or known[1] or default_mesh()
+        _, specs, mesh = laid_out(self.state, self.specs, self.mesh)
         group = group_of(mesh, self.timeout)
         return agreed(group, f"saving {self.path}", lambda: self._job(specs, mesh, group))
 

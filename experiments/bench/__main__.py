@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.bench.config import BenchConfig, build
+from experiments.command import answer
 from experiments.config import ConfigError
 from fnshard.errors import FnshardError
 from fnshard.launch import launch
@@ -26,18 +26,7 @@ MISTAKES = (FnshardError, ConfigError, HydraException, OmegaConfBaseException)
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 1."""
-    ConfigStore.instance().store(name="bench_schema", node=schema())
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on, instead of printing them its way
-    try:
-        _command_line()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except MISTAKES as error:
-        if wants_traceback:
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    answer(_command_line, MISTAKES, bench_schema=schema())
 
 
 def schema() -> type:

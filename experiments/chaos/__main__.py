@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +18,7 @@ from experiments.chaos.campaign import Campaign
 from experiments.chaos.config import ChaosConfig, build
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
+from experiments.command import answer
 from experiments.config import ConfigError
 from fnshard.errors import FnshardError
 
@@ -29,18 +28,7 @@ MISTAKES = (FnshardError, ChaosError, ConfigError, HydraException, OmegaConfBase
 
 def main() -> None:
     """Run the command line; a mistake, and a run that failed unasked, is one message and exit code 1."""
-    ConfigStore.instance().store(name="chaos_schema", node=schema())
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on, instead of printing them its way
-    try:
-        _command_line()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except MISTAKES as error:
-        if wants_traceback:
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    answer(_command_line, MISTAKES, chaos_schema=schema())
 
 
 def schema() -> type:

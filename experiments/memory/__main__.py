@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.command import answer
 from experiments.config import ConfigError
 from experiments.memory import recipe, sizes, targets, zero
 from experiments.memory.config import MemoryConfig, build
@@ -35,18 +33,7 @@ PARTS: dict[str, Part] = {
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 1."""
-    ConfigStore.instance().store(name="memory_schema", node=schema())
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on, instead of printing them its way
-    try:
-        _command_line()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except MISTAKES as error:
-        if wants_traceback:
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+    answer(_command_line, MISTAKES, memory_schema=schema())
 
 
 def schema() -> type:

@@ -32,12 +32,11 @@ from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, f
 from fnshard.hf.plan import Plan, deliver
 from fnshard.hf.write import Folder, SingleFile, StateDict, Target, beside, split_files
 from fnshard.mesh import Mesh
-from fnshard.runner import default_mesh
+from fnshard.runner import default_mesh, laid_out
 from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import check_directory
 from fnshard.shards import check_blocks, compare_paths, leaf_paths, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
-from fnshard.state import TrainState
 
 __all__ = ["FAMILIES", "Family", "Transposed", "export", "load", "save"]
 
@@ -235,9 +234,7 @@ def _checked(blocks: Mapping[str, Tensor], specs: Any, mesh: Mesh) -> dict[str, 
 
 def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any], Any, Mesh]:
     """Blocks by path, their specs and mesh: as given, or as a state knows them."""
-    training = isinstance(params, TrainState)
-    known = params.where if training and params.where is not None else (None, None)
-    specs, mesh = known[0] if specs is None else specs, mesh or known[1] or default_mesh()
+    blocks, specs, mesh = laid_out(params, specs, mesh)
     if specs is None:
         raise StateError(
             report(
@@ -245,7 +242,7 @@ def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any
                 fix="give specs, and the mesh; states of step.init and step.adopt know both.",
             )
         )
-    return tree.flatten_with_paths(params.params if training else params)[0], specs, mesh
+    return tree.flatten_with_paths(blocks)[0], specs, mesh
 
 
 def _config(config: Any) -> Mapping[str, Any] | Path | None:
