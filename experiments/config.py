@@ -43,7 +43,7 @@ class MeshConfig:
     shard: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "replicate", "shard")
+        at_least(1, self, "replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class StrategyConfig:
     update_on: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of(STRATEGIES, self, "name")
-        _at_least(0, self, "prefetch_forward", "prefetch_backward")
-        _one_of(TIERS, self, "memory", "optimizer_memory")
-        _one_of(TIERS[:2], self, "update_on")
+        one_of(STRATEGIES, self, "name")
+        at_least(0, self, "prefetch_forward", "prefetch_backward")
+        one_of(TIERS, self, "memory", "optimizer_memory")
+        one_of(TIERS[:2], self, "update_on")
         wrong = check_remat(self.remat, ())
         if wrong:
             raise ValueError(f"strategy.{wrong[0]}.")
@@ -87,7 +87,7 @@ class PrecisionConfig:
     optimizer: str = "float32"
 
     def __post_init__(self) -> None:
-        _one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
+        one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class AdamWConfig:
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        _one_of(("adamw",), self, "name")
-        _above(0, self, "lr", "eps", "clip")
-        _at_least(0, self, "weight_decay")
-        _fraction(self, "b1", "b2")
+        one_of(("adamw",), self, "name")
+        above(0, self, "lr", "eps", "clip")
+        at_least(0, self, "weight_decay")
+        fraction(self, "b1", "b2")
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class SGDConfig:
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        _one_of(("sgd",), self, "name")
-        _above(0, self, "lr", "clip")
-        _at_least(0, self, "weight_decay")
-        _fraction(self, "momentum")
+        one_of(("sgd",), self, "name")
+        above(0, self, "lr", "clip")
+        at_least(0, self, "weight_decay")
+        fraction(self, "momentum")
         if self.nesterov and not self.momentum:
             raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
 
@@ -142,8 +142,8 @@ class ScheduleConfig:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _one_of(SCHEDULES, self, "name")
-        _fraction(self, "warmup", "decay", "floor")
+        one_of(SCHEDULES, self, "name")
+        fraction(self, "warmup", "decay", "floor")
         if self.warmup + self.decay > 1:
             raise ValueError("schedule: warmup + decay is more than the whole run; make it at most 1.")
         takes = {"constant": (), "wsd": ("warmup", "decay", "floor")}.get(self.name, ("warmup", "floor"))
@@ -163,7 +163,7 @@ class DataConfig:
     held_out_rows: int = 128
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "held_out_percent", "rows", "held_out_rows")
+        at_least(1, self, "held_out_percent", "rows", "held_out_rows")
         if self.held_out_percent > 99:
             raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
 
@@ -189,8 +189,8 @@ class RunConfig:
     backend: str = "inductor"
     device: str = "auto"
     held_out_every: int = 200
-    sample_bytes: int = 256
-    prompt: str = "def "
+    sample_tokens: int = 256
+    prompt: str | None = "def "
     timeout_s: float = 600.0
     device_gb: float | None = None
     hardware: str = AUTO
@@ -205,19 +205,17 @@ class RunConfig:
     stop_grace_s: float = 120.0
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every")
-        _above(0, self, "device_gb", "stop_grace_s")
-        _one_of(HARDWARE, self, "hardware")
-        _at_least(0, self, "seed", "sample_bytes", "save_every", "keep_best", "max_restarts")
+        at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every")
+        above(0, self, "device_gb", "stop_grace_s")
+        one_of(HARDWARE, self, "hardware")
+        at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts")
         if not self.resume:
             raise ValueError("run.resume='': must be auto, never, or a path.")
         if self.seed >= 2**63:
             raise ValueError(f"run.seed={self.seed}: must be below 2**63.")
-        _above(0, self, "timeout_s")
-        _one_of(("inductor", "eager"), self, "backend")
-        _one_of(("reduce", "local"), self, "accumulate_mode")
-        if not self.prompt:
-            raise ValueError("run.prompt='': a sample needs at least one byte to start from.")
+        above(0, self, "timeout_s")
+        one_of(("inductor", "eager"), self, "backend")
+        one_of(("reduce", "local"), self, "accumulate_mode")
 
 
 @dataclass(frozen=True)
@@ -236,20 +234,26 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model.vocab < 256:
             raise ValueError(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
-        wrong = _misfits(self.strategy, self.run)
+        wrong = misfits(self.strategy, self.run)
+        if not self.run.prompt:
+            wrong.append(f"run.prompt={self.run.prompt!r}: a sample needs at least one byte to start from.")
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
 
-def _misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
-    """Options of `run` that the strategy has no use for, or lacks."""
+def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False) -> list[str]:
+    """Options of `run` that the strategy has no use for, or lacks.
+
+    Args:
+        budgeted: something else than the strategy looks at `run.device_gb`, too.
+    """
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
     if auto and run.device_gb is None:
         wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
     if auto and run.accumulate != 1:
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
-    if not auto and run.device_gb is not None:
+    if not (auto or budgeted) and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
     if not auto and run.hardware != AUTO:
         wrong.append(f"run.hardware={run.hardware}: only strategy=auto plans for a hardware.")
@@ -274,33 +278,33 @@ def _each(config: object, names: tuple[str, ...], good: Any, wanted: str) -> Non
         raise ValueError(f"{shown}: must be {wanted}.")
 
 
-def _at_least(least: int, config: object, *names: str) -> None:
+def at_least(least: int, config: object, *names: str) -> None:
     _each(config, names, lambda v: v >= least, f"{least} or more")
 
 
-def _above(bound: int, config: object, *names: str) -> None:
+def above(bound: int, config: object, *names: str) -> None:
     _each(config, names, lambda v: v > bound, f"above {bound}")
 
 
-def _fraction(config: object, *names: str) -> None:
+def fraction(config: object, *names: str) -> None:
     _each(config, names, lambda v: 0 <= v < 1, "0 or more and below 1")
 
 
-def _one_of(choices: tuple[str, ...], config: object, *names: str) -> None:
+def one_of(choices: tuple[str, ...], config: object, *names: str) -> None:
     _each(config, names, lambda v: v in choices, f"one of {', '.join(choices)}")
 
 
 # ------------------------------------------------------------------ from plain values to dataclasses
 
 
-def build(values: Mapping[str, Any]) -> TrainConfig:
+def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
     """Make the dataclasses from nested dicts.
 
     Raises:
         ConfigError: unknown or missing keys, wrong types, values out of range; all of them at once.
     """
     problems: list[str] = []
-    config = _build(TrainConfig, values, "", problems)
+    config = _build(kind, values, "", problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(report(f"the configuration has {count}:", problems))
@@ -355,23 +359,34 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
     return value
 
 
-def register() -> None:
-    """Tell Hydra's `ConfigStore` the schemas, so that it refuses wrong keys and types by itself."""
+def register(
+    kind: type = TrainConfig, name: str = "schema", without_files: tuple[str, ...] = ("mesh",)
+) -> None:
+    """Tell Hydra's `ConfigStore` the schemas, so that it refuses wrong keys and types by itself.
+
+    Args:
+        kind: a job's configuration.
+        name: of its schema.
+        without_files: groups that have no files to choose from, and start from their defaults.
+    """
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    hints = typing.get_type_hints(TrainConfig)
+    hints = typing.get_type_hints(kind)
     groups: list[Any] = []
-    for name, hint in hints.items():
-        schema = Any if isinstance(hint, types.UnionType) else _schema(hint)
-        # `mesh` has no files of its own to choose from: it starts from its defaults.
-        groups.append(
-            (name, schema, dataclasses.field(default_factory=schema)) if name == "mesh" else (name, schema)
-        )
+    for group, hint in hints.items():
+        if isinstance(hint, types.UnionType) and any(map(dataclasses.is_dataclass, typing.get_args(hint))):
+            groups.append((group, Any))
+        elif not dataclasses.is_dataclass(hint):
+            groups.append((group, hint))
+        else:
+            schema = _schema(hint)
+            field = (dataclasses.field(default_factory=schema),) if group in without_files else ()
+            groups.append((group, schema, *field))
     groups.sort(key=len)
-    store.store(name="schema", node=dataclasses.make_dataclass("TrainConfig", groups))
-    for kind in (AdamWConfig, SGDConfig):
-        store.store(group="optimizer", name=f"schema_{kind.name}", node=_schema(kind))
+    store.store(name=name, node=dataclasses.make_dataclass(kind.__name__, groups))
+    for optimizer in (AdamWConfig, SGDConfig):
+        store.store(group="optimizer", name=f"schema_{optimizer.name}", node=_schema(optimizer))
 
 
 def _schema(kind: type) -> type:

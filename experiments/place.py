@@ -6,14 +6,15 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from experiments.config import ConfigError, TrainConfig
+from experiments.config import ConfigError
 from fnshard.errors import report
 
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
 
 
-def place(config: TrainConfig, *, accelerators: Mapping[str, int], world: int | None = None) -> TrainConfig:
+def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None) -> Any:
     """`config` with `run.device` and `mesh.shard` filled in from what there is.
 
     Args:
@@ -57,7 +58,7 @@ def place(config: TrainConfig, *, accelerators: Mapping[str, int], world: int | 
     )
 
 
-def _check_rows(config: TrainConfig, ranks: int) -> None:
+def _check_rows(config: Any, ranks: int) -> None:
     over = _count(ranks, "rank")
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {"rows": (ranks * config.run.accumulate, over + micro), "held_out_rows": (ranks, over)}
@@ -71,7 +72,7 @@ def _check_rows(config: TrainConfig, ranks: int) -> None:
         raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
 
 
-def ranks_of(config: TrainConfig) -> int:
+def ranks_of(config: Any) -> int:
     """Ranks of a `place`d configuration."""
     return config.mesh.replicate * config.mesh.shard
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fnshard as fs
-from experiments.config import AUTO, TrainConfig
+from experiments.config import AUTO, PrecisionConfig, RunConfig, StrategyConfig
 from fnshard.errors import report
 from fnshard.hardware import TABLE
 from fnshard.lowered import Lowered
@@ -35,38 +35,49 @@ class Plan:
         return self.options["accumulate"]
 
 
+def dtypes_of(precision: PrecisionConfig) -> dict[str, torch.dtype]:
+    """The dtypes of a `LayoutSpec`, by field."""
+    return {f"{field}_dtype": getattr(torch, name) for field, name in vars(precision).items()}
+
+
 def plan_of(
-    config: TrainConfig, fn: Callable[..., Any], params: Any, mesh: fs.Mesh, optimizer: fs.optim.Optimizer
+    strategy: StrategyConfig,
+    run: RunConfig,
+    fn: Callable[..., Any],
+    params: Any,
+    mesh: fs.Mesh,
+    optimizer: fs.optim.Optimizer,
+    *,
+    batch: tuple[Any, ...],
+    specs: Callable[..., Any],
 ) -> Plan:
-    """The configuration's strategy as specs and options; the same on every rank, as its inputs are.
+    """A strategy as specs and options of the step; the same on every rank, as its inputs are.
+
+    Args:
+        batch: this rank's of one step; may be meta.
+        specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
 
     Raises:
         BudgetError: `strategy=auto`, and nothing fits.
         AgreementError: `strategy=auto`, and ranks planned differently.
     """
-    run, strategy = config.run, config.strategy
-    dtypes = {f"{field}_dtype": getattr(torch, name) for field, name in vars(config.precision).items()}
     options = {
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
         "grad_norm": True,
     }  # fmt: skip
     if strategy.name == AUTO:
         hardware = hardware_of(run.hardware, mesh)
-        rows = config.data.rows // mesh.size
-        tokens = torch.empty(rows, config.model.context, dtype=torch.int64, device="meta")
         found = _agreed(
-            fn, params, mesh, batch=(tokens, tokens), device_bytes=int(run.device_gb * 1e9),
-            hardware=hardware, optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **dtypes),
-            **options,
+            fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=hardware,
+            optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
         return Plan(found.specs, found.options, found, hardware.name)
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
-    specs = fs.presets.PRESETS[strategy.name](params, mesh, **dtypes, **tiers)
     options |= {
         "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
     }  # fmt: skip
-    return Plan(specs, options)
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
 
 
 def _agreed(*args: Any, **options: Any) -> fs.Fit:

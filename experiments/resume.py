@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
-from experiments.config import AUTO, NEVER, ConfigError, TrainConfig
+from experiments.config import AUTO, NEVER, ConfigError
 from experiments.sweep import TABLE, read_result
 from fnshard.errors import report
 
@@ -63,7 +63,7 @@ class Run:
 
 
 @contextmanager
-def taken(asked: TrainConfig, fresh: Path, *, chosen: bool) -> Iterator[Run]:
+def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
     """The run that this configuration is about, this process's alone until the block is left.
 
     Args:
@@ -104,14 +104,14 @@ def taken(asked: TrainConfig, fresh: Path, *, chosen: bool) -> Iterator[Run]:
         yield Run(str(folder), source, None if note is None else str(note))
 
 
-def identity_of(asked: TrainConfig, source: str | None = None) -> dict[str, Any]:
+def identity_of(asked: Any, source: str | None = None) -> dict[str, Any]:
     """What a run's results depend on, as JSON has it."""
     values = dataclasses.asdict(asked)
     values["run"] = {k: v for k, v in values["run"].items() if k not in FREE}
     return json.loads(json.dumps(values | {"starts_from": source}))
 
 
-def finished(folder: Path, asked: TrainConfig) -> bool:
+def finished(folder: Path, asked: Any) -> bool:
     """Whether a run of this configuration has left its result there."""
     before, here = _read(folder / IDENTITY), identity_of(asked)
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
@@ -239,7 +239,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def sweep_taken(arguments: Sequence[str]) -> Iterator[list[str]]:
+def sweep_taken(arguments: Sequence[str], job: str = "train") -> Iterator[list[str]]:
     """The arguments of a `--multirun`, with the folder of the same sweep that was cut off, if there is one.
 
     A sweep is finished when it has written its table. Anything else is handed through.
@@ -249,7 +249,7 @@ def sweep_taken(arguments: Sequence[str]) -> Iterator[list[str]]:
         yield list(arguments)
         return
     free = tuple(f"run.{name}=" for name in FREE)
-    note = note_of({"sweep": sorted(a for a in arguments if not a.startswith(free))})
+    note = note_of({"sweep": sorted(a for a in arguments if not a.startswith(free)), "job": job})
     with ExitStack() as stack:
         anew = f"run.resume={NEVER}" in arguments
         found = None if anew else unfinished(note, stack, has="")

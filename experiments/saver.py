@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
-from experiments.config import ConfigError, TrainConfig
-from experiments.data import Loader
+from experiments.config import ConfigError
 from fnshard.errors import CheckpointError
 
 METRIC = "held_out"
@@ -21,7 +20,7 @@ METRIC = "held_out"
 class Saver:
     """Writes the checkpoints of one run below `root`; all ranks call it together."""
 
-    config: TrainConfig
+    config: Any
     root: Path
     rank: int
 
@@ -30,7 +29,7 @@ class Saver:
         every = self.config.run.save_every
         return number == self.config.run.steps or (every > 0 and number % every == 0)
 
-    def save(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
+    def save(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
         """Step `number`, with a held-out loss if there is one for it.
 
         What cannot be written, and is not the last, is said and left: training goes on, and what was saved
@@ -41,7 +40,7 @@ class Saver:
         save = fs.checkpoint.save_async if run.async_save else fs.checkpoint.save
         self._or_tell(lambda: save(self.root / str(number), state, **self._how(loader, held_out)))
 
-    def save_last(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
+    def save_last(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
         """Step `number`, behind which the process may end.
 
         Raises:
@@ -50,7 +49,7 @@ class Saver:
         self._or_tell(fs.checkpoint.wait)
         fs.checkpoint.save(self.root / str(number), state, **self._how(loader, held_out))
 
-    def _how(self, loader: Loader, held_out: float | None) -> dict[str, Any]:
+    def _how(self, loader: Any, held_out: float | None) -> dict[str, Any]:
         run = self.config.run
         return {
             "data": loader,
@@ -71,7 +70,7 @@ class Saver:
 
 
 def restored(
-    root: Path, source: str | None, step: Any, mesh: fs.Mesh, loader: Loader
+    root: Path, source: str | None, step: Any, mesh: fs.Mesh, loader: Any
 ) -> tuple[fs.TrainState | None, str]:
     """The state to go on from, and the directory it was found in; None where there is no checkpoint.
 

@@ -1,15 +1,16 @@
-"""One rank of the main job: `python -m experiments.worker job.json`, started by `fnshard.launch`."""
+"""One rank of a job: `python -m experiments.worker MODULE job.json`, started by `fnshard.launch`."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -18,46 +19,70 @@ from experiments.resume import Run, taken
 from fnshard.errors import BudgetError, CheckpointError
 from fnshard.rank import LOGS, Stop, leave_group, run_rank
 
+if TYPE_CHECKING:
+    from experiments.job import Job
+
 REFUSAL = "refused.txt"  # why the ranks ended together; the process that started them reads it
 
 
-def run_job(job: Mapping[str, Any]) -> NoReturn:
-    """Join the other ranks, train, leave.
+def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
+    """Join the other ranks, do the job's work, leave.
 
     Args:
-        job: `config` (nested dicts of a placed `TrainConfig`), `overrides`; and `run` (of a `Run`), or what
-            finds it: `asked` (the configuration before it was placed), `fresh`, `chosen`.
+        values: `config` (nested dicts of a placed configuration), `overrides`; and `run` (of a `Run`), or
+            what finds it: `asked` (the configuration before it was placed), `fresh`, `chosen`.
     """
-    config = build(job["config"])
+    placed = build(values["config"], job.config)
     stop = Stop()
 
     def main() -> None:
-        from experiments.loop import train
-
-        with _run_of(job) as run:
+        with _run_of(job, values) as run:
             if int(os.environ.get("RANK", "0")) == 0:
                 Path(run.folder, REFUSAL).unlink(missing_ok=True)  # an earlier attempt's
             try:
-                train(config, run, list(job["overrides"]), stop)
+                config = placed if "run" in values else _prepared(job, placed)
+                job.work(config, run, list(values["overrides"]), stop)
             except BudgetError as error:
-                _end_together(f"strategy=auto run.device_gb={config.run.device_gb:g}: {error}", run)
+                _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", run)
             except (CheckpointError, ConfigError) as error:
                 _end_together(str(error), run)
 
-    run_rank(main, device_type=config.run.device, timeout_s=config.run.timeout_s, stop=stop)
+    run_rank(main, device_type=placed.run.device, timeout_s=placed.run.timeout_s, stop=stop)
+
+
+def _prepared(job: Job, config: Any) -> Any:
+    """What `job.prepare` makes of the configuration, where no process of ours stands above the ranks: the
+    first of each machine prepares, the others find it done.
+    """
+    problem = ""
+    for local in (True, False):
+        if local == (os.environ.get("LOCAL_RANK", "0") == "0"):
+            try:
+                config = job.prepare(config)
+            except ConfigError as error:
+                problem = str(error)
+        told = [problem]
+        if dist.is_initialized():
+            told = [""] * dist.get_world_size()
+            dist.all_gather_object(told, problem)
+        if any(told):
+            raise ConfigError(next(filter(None, told)))
+    return config
 
 
 @contextmanager
-def _run_of(job: Mapping[str, Any]) -> Iterator[Run]:
+def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
     """The run that this rank works on: as told, or (under `torchrun`) as rank 0 finds it."""
-    if "run" in job:
-        yield Run(**job["run"])
+    if "run" in values:
+        yield Run(**values["run"])
         return
     told: list[Any] = [None, ""]
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
-                found = taken(build(job["asked"]), Path(job["fresh"]), chosen=job["chosen"])
+                found = taken(
+                    build(values["asked"], job.config), Path(values["fresh"]), chosen=values["chosen"]
+                )
                 told[0] = dataclasses.asdict(stack.enter_context(found))
             except ConfigError as error:
                 told[1] = str(error)
@@ -82,4 +107,5 @@ def _end_together(refusal: str, run: Run | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    run_job(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    named, file = sys.argv[1:]
+    run_job(importlib.import_module(named).JOB, json.loads(Path(file).read_text(encoding="utf-8")))

@@ -20,7 +20,7 @@ import pytest
 from test_train import SMALL, compose
 
 import fnshard as fs
-from experiments import loop
+from experiments import loop, steps
 from experiments.chaos.campaign import differences
 from experiments.config import ConfigError, TrainConfig
 from experiments.report import METRICS, Report
@@ -32,7 +32,7 @@ from fnshard.rank import Stop
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 13
 RUN = (*SMALL, f"data.root={ROOT / 'experiments'}", f"run.steps={STEPS}", "run.save_every=4",
-       "run.held_out_every=4", "run.timeout_s=60", "run.sample_bytes=2")  # fmt: skip
+       "run.held_out_every=4", "run.timeout_s=60", "run.sample_tokens=2")  # fmt: skip
 
 
 def config_of(*overrides: str) -> TrainConfig:
@@ -67,10 +67,10 @@ class KilledError(Exception):
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
     """Training ends without another word in step `number`; or behind it, before it is saved."""
-    step, save = loop._one_step, loop.Saver.save
+    step, save = steps.one_step, loop.Saver.save
 
     def stepped(*args: Any) -> Any:
-        if args[4] == number and not before_save:
+        if args[3] == number and not before_save:
             raise KilledError
         return step(*args)
 
@@ -79,7 +79,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
             raise KilledError
         save(self, at, *args)
 
-    monkeypatch.setattr(loop, "_one_step", stepped)
+    monkeypatch.setattr(steps, "one_step", stepped)
     monkeypatch.setattr(loop.Saver, "save", saved)
 
 
@@ -467,7 +467,7 @@ def test_the_identity_is_json_and_knows_its_source():
 
 def test_the_same_command_again_after_sigterm(tmp_path):
     """With a folder named by the clock; what the launcher is told reaches the ranks."""
-    command = [sys.executable, "-m", "experiments.train", *RUN, "run.steps=3000", "run.sample_bytes=0"]
+    command = [sys.executable, "-m", "experiments.train", *RUN, "run.steps=3000", "run.sample_tokens=0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     shown = []
     for _ in range(2):

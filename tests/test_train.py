@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments import config as configs
-from experiments import train
+from experiments import job, train
+from experiments.command import is_mistake
 from experiments.config import ConfigError
 from experiments.model import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.place import place
@@ -39,7 +40,7 @@ SMALL = (
     "data.held_out_rows=8",
     "run.backend=eager",
     "run.device=cpu",
-    "run.sample_bytes=5",
+    "run.sample_tokens=5",
 )
 
 
@@ -394,9 +395,9 @@ def test_bad_input_is_one_error_before_any_rank_starts(argument, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", ["train", argument])
-    monkeypatch.setattr(train, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(job, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     with pytest.raises(SystemExit, match="1"):
-        train.main()
+        train.main(train.JOB)
     shown = capfd.readouterr().err
     assert BAD_INPUT[argument] in shown and "Traceback" not in shown
 
@@ -452,7 +453,7 @@ def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
     done = command(tmp_path, *SMALL, *AUTO, "run.device_gb=0.00001", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     assert done.stderr.count("error: ") == 1
-    assert re.search(r"error: strategy=auto run\.device_gb=1e-05: nothing fits into .*", done.stderr)
+    assert re.search(r"error: run\.device_gb=1e-05: nothing fits into .*", done.stderr)
     assert re.search(r"Fix: a budget of .* would do", done.stderr)
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -540,8 +541,8 @@ def test_a_sweep_ends_with_one_table_and_tells_of_failures(tmp_path):
 
 def test_a_mistake_is_told_from_a_bug():
     for error in (ConfigError("x"), hydra.errors.HydraException("x")):
-        assert train._is_mistake(error)
+        assert is_mistake(error)
     try:
         raise KeyError("ours")
     except KeyError as error:
-        assert not train._is_mistake(error)
+        assert not is_mistake(error)

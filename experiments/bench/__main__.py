@@ -10,23 +10,18 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments.bench.config import BenchConfig, build
 from experiments.command import answer
-from experiments.config import ConfigError
-from fnshard.errors import FnshardError
 from fnshard.launch import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-MISTAKES = (FnshardError, ConfigError, HydraException, OmegaConfBaseException)
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 1."""
-    answer(_command_line, MISTAKES, bench_schema=schema())
+    answer(_command_line, bench_schema=schema())
 
 
 def schema() -> type:

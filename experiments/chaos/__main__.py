@@ -10,25 +10,20 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments.chaos.campaign import Campaign
 from experiments.chaos.config import ChaosConfig, build
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
 from experiments.command import answer
-from experiments.config import ConfigError
-from fnshard.errors import FnshardError
 
 ROOT = Path(__file__).resolve().parents[2]
-MISTAKES = (FnshardError, ChaosError, ConfigError, HydraException, OmegaConfBaseException)
 
 
 def main() -> None:
     """Run the command line; a mistake, and a run that failed unasked, is one message and exit code 1."""
-    answer(_command_line, MISTAKES, chaos_schema=schema())
+    answer(_command_line, ChaosError, chaos_schema=schema())
 
 
 def schema() -> type:

@@ -21,7 +21,7 @@ from fnshard.errors import CheckpointError
 TIMES = ("tokens_per_s", "seconds")  # what two equal runs differ in
 TINY = (
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
-    "data.held_out_rows=8", "run.backend=eager", "run.device=cpu", "run.sample_bytes=4", "run.keep=2",
+    "data.held_out_rows=8", "run.backend=eager", "run.device=cpu", "run.sample_tokens=4", "run.keep=2",
     "run.timeout_s=60",
 )  # fmt: skip
 # What a job may end with, by how it was killed last.

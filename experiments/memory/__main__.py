@@ -10,18 +10,13 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments.command import answer
-from experiments.config import ConfigError
 from experiments.memory import recipe, sizes, targets, zero
 from experiments.memory.config import MemoryConfig, build
-from fnshard.errors import FnshardError
 
 ROOT = Path(__file__).resolve().parents[2]
-MISTAKES = (FnshardError, ConfigError, HydraException, OmegaConfBaseException)
 Part = tuple[Callable[[MemoryConfig, Path], dict[str, Any]], Callable[[Mapping[str, Any]], str]]
 PARTS: dict[str, Part] = {
     "zero": (zero.run, zero.table),
@@ -33,7 +28,7 @@ PARTS: dict[str, Part] = {
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 1."""
-    answer(_command_line, MISTAKES, memory_schema=schema())
+    answer(_command_line, memory_schema=schema())
 
 
 def schema() -> type:

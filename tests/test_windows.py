@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from experiments import ngram, text
-from experiments.data import Loader, cut_windows, held_out_starts
 from experiments.text import SEPARATOR
+from experiments.windows import Loader, cut_windows, held_out_starts
 
 
 def stream(size: int = 5000, symbols: int = 256, seed: int = 0) -> torch.Tensor:
