@@ -373,12 +373,13 @@ def register(
 
     store = ConfigStore.instance()
     hints = typing.get_type_hints(kind)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     groups: list[Any] = []
     for group, hint in hints.items():
         if isinstance(hint, types.UnionType) and any(map(dataclasses.is_dataclass, typing.get_args(hint))):
             groups.append((group, Any))
         elif not dataclasses.is_dataclass(hint):
-            groups.append((group, hint))
+            groups.append((group, hint, dataclasses.field(default=defaults[group])))
         else:
             schema = _schema(hint)
             field = (dataclasses.field(default_factory=schema),) if group in without_files else ()

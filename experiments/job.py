@@ -42,12 +42,13 @@ class Job:
     """One kind of job.
 
     Args:
-        name: of its configuration, `conf/NAME.yaml`.
+        name: of its configuration, `NAME.yaml`.
         module: where it is, as `JOB`.
         config: the configuration's dataclass; has `run`, `mesh` and `data`, as `TrainConfig` does.
         work: what that rank does: (placed config, `Run`, overrides, `Stop`).
         prepare: what is done before ranks start, with the placed configuration; gives the one for the ranks.
             Mistakes in what the configuration names (files, directories) are found here.
+        conf: the folder of its configuration.
         without_files: groups of the configuration with no files to choose from.
     """
 
@@ -56,6 +57,7 @@ class Job:
     config: type
     work: Callable[..., None]
     prepare: Callable[[Any], Any]
+    conf: Path = CONF
     without_files: tuple[str, ...] = ("mesh",)
 
     @property
@@ -75,7 +77,7 @@ def _run(job: Job) -> None:
         record(be_a_rank)(job, sys.argv[1:])  # torchrun shows the error, whichever rank ends first
         return
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.name)
+    @hydra.main(version_base="1.3", config_path=str(job.conf), config_name=job.name)
     def command_line(composed: DictConfig) -> None:
         _one(job, composed)
 
@@ -179,7 +181,7 @@ def be_a_rank(job: Job, arguments: list[str]) -> NoReturn:
     flags = [a for a in arguments if a.startswith("-")]
     if flags:
         raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.conf)):
         composed = hydra.compose(job.name, overrides=arguments, return_hydra_config=True)
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)

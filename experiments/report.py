@@ -161,7 +161,9 @@ def metrics_beside(folder: Path, found: str) -> Path | None:
     return next((p / METRICS for p in [folder, *places] if found and (p / METRICS).exists()), None)
 
 
-def plot_losses(rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], path: Path) -> None:
+def plot_losses(
+    rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], path: Path, *, unit: str = "byte"
+) -> None:
     """Draw training and held-out loss by step, and a level line for each n-gram table."""
     import matplotlib
 
@@ -175,7 +177,7 @@ def plot_losses(rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], 
         axes.plot([x for x, _ in points], [y for _, y in points], label=key.replace("_", "-", 1), **style)
     for (name, loss), color in zip(tables.items(), ("tab:gray", "tab:brown"), strict=False):
         axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table")
-    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.set(xlabel="step", ylabel=f"nats per {unit}")
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -60,4 +60,9 @@ def printable(tokens: list[int]) -> str:
     'a = 1�\\n��'
     """
     text = bytes(t if t < 256 else 255 for t in tokens).decode(errors="replace")
+    return safe(text)
+
+
+def safe(text: str) -> str:
+    """Text without what a terminal would take for a command."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

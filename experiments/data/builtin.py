@@ -1,0 +1,133 @@
+"""Real examples every machine has: functions of the standard library and what their authors say they do.
+
+A prompt is a signature and an opened docstring, the response the docstring's summary of one line:
+
+    def basename(p):
+        \"\"\"Returns the final component of a pathname
+
+Files are held out by their names, as for the main job; what is told alike in files of both sides is not
+held out.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from experiments.text import is_held_out, source_files, standard_library
+
+HELD_OUT_PERCENT = 10
+MOST = {False: 2000, True: 200}  # functions, held out or not
+LONGEST = 240  # bytes of prompt and response
+SHORTEST = 12  # characters of a response; "Run." teaches nothing
+OPTIONS = 4
+
+
+@dataclass(frozen=True)
+class Function:
+    """A documented function: its signature with the docstring opened, the docstring's summary, and the
+    first line of its code."""
+
+    prompt: str
+    summary: str
+    code: str
+
+
+def sft_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train.jsonl` and `held_out.jsonl`: prompts and responses."""
+    folder = Path(folder)
+    train, held = _functions(False), _functions(True)
+    return (
+        _write(folder / "train.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in train)),
+        _write(folder / "held_out.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in held)),
+    )
+
+
+def pair_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_pairs.jsonl` and `held_out_pairs.jsonl`: chosen is the docstring; rejected is the first
+    line of the function's code, which a model that knows nothing of docstrings goes on with."""
+    folder = Path(folder)
+    lines = (
+        [{"prompt": f.prompt, "chosen": f.summary, "rejected": f.code} for f in _functions(held) if f.code]
+        for held in (False, True)
+    )
+    names = ("train_pairs.jsonl", "held_out_pairs.jsonl")
+    train, held = (_write(folder / name, content) for name, content in zip(names, lines, strict=True))
+    return train, held
+
+
+def choice_file(folder: str | Path) -> Path:
+    """Write `choices.jsonl`: held-out signatures, each with its docstring among three of other functions."""
+    functions = _functions(True)
+    summaries = sorted({f.summary for f in functions})
+    draw = random.Random(0)
+    lines = []
+    for function in functions:
+        room = LONGEST - len(function.prompt.encode())
+        other = [s for s in summaries if s != function.summary and len(s.encode()) <= room]
+        others = draw.sample(other, OPTIONS - 1)
+        answer = draw.randrange(OPTIONS)
+        others.insert(answer, function.summary)
+        lines.append({"prompt": function.prompt, "choices": others, "answer": answer})
+    return _write(Path(folder) / "choices.jsonl", lines)
+
+
+@lru_cache(maxsize=2)
+def _functions(held_out: bool) -> tuple[Function, ...]:
+    """Distinct functions of one side, from files in the order of a hash of their names: a mixture."""
+    root = standard_library()
+    names = [n for n in source_files(root) if is_held_out(n, HELD_OUT_PERCENT) == held_out]
+    known = {(f.prompt, f.summary) for f in _functions(False)} if held_out else set()
+    found: dict[str, Function] = {}
+    for name in sorted(names, key=lambda n: sha256(n.encode()).digest()):
+        for function in _of_file(root / name):
+            if (function.prompt, function.summary) not in known:  # two classes' `close` may be told alike
+                found.setdefault(function.prompt, function)
+        if len(found) >= MOST[held_out]:
+            break
+    return tuple(found.values())[: MOST[held_out]]
+
+
+def _of_file(path: Path) -> Iterator[Function]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in old files
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):  # some files are there to be broken
+        return
+    for node in _functions_in(tree):
+        paragraph = (ast.get_docstring(node) or "").strip().partition("\n\n")[0]
+        summary = "" if "\n" in paragraph else paragraph.strip()  # one whole sentence, as a rule
+        prompt = f'def {node.name}({ast.unparse(node.args)}):\n    """'
+        if len(summary) >= SHORTEST and len((prompt + summary).encode()) <= LONGEST:
+            code = ast.unparse(node.body[1]).partition("\n")[0] if len(node.body) > 1 else ""
+            yield Function(prompt, summary, code if len((prompt + code).encode()) <= LONGEST else "")
+
+
+def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """Of modules and classes; those inside functions explain themselves to nobody."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions_in(node)
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
+    """All or nothing: another job may be reading, or writing the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")
+    partial.write_text(
+        "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8"
+    )
+    partial.replace(path)
+    return path

@@ -1,0 +1,211 @@
+"""Records: what an object of JSONL means, as pieces of text that are learned or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.data.lines import LineError
+from experiments.data.pieces import Piece
+from experiments.data.tokenizer import Tokenizer
+
+RESPONSES = ("response", "completion", "output")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+Messages = list[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line.
+
+    Args:
+        drafts: the pieces of its samples: one, two of a pair (chosen first), one of every choice.
+        answer: which choice is right; -1 where nothing is chosen.
+        sizes: bytes of every choice's text, to compare choices of unequal length by.
+    """
+
+    drafts: tuple[Sequence[Piece], ...]
+    answer: int = -1
+    sizes: tuple[int, ...] = ()
+
+
+def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
+    """Something to learn: `messages`, a prompt and its response, or `text`.
+
+    An instruction is a prompt that ends in a blank line, behind its input if it has one.
+
+    Raises:
+        LineError: a field is missing or is not what it should be.
+    """
+    if "messages" in line:
+        messages = _messages(line, "messages")
+        if not any(m["role"] == "assistant" for m in messages):
+            raise LineError("messages: no assistant's message, so there is nothing to learn")
+        return Record((_conversation(tokenizer, messages, 0),))
+    if "prompt" in line or "instruction" in line:
+        name = next((n for n in RESPONSES if n in line), None)
+        if name is None:
+            raise LineError(f"lacks {' or '.join(map(repr, RESPONSES))}; it has {_keys(line)}")
+        return Record((_answered(tokenizer, _prompt(line), line, name),))
+    if "text" in line:
+        text = _text(line, "text", empty=False)
+        return Record(((*_begin(tokenizer), Piece(text, True), Piece(tokenizer.eos, True)),))
+    raise LineError(
+        "has none of 'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'; "
+        f"it has {_keys(line)}"
+    )
+
+
+def pair(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
+    """A prompt with a `chosen` and a `rejected` response; texts, or lists of messages.
+
+    Without a prompt both are whole conversations, and what they begin with alike is the prompt.
+
+    Raises:
+        LineError: a field is missing or is not what it should be, or both responses are the same.
+    """
+    missing = [n for n in ("chosen", "rejected") if n not in line]
+    if missing:
+        raise LineError(f"lacks {' and '.join(map(repr, missing))}; it has {_keys(line)}")
+    if line["chosen"] == line["rejected"]:
+        raise LineError("chosen and rejected are the same")
+    if "prompt" in line or "instruction" in line:
+        prompt = _prompt(line)
+        return Record(tuple(_answered(tokenizer, prompt, line, n) for n in ("chosen", "rejected")))
+    if not isinstance(line["chosen"], list):
+        raise LineError(f"lacks 'prompt'; it has {_keys(line)}")
+    chosen, rejected = _messages(line, "chosen"), _messages(line, "rejected")
+    alike = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), -1)
+    if alike < 0 or any(m[-1]["role"] != "assistant" for m in (chosen, rejected)):
+        raise LineError("chosen and rejected: expected to end in different messages of an assistant")
+    return Record(tuple(_conversation(tokenizer, m, alike) for m in (chosen, rejected)))
+
+
+def choice(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
+    """A prompt (or `question`), its `choices`, and the right one as `answer`: an index from 0, or a letter.
+
+    A choice follows its prompt as it is; a question is asked as "Question: ...", "Answer:" and a space.
+
+    Raises:
+        LineError: a field is missing or is not what it should be.
+    """
+    missing = [repr(n) for n in ("choices", "answer") if n not in line]
+    if "prompt" not in line and "question" not in line:
+        missing = ["'prompt' or 'question'", *missing]
+    if missing:
+        raise LineError(f"lacks {' and '.join(missing)}; it has {_keys(line)}")
+    choices = line["choices"]
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise LineError(f"choices: expected a list of two or more texts, got {_kind(choices)}")
+    texts = [_text({f"choices[{i}]": c}, f"choices[{i}]", empty=False) for i, c in enumerate(choices)]
+    answer = _index(line["answer"], len(texts))
+    if "prompt" in line:
+        asked, space = _text(line, "prompt"), ""
+    else:
+        asked, space = f"Question: {_text(line, 'question', empty=False)}\nAnswer:", " "
+    begin = (*_begin(tokenizer), Piece(asked, False))
+    drafts = tuple((*begin, Piece(space + text, True)) for text in texts)
+    return Record(drafts, answer, tuple(len(text.encode()) for text in texts))
+
+
+KINDS: dict[str, Callable[[Mapping[str, Any], Tokenizer], Record]] = {
+    "samples": sample,
+    "pairs": pair,
+    "choices": choice,
+}
+
+
+# ------------------------------------------------------------------ prompts and responses
+
+
+def _prompt(line: Mapping[str, Any]) -> str | Messages:
+    if "prompt" in line:
+        return _messages(line, "prompt") if isinstance(line["prompt"], list) else _text(line, "prompt")
+    parts = [_text(line, "instruction", empty=False), _text(line, "input") if line.get("input") else ""]
+    return "".join(f"{part}\n\n" for part in parts if part)
+
+
+def _answered(
+    tokenizer: Tokenizer, prompt: str | Messages, line: Mapping[str, Any], name: str
+) -> Sequence[Piece]:
+    if isinstance(prompt, str):
+        response = _text(line, name, empty=False)
+        pieces = (Piece(prompt, False), Piece(response, True), Piece(tokenizer.eos, True))
+        return (*_begin(tokenizer), *pieces)
+    if isinstance(line[name], list):
+        response = _messages(line, name)
+    else:
+        response = [{"role": "assistant", "content": _text(line, name, empty=False)}]
+    if not any(m["role"] == "assistant" for m in response):
+        raise LineError(f"{name}: no assistant's message, so there is nothing to learn")
+    return _conversation(tokenizer, prompt + response, len(prompt))
+
+
+def _begin(tokenizer: Tokenizer) -> tuple[Piece, ...]:
+    return () if tokenizer.bos is None else (Piece(tokenizer.bos, False),)
+
+
+def _conversation(tokenizer: Tokenizer, messages: Messages, first: int) -> Sequence[Piece]:
+    last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")  # nothing is learned behind it
+    try:
+        return tokenizer.conversation(messages[: last + 1], first)
+    except ValueError as error:
+        raise LineError(str(error)) from error
+
+
+# ------------------------------------------------------------------ fields
+
+
+def _text(line: Mapping[str, Any], name: str, empty: bool = True) -> str:
+    value = line[name]
+    if not isinstance(value, str):
+        raise LineError(f"{name}: expected a text, got {_kind(value)}")
+    if not (empty or value.strip()):
+        raise LineError(f"{name}: is empty")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise LineError(f"{name}: half a surrogate pair at character {error.start + 1}") from error
+    return value
+
+
+def _messages(line: Mapping[str, Any], name: str) -> Messages:
+    value = line[name]
+    if not isinstance(value, list) or not value:
+        raise LineError(f"{name}: expected a list of messages, got {_kind(value)}")
+    for number, message in enumerate(value):
+        where = f"{name}[{number}]"
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            raise LineError(f"{where}: expected an object with 'role' and 'content', got {_kind(message)}")
+        told = {f"{where}.{k}": message[k] for k in ("role", "content")}
+        role = _text(told, f"{where}.role", empty=False)
+        _text(told, f"{where}.content", empty=role != "assistant")
+    return value
+
+
+def _index(answer: Any, count: int) -> int:
+    index = answer
+    if isinstance(answer, str) and len(answer.strip()) == 1:
+        index = LETTERS.find(answer.strip().upper())
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+        last = f" or A to {LETTERS[count - 1]}" if count <= len(LETTERS) else ""
+        raise LineError(f"answer: expected 0 to {count - 1}{last}, got {_short(answer)}")
+    return index
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"an object with {_keys(value)}"
+    sized = f" of {len(value)}" if isinstance(value, list) else ""
+    return f"{'null' if value is None else type(value).__name__}{sized}"
+
+
+def _keys(line: Mapping[str, Any]) -> str:
+    return _short(", ".join(map(repr, line))) if line else "no fields"
+
+
+def _short(value: Any, most: int = 80) -> str:
+    text = value if isinstance(value, str) and value.startswith("'") else repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,1 @@
+"""Fine-tuning: Hugging Face models, full, LoRA or QLoRA, by examples or preferences."""

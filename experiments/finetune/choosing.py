@@ -1,0 +1,101 @@
+"""Choosing: the method and the plan of a job; `method=auto` takes the first method whose plan fits."""
+
+from __future__ import annotations
+
+import glob
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import fnshard as fs
+from experiments.config import AUTO
+from experiments.finetune.config import METHODS, FinetuneConfig
+from experiments.finetune.lm import LanguageModel
+from experiments.finetune.objectives import OBJECTIVES
+from experiments.finetune.tuning import Tuning, tuning_of
+from experiments.plan import Plan, plan_of
+from experiments.steps import make_optimizer
+from fnshard import tree
+from fnshard.choice import size
+from fnshard.errors import BudgetError, report
+
+EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What trains, by which plan, and why."""
+
+    tuning: Tuning
+    optimizer: fs.optim.Optimizer
+    plan: Plan
+    why: str
+
+
+def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any) -> Planned:
+    """The configuration's method and strategy; the same on every rank.
+
+    Raises:
+        BudgetError: no method fits into `run.device_gb`, or not this one.
+        ConfigError: see `tuning.tuning_of`.
+    """
+    if config.method.name != AUTO:
+        tuning = tuning_of(config, lm)
+        optimizer = _optimizer(config, tuning)
+        plan = _plan(config, tuning, mesh, optimizer, batch)
+        return Planned(tuning, optimizer, plan, f"method={tuning.method.name}: {_counts(tuning)}")
+    passed: list[str] = []
+    for name in METHODS:
+        tuning = tuning_of(config, lm, name)
+        optimizer = _optimizer(config, tuning)
+        try:
+            plan = _plan(config, tuning, mesh, optimizer, batch)
+        except BudgetError as error:
+            passed.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        peak = _peak(config, tuning, plan, mesh, optimizer, batch)
+        budget = int(config.run.device_gb * 1e9)
+        if peak <= budget:
+            told = f"method=auto: {name}, whose step takes {size(peak)} of {size(budget)}; {_counts(tuning)}"
+            return Planned(tuning, optimizer, plan, report(told, passed))
+        passed.append(f"{name}: {config.strategy.name} takes {size(peak)} of {size(budget)}")
+    fix = "a larger run.device_gb, a shorter data.context, fewer data.rows, more ranks, or strategy=auto."
+    raise BudgetError(report("method=auto: none fits:", passed, fix))
+
+
+def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
+    """Norms, biases and embeddings do not decay."""
+    named = tree.flatten_with_paths(tuning.params)[0]
+    still = [p for p, v in named.items() if v.requires_grad and (v.dim() < 2 or EMBEDDING.search(p))]
+    return make_optimizer(
+        config.optimizer, config.schedule, config.run.steps, tuple(glob.escape(p) for p in still)
+    )
+
+
+def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any, batch: Any) -> Plan:
+    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
+    specs = partial(tuning.specs, mesh, config.precision)
+    return plan_of(
+        config.strategy, config.run, loss, tuning.params, mesh, optimizer, batch=(batch,), specs=specs
+    )
+
+
+def _peak(
+    config: FinetuneConfig, tuning: Tuning, plan: Plan, mesh: fs.Mesh, optimizer: Any, batch: Any
+) -> int:
+    """Bytes of a rank's device, predicted."""
+    if plan.found is not None:
+        return plan.found.peak_bytes
+    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
+    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+    return step.lower(tuning.params, batch).memory_analysis().peak_bytes
+
+
+def _counts(tuning: Tuning) -> str:
+    named = tree.flatten_with_paths(tuning.params)[0]
+    trains = sum(v.numel() for v in named.values() if v.requires_grad)
+    whole = sum(v.numel() for v in named.values())
+    coded = sum(named[p].numel() for p in tuning.coded)
+    kept = f", {coded:,} of them as codes" if coded else ""
+    return f"{trains:,} of {whole:,} parameters train{kept}"

@@ -1,0 +1,126 @@
+"""What a fine-tuning job is told; `experiments.config` has the groups that it shares with the main job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from experiments.config import (
+    AUTO,
+    AdamWConfig,
+    MeshConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    SGDConfig,
+    StrategyConfig,
+    above,
+    at_least,
+    fraction,
+    misfits,
+    one_of,
+)
+
+METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
+ALL_LINEAR = "all-linear"  # of method.targets: every matrix of every layer
+EXPORTS = (AUTO, "adapters", "merged", "both", "none")
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """What trains: all (`full`), or adapters (`lora`) beside a base that is frozen, as it is or as codes.
+
+    `targets`: globs of leaves, joined by "|", or "all-linear". `auto` takes the first of full, lora, qlora8,
+    qlora4 whose plan fits into `run.device_gb`.
+    """
+
+    name: str = "lora"
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str = ALL_LINEAR
+    dropout: float = 0.0
+    rank_stabilised: bool = False
+
+    def __post_init__(self) -> None:
+        one_of((*METHODS, AUTO), self, "name")
+        at_least(1, self, "rank")
+        above(0, self, "alpha")
+        fraction(self, "dropout")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """`sft`: the likelihood of responses; `dpo`: of the chosen above the rejected, by `beta`."""
+
+    name: str = "sft"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of(("sft", "dpo"), self, "name")
+        above(0, self, "beta")
+        fraction(self, "label_smoothing")
+
+
+@dataclass(frozen=True)
+class FinetuneDataConfig:
+    """JSONL files; null: docstrings of Python's standard library.
+
+    `held_out: null` with a `train` of your own: every 20th of its samples. `choices`: a file of
+    multiple-choice questions, null for none (or, without a `train`, those of the library). `rows` of the
+    global batch, `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done
+    about samples that are longer than the context, and about lines that cannot be read.
+    """
+
+    train: str | None = None
+    held_out: str | None = None
+    choices: str | None = None
+    context: int = 256
+    rows: int = 8
+    held_out_rows: int = 32
+    pack: bool = True
+    too_long: str = "refuse"
+    broken: str = "refuse"
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "rows", "held_out_rows")
+        at_least(8, self, "context")
+        one_of(("refuse", "skip", "truncate"), self, "too_long")
+        one_of(("refuse", "skip"), self, "broken")
+        if self.train is None and self.held_out is not None:
+            raise ValueError("data.held_out: without data.train there is nothing it is held out of.")
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Everything a fine-tuning job is told.
+
+    `model`: a Hugging Face model directory; or "stdlib", a tiny base that a short pre-training on the
+    standard library's text makes; or "tiny" and "100m", which are random. `export`: what is written at the
+    end; "auto" is the adapters where there are some, the whole model otherwise.
+    """
+
+    method: MethodConfig
+    objective: ObjectiveConfig
+    strategy: StrategyConfig
+    precision: PrecisionConfig
+    optimizer: AdamWConfig | SGDConfig
+    schedule: ScheduleConfig
+    run: RunConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    model: str = "stdlib"
+    export: str = AUTO
+
+    def __post_init__(self) -> None:
+        auto = self.method.name == AUTO
+        wrong = misfits(self.strategy, self.run, budgeted=auto)
+        if auto and self.run.device_gb is None:
+            wrong.append("method=auto: needs a budget. Fix: run.device_gb=24.")
+        if self.export not in EXPORTS:
+            wrong.append(f"export={self.export!r}: must be one of {', '.join(EXPORTS)}.")
+        if self.method.name == "full" and self.export in ("adapters", "both"):
+            wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
+        if not self.data.pack and self.objective.name == "dpo":
+            wrong.append("data.pack=false: pairs are never packed; leave the default.")
+        if wrong:
+            raise ValueError("\n  ".join(wrong))

@@ -1,0 +1,107 @@
+"""Evaluate: held-out loss and perplexity, and multiple-choice accuracy by log-likelihood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import fnshard as fs
+from experiments.data.batches import once, pair_batch, width_of
+from experiments.data.prepared import Prepared
+from fnshard import tree
+from fnshard.losses import Mean
+
+Forward = Callable[..., Any]
+
+
+def held_out_batches(prepared: Prepared, most: int, rows: int, mesh: fs.Mesh) -> Iterator[Any]:
+    """This rank's held-out batches, of as many global rows (or pairs) as `most` at least; equally many on
+    every rank.
+
+    Args:
+        rows: of a global batch.
+    """
+    if prepared.kind == "pairs":
+        # A pair of padding would count as one, so all batches are full ones.
+        pairs = min(most, prepared.records)
+        size = math.gcd(max(pairs // mesh.size, 1), max(rows // mesh.size, 1)) * mesh.size
+        width = width_of(prepared)
+        for low in range(0, pairs - size + 1, size):
+            part = size // mesh.size
+            mine = range(low + mesh.rank * part, low + (mesh.rank + 1) * part)
+            yield pair_batch(prepared, list(mine), width)
+        return
+    yield from islice(once(prepared, rows, rank=mesh.rank, ranks=mesh.size), math.ceil(most / rows))
+
+
+def mean_over(
+    forward: Forward, params: Any, batches: Iterable[Any], device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """The loss of all batches of all ranks, and what its `aux` tells; exact means, not means of means.
+
+    Args:
+        forward: an objective's loss, compiled; all ranks call it equally often.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        loss, aux = forward(params, _on(batch, device))
+        for name, mean in {"": loss, **aux}.items():
+            sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64)) + _both(mean)
+    if dist.is_initialized():
+        for both in sums.values():
+            dist.all_reduce(both)
+    means = {name: (both[0] / both[1].clamp(min=1)).item() for name, both in sums.items()}
+    return means.pop("", math.nan), means
+
+
+def _both(mean: Mean) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(v).double().cpu() for v in (mean.total, mean.count)])
+
+
+def accuracy(
+    logprobs: Forward, params: Any, prepared: Prepared, rows: int, mesh: fs.Mesh
+) -> dict[str, float]:
+    """The share of questions whose answer is the likeliest: as it is, and per byte of the answer.
+
+    Args:
+        logprobs: log p of each row's learned tokens, compiled.
+        rows: of a global batch.
+    """
+    scores = torch.zeros(prepared.samples, dtype=torch.float64)
+    for batch in once(prepared, rows, rank=mesh.rank, ranks=mesh.size, packed=False):
+        numbers = batch.pop("samples")
+        found = logprobs(params, _on(batch, mesh.device)).double().cpu()
+        real = numbers >= 0
+        scores[numbers[real]] = found[real]
+    if dist.is_initialized():
+        dist.all_reduce(scores)
+    return shares(prepared.options, scores.numpy())
+
+
+def shares(options: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+    """The shares of questions that are answered rightly.
+
+    Args:
+        options: of `Prepared.options`.
+        scores: log-likelihoods, one for each option.
+
+    >>> shares(np.array([[0, 1, 2], [0, 0, 8]]), np.array([-3.0, -2.0]))
+    {'accuracy': 0.0, 'accuracy_per_byte': 0.0}
+    """
+    questions, right, sizes = options.T
+    told = {}
+    for name, score in (("accuracy", scores), ("accuracy_per_byte", scores / np.maximum(sizes, 1))):
+        order = np.lexsort((-score, questions))  # the likeliest of each question first
+        first = np.unique(questions[order], return_index=True)[1]
+        told[name] = float(right[order][first].mean())
+    return told
+
+
+def _on(batch: Mapping[str, Any], device: torch.device) -> Any:
+    return tree.map(lambda part: part.to(device), batch)

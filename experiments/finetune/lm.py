@@ -1,0 +1,306 @@
+"""A causal language model of transformers as pure functions: hidden states, the head, losses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fnshard as fs
+from experiments.config import ConfigError
+from experiments.finetune.anatomy import check_decoder, is_plain, no_decoder, windows_of
+from experiments.finetune.cache import Passing
+from fnshard.errors import MissingExtraError, report
+from fnshard.functional import aliases
+from fnshard.losses import IGNORE, linear_token_losses
+
+Mask = Tensor | dict[str, Tensor] | None
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Made by `of`, `from_config` or `from_directory`; dropout is off.
+
+    Args:
+        model: the module, which may be on meta, in eval mode.
+        apply, params: of `fs.make_functional(model)`. All functions here take these leaves.
+        plain_head: logits are `hidden @ head.T`, and nothing else is done to them.
+        windows: how far back layers of a kind see; None: to the beginning.
+    """
+
+    model: nn.Module
+    apply: Callable[..., Any]
+    params: dict[str, Tensor]
+    plain_head: bool
+    windows: Mapping[str, int | None]
+    _trunk: _Part
+    _rest: _Part
+    _head: str
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens that the model was made for, where it says."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the head."""
+        return self.params[self._head].shape[0]
+
+    def matrices(self) -> list[str]:
+        """Paths of all weights that the trunk's layers multiply by: neither embeddings nor the head."""
+        return [*self._weights(nn.Linear), *self.transposed()]
+
+    def transposed(self) -> list[str]:
+        """Those of `matrices` that are stored [in, out], as GPT-2's are."""
+        from transformers.pytorch_utils import Conv1D
+
+        return self._weights(Conv1D)
+
+    def _weights(self, kind: type[nn.Module]) -> list[str]:
+        start = f"{self.model.base_model_prefix}."
+        owners = [n for n, m in self.model.named_modules() if isinstance(m, kind) and n.startswith(start)]
+        paths = [f"{name}.weight" for name in owners]
+        return [path for path in paths if path in self.params and path != self._head]
+
+    def run(
+        self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask, cache: Passing | None
+    ) -> Tensor:
+        """The trunk's output behind the final norm, [B, T, D].
+
+        Args:
+            tokens: int64 [B, T].
+            positions: int64 [B, T]; None counts from 0.
+            mask: of `by_kind`, or None for what the model itself would do with this cache.
+        """
+        return self._trunk(
+            params, input_ids=tokens, position_ids=positions, attention_mask=mask,
+            past_key_values=cache, use_cache=cache is not None,
+        ).last_hidden_state  # fmt: skip
+
+    def hidden(
+        self,
+        params: Any,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The trunk's output behind the final norm, [B, T, D]: no logits.
+
+        Args:
+            tokens: int64 [B, T].
+            positions: int64 [B, T], of each token in its document; None counts from 0.
+            documents: int64 [B, T]: which document of its row a token is of, 0 for padding. Documents do not
+                see each other. None: a row is one sequence, and attention keeps its fast causal kernel.
+        """
+        if documents is None:
+            return self.run(params, tokens, positions, None, Passing())
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        behind = index[:, None] - index  # [T, T]: how far a key is behind a query
+        real = documents[:, None, :] != 0
+        see = (documents[:, :, None] == documents[:, None, :]) & real & (behind >= 0)
+        # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
+        mask = self.by_kind(params, (see | (behind == 0))[:, None], behind, tokens.shape[1])
+        return self.run(params, tokens, positions, mask, None)
+
+    def by_kind(self, params: Any, see: Tensor, behind: Tensor, length: int) -> Mask:
+        """What the trunk takes as attention_mask: a mask, or one for each kind of layers that there is.
+
+        Args:
+            see: bool [B, 1, queries, keys]: what queries may see of the past.
+            behind: how far keys are behind queries, [..., queries, keys].
+            length: of the longest sequence: windows that are not smaller do not count.
+        """
+        masks: dict[str, Tensor] = {}
+        for kind, window in self.windows.items():
+            narrow = window is not None and window < length
+            masks[kind] = self._as_asked(params, see & (behind < window) if narrow else see)
+        same = len(masks) == 1 or not any(w is not None and w < length for w in self.windows.values())
+        return next(iter(masks.values())) if same else masks
+
+    def _as_asked(self, params: Any, see: Tensor) -> Tensor:
+        if self.model.config._attn_implementation == "sdpa":
+            return see
+        dtype = params[self._head].dtype  # eager attention adds masks
+        return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)
+
+    def head(self, params: Any) -> Tensor:
+        """The matrix of logits, [V, D]: lm_head.weight, or the embedding it is tied to.
+
+        It is not all there is to logits where `plain_head` is False.
+        """
+        return params[self._head]
+
+    def unembed(self, params: Any, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, D] -> logits [B, T, V], as the model itself makes them."""
+        return self._rest(params, inputs_embeds=hidden, use_cache=False).logits
+
+    def logits(
+        self,
+        params: Any,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """[B, T, V]; arguments as of `hidden`."""
+        return self.unembed(params, self.hidden(params, tokens, positions, documents))
+
+    def token_losses(
+        self,
+        params: Any,
+        tokens: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        targets: Tensor,
+        *,
+        ignore: int = IGNORE,
+        chunk: int = 0,
+    ) -> Tensor:
+        """-log p of every target, fp32 [B, T], 0 where it is `ignore`. A plain head makes few logits at once.
+
+        Args:
+            tokens, positions, documents: as of `hidden`.
+            targets: int64 [B, T]: what follows each token.
+            chunk: tokens whose logits are there at once, as `fs.losses.linear_cross_entropy`'s.
+        """
+        hidden = self.hidden(params, tokens, positions, documents)
+        if self.plain_head:
+            return linear_token_losses(hidden, self.head(params), targets, ignore=ignore, chunk=chunk)
+        flat = self.unembed(params, hidden).flatten(0, 1).float()
+        losses = F.cross_entropy(flat, targets.flatten(), ignore_index=ignore, reduction="none")
+        return losses.view(targets.shape)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some module of a model as a pure function of the model's leaves."""
+
+    apply: Callable[..., Any]
+    paths: Mapping[str, str]  # {its own name of a leaf: the model's}
+
+    @classmethod
+    def make(cls, module: nn.Module, prefix: str, tied: Mapping[str, str]) -> _Part:
+        apply, params = fs.make_functional(module)
+        return cls(apply, {name: tied.get(prefix + name, prefix + name) for name in params})
+
+    def __call__(self, params: Any, **kwargs: Any) -> Any:
+        return self.apply({name: params[path] for name, path in self.paths.items()}, **kwargs)
+
+
+class _Given(nn.Module):
+    """Stands for the trunk where its output is known."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
+
+        return Output(last_hidden_state=inputs_embeds)
+
+
+# ------------------------------------------------------------------ how one is made
+
+
+def of(model: nn.Module) -> LanguageModel:
+    """A causal language model of transformers, which is put into eval mode.
+
+    Raises:
+        ConfigError: it is none, or none that can be masked and cached by hand.
+    """
+    check_decoder(model)
+    model.eval()
+    config, prefix = model.config, model.base_model_prefix
+    apply, params = fs.make_functional(model)
+    tied = aliases(model)
+    trunk = _Part.make(getattr(model, prefix), f"{prefix}.", tied)
+    beheaded = copy.copy(model)
+    vars(beheaded)["_modules"] = {**model._modules, prefix: _Given()}
+    rest = _Part.make(beheaded, "", tied)
+    weight = model.get_output_embeddings().weight
+    head = next(path for path, leaf in model.named_parameters() if leaf is weight)
+    try:
+        plain = is_plain(rest, {p: v.detach().to("meta") for p, v in params.items()}, head)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
+    return LanguageModel(model, apply, params, plain, windows_of(config), trunk, rest, head)
+
+
+def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """On the meta device, by a configuration of transformers.
+
+    Args:
+        dtype: of the leaves.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ConfigError: as `of`; no such class of models.
+    """
+    transformers = _transformers()
+    config = copy.deepcopy(config)  # transformers writes the dtype into it
+    if getattr(config, "is_encoder_decoder", False):
+        raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        raise no_decoder(type(config).__name__, _line(error)) from error
+    return of(model)
+
+
+def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """On the meta device, by the config.json of a model directory; `fs.hf.load` reads its weights.
+
+    Nothing is fetched, and no code of the directory is run.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ConfigError: as `of`; no directory, no config.json, no weights, a configuration nobody knows.
+    """
+    transformers = _transformers()
+    folder = Path(path)
+    wrong = [] if folder.is_dir() else ["it is no directory"]
+    if folder.is_dir():
+        names = {p.name for p in folder.iterdir()}
+        wrong += ["there is no config.json"] if "config.json" not in names else []
+        wrong += ["there are no *.safetensors files"] if not any(folder.glob("*.safetensors")) else []
+    if wrong:
+        raise ConfigError(_unreadable(folder, wrong))
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise ConfigError(_unreadable(folder, [f"config.json: {_line(error)}"])) from error
+    return from_config(config, dtype)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _unreadable(folder: Path, problems: list[str]) -> str:
+    return report(
+        f"{str(folder)!r} is no model directory:",
+        problems,
+        "name a local directory, with config.json and model.safetensors, as save_pretrained of transformers "
+        "writes it (of a model on the hub: what huggingface_hub.snapshot_download returns).",
+    )
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(
+            report(
+                "language models of others are made by transformers, which is not installed.",
+                fix="pip install fnshard[hf].",
+            )
+        ) from error
+    return transformers

@@ -1,0 +1,232 @@
+"""The fine-tuning job, as one rank runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fnshard as fs
+from experiments.config import AUTO
+from experiments.finetune.bases import WHOLE
+from experiments.finetune.choosing import Planned, planned
+from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.evaluate import accuracy, held_out_batches, mean_over
+from experiments.finetune.generate import Generator
+from experiments.finetune.lm import from_directory
+from experiments.finetune.materials import Materials, opened
+from experiments.finetune.objectives import OBJECTIVES, sequence_logprobs
+from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
+from experiments.finetune.tuning import Tuning, first_state
+from experiments.plan import write_plan
+from experiments.report import Report, Silent, metrics_beside, plot_losses
+from experiments.resume import Run
+from experiments.saver import Saver, restored
+from experiments.steps import Training, run_steps, start_folder, tell_resume, tell_stop
+from experiments.sweep import write_result
+from fnshard.rank import Stop
+
+BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change while tuning."""
+
+    config: FinetuneConfig
+    mesh: fs.Mesh
+    planned: Planned
+    materials: Materials
+    step: Any
+    held_out: Any
+    logprobs: Any
+    shown: Shown
+
+    @property
+    def tuning(self) -> Tuning:
+        """What the method has made of the model."""
+        return self.planned.tuning
+
+
+def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+    """Tune, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
+    prints where it lies.
+
+    Args:
+        config: its model is a directory, its data are folders of `materials.prepared`.
+        stop: once it is asked on any rank, all finish the step, save, and return.
+    """
+    setup = prepare(config)
+    folder, mesh = Path(run.folder), setup.mesh
+    loader = Arguments(setup.materials.loader(config, mesh))
+    state, found = restored(run.root, run.source, setup.step, mesh, loader)
+    if state is None:
+        specs = setup.planned.plan.specs
+        state = first_state(setup.tuning, setup.step, specs, mesh, config.model, config.run.seed)
+    report: Report | Silent = Silent()
+    if mesh.rank == 0:
+        tell_resume(config.run, state, found)
+        start_folder(folder, config)
+        print(f"{setup.planned.why}\ndata: {setup.materials.train}", flush=True)
+        write_plan(setup.planned.plan, folder)
+        tokens = config.data.rows * setup.materials.train.context
+        report = Report(folder, config.run.steps, tokens, {}, int(state.step), metrics_beside(folder, found))
+    before = told_before(setup, state, folder)
+    saver = Saver(config, run.root, mesh.rank)
+    training = Training(config.run, mesh, setup.step, loader, lambda params: held_out_loss(setup, params)[0])
+    state, held_out = run_steps(training, state, report, saver, stop)
+    report.close()
+    if held_out is None:
+        if mesh.rank == 0:
+            tell_stop(config.run, state, run, overrides)
+        return
+    after = told(setup, state)
+    written = export(setup, state, folder)
+    fs.checkpoint.wait()
+    if isinstance(report, Report):
+        table = setup.shown.table(before["answers"], after["answers"])
+        (folder / SAMPLES).write_text(table, encoding="utf-8")
+        plot_losses(report.rows, {}, folder / "loss.png", unit="token")
+        write_result(folder, status="ok", overrides=overrides, **_summary(report, after))
+        run.finish()
+        lines = [f"{name}: {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "answers"]
+        print(f"\n{table}\n" + "\n".join([*lines, *written, f"results: {folder}"]), flush=True)
+
+
+def prepare(config: FinetuneConfig) -> Setup:
+    """Mesh, method, plan, step: all of fnshard that the job uses."""
+    run = config.run
+    mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
+    lm, materials = from_directory(config.model), opened(config)
+    batch = next(materials.loader(config, mesh))
+    chosen = planned(config, lm, mesh, batch)
+    tuning, plan = chosen.tuning, chosen.plan
+    objective = OBJECTIVES[config.objective.name]
+    loss = objective(tuning, config.objective, training=True)
+    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=chosen.optimizer, **plan.options)
+    how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}
+    held_out = fs.shard_forward(objective(tuning, config.objective, training=False), plan.specs, **how)
+
+    def logprobs(params: Any, batch: Any) -> Any:
+        return sequence_logprobs(lm, params, batch)
+
+    choosing = fs.shard_forward(tuning.policy(logprobs), plan.specs, **how)
+    examples = examples_of(run.prompt, materials.tokenizer, materials.examples(SHOWN))
+    generator = Generator.of(
+        lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
+        wrap=tuning.policy, timeout=run.timeout_s,
+    )  # fmt: skip
+    shown = Shown(generator, materials.tokenizer, examples, run.sample_tokens)
+    return Setup(config, mesh, chosen, materials, step, held_out, choosing, shown)
+
+
+@dataclass
+class Arguments:
+    """A loader's batches as the arguments of a step."""
+
+    loader: Any
+
+    def __iter__(self) -> Iterator[tuple[Any]]:
+        return self
+
+    def __next__(self) -> tuple[Any]:
+        return (next(self.loader),)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The loader's."""
+        self.loader.load_state_dict(state)
+
+
+# ------------------------------------------------------------------ what is told of a model
+
+
+def held_out_loss(setup: Setup, params: Any) -> tuple[float, dict[str, float]]:
+    """The objective's mean over held-out data, and what its `aux` tells; all ranks call it together."""
+    config, mesh = setup.config, setup.mesh
+    rows = config.data.rows // setup.planned.plan.accumulate  # as a training step holds at once
+    batches = held_out_batches(setup.materials.held_out, config.data.held_out_rows, rows, mesh)
+    return mean_over(setup.held_out, params, batches, mesh.device)
+
+
+def told(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
+    """All that is measured of a model, and its answers; all ranks call it together."""
+    loss, more = held_out_loss(setup, state.params)
+    values: dict[str, Any] = {"held_out_loss": loss}
+    if setup.config.objective.name == "sft":
+        values["perplexity"] = math.exp(min(loss, 700.0))
+    values |= {f"held_out_{name}": value for name, value in more.items()}
+    if setup.materials.choices is not None:
+        rows = setup.config.data.rows // setup.planned.plan.accumulate
+        values |= accuracy(setup.logprobs, state.params, setup.materials.choices, rows, setup.mesh)
+    return values | {"answers": setup.shown.answers(state.params)}
+
+
+def told_before(setup: Setup, state: fs.TrainState, folder: Path) -> dict[str, Any]:
+    """What was measured before the first step: now, or by the process that began the run."""
+    path = folder / BEFORE
+    fresh = setup.step.gather_text("" if int(state.step) or path.exists() else "fresh")[0]
+    if fresh:
+        values = told(setup, state)
+        if setup.mesh.rank == 0:
+            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        return values
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a run that goes on from another one's checkpoint
+        return {"answers": ["-"] * len(setup.shown.examples)}
+
+
+# ------------------------------------------------------------------ what is left of a run
+
+
+def export(setup: Setup, state: fs.TrainState, folder: Path) -> list[str]:
+    """Write what the configuration asks for, in the Hugging Face format; all ranks call it together.
+
+    Returns:
+        What was written, a line each.
+    """
+    config, tuning, mesh = setup.config, setup.tuning, setup.mesh
+    asked = config.export
+    if asked == AUTO:
+        asked = "merged" if tuning.asked is None else "adapters"
+    lines = []
+    if asked in ("adapters", "both") and tuning.asked is not None:
+        fs.adapters.save(state, folder / ADAPTERS, tuning.asked, base=config.model)
+        lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
+    if asked in ("merged", "both"):
+        blocks, specs = _whole(setup, state)
+        final = folder / WHOLE
+        if mesh.rank == 0 and final.is_dir():  # of an attempt that ended here
+            shutil.rmtree(final)
+        setup.step.gather_text("")  # nobody looks before it is gone
+        fs.hf.save(blocks, final, specs, mesh, model=tuning.lm.model, config=config.model)
+        lines.append(f"the tuned model, as transformers reads it: {final}")
+    return lines
+
+
+def _whole(setup: Setup, state: fs.TrainState) -> tuple[Any, Any]:
+    tuning, specs = setup.tuning, setup.planned.plan.specs
+    if tuning.asked is not None:
+        return fs.adapters.merge(state, tuning.asked)
+    place = tuning.models[0]
+    return (state.params[place], specs[place]) if place else (state.params, specs)
+
+
+def _summary(report: Report, after: dict[str, Any]) -> dict[str, float]:
+    losses = [row["loss"] for row in report.rows if "loss" in row]
+    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
+    return {
+        "loss": statistics.mean(losses[-20:]),
+        **{name: value for name, value in after.items() if name != "answers"},
+        "tokens_per_s": report.tokens / statistics.median(seconds),
+        "seconds": sum(seconds),
+    }

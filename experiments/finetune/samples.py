@@ -1,0 +1,59 @@
+"""Samples: what the model says to held-out prompts, before and after it is tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.data.tokenizer import Tokenizer
+from experiments.finetune.generate import Generator
+from experiments.finetune.materials import Example
+from experiments.sample import safe
+
+SHOWN = 4  # held-out prompts
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Prompts whose answers people see; greedy, so that two answers differ by the model alone."""
+
+    generator: Generator
+    tokenizer: Tokenizer
+    examples: Sequence[Example]
+    tokens: int
+
+    def answers(self, params: object) -> list[str]:
+        """The model's answers, on every rank; all ranks call it together, each with the same prompts."""
+        made = self.generator(
+            params, [e.prompt for e in self.examples], self.tokens, eos=self.tokenizer.stops
+        )
+        return [self.tokenizer.decode(row) for row in made]
+
+    def table(self, before: Sequence[str], after: Sequence[str]) -> str:
+        """Prompts with both answers and their authors' own, as people read it."""
+        lines = []
+        for example, old, new in zip(self.examples, before, after, strict=True):
+            told = self.tokenizer.decode(example.prompt)
+            own = self.tokenizer.decode(example.answer) or "-"
+            lines.append(f"{safe(told)}")
+            lines += [f"  {name:<7} {_line(text)}" for name, text in
+                      (("before:", old), ("after:", new), ("author:", own))]  # fmt: skip
+            lines.append("")
+        return "\n".join(lines)
+
+
+def _line(text: str) -> str:
+    return safe(text).replace("\n", "\\n")
+
+
+def examples_of(asked: str | None, tokenizer: Tokenizer, held_out: Sequence[Example]) -> list[Example]:
+    """The held-out prompts, and behind them the one that `run.prompt` names."""
+    if asked is None:
+        return list(held_out)
+    first = [] if tokenizer.bos is None else [tokenizer.bos]
+    return [*held_out, Example([*first, *tokenizer.encode(asked)], [])]
+
+
+def generator_size(examples: Sequence[Example], tokens: int) -> int:
+    """Places for keys and values that these prompts and their answers take."""
+    return max(len(e.prompt) for e in examples) + tokens

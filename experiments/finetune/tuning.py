@@ -1,0 +1,147 @@
+"""Tuning: what a method makes of a language model: which leaves train, how the others are kept, and the
+functions of the tree that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import fnshard as fs
+from experiments.config import ConfigError, PrecisionConfig
+from experiments.finetune.config import ALL_LINEAR, FinetuneConfig, MethodConfig
+from experiments.finetune.lm import LanguageModel
+from experiments.plan import dtypes_of
+from fnshard import tree
+from fnshard.errors import SpecError, report
+from fnshard.lora import Lora, with_adapters
+
+Fn = Callable[..., Any]
+CODECS = {"qlora8": "int8", "qlora4": "nf4"}  # of the frozen matrices, by method
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A language model with a method.
+
+    Args:
+        params: the tree that the step is of: the model's leaves; or `{"base", "adapters"}`; or, where the
+            whole model is tuned against its former self, `{"policy", "reference"}`. On meta, but adapters.
+        asked: of the adapters, if there are any.
+        coded: paths, in the tree, of leaves that are kept as codes.
+    """
+
+    lm: LanguageModel
+    method: MethodConfig
+    params: Any
+    asked: Lora | None = None
+    coded: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Where in the tree the model's leaves are; "" is the tree itself."""
+        if self.asked is not None:
+            return ("base",)
+        return ("policy", "reference") if "reference" in self.params else ("",)
+
+    def policy(self, fn: Fn, *, training: bool = False) -> Fn:
+        """`fn(the model's leaves, ...)` as a function of the tree: the model as it is tuned."""
+        if self.asked is not None:
+            return with_adapters(fn, self.asked if training else replace(self.asked, dropout=0.0))
+        return _of(fn, self.models[0])
+
+    def reference(self, fn: Fn) -> Fn:
+        """The same of the model as it was."""
+        return _of(fn, self.models[-1])
+
+    def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
+        """Specs by a preset of `fs.presets`; what is frozen rests in the dtype that it is computed in.
+
+        Args:
+            policy: further fields of `LayoutSpec`, of the leaves that train.
+        """
+        named, structure = tree.flatten_with_paths(self.params)
+        units = fs.units.numeric(self.params)
+        dtypes = dtypes_of(precision)
+        frozen = {"storage_dtype": dtypes["compute_dtype"], "compute_dtype": dtypes["compute_dtype"]}
+        where = {"trainable": False, "memory": policy.get("memory", "device")}
+        rest = [p for p in named if p not in self.coded]
+        kinds = [
+            ([p for p in rest if named[p].requires_grad], dtypes | policy),
+            ([p for p in rest if not named[p].requires_grad], frozen | where),
+            (list(self.coded), {**frozen, **where, "codec": CODECS.get(self.method.name)}),
+        ]
+        made: dict[str, Any] = {}
+        for paths, fields in kinds:
+            if paths:
+                made |= preset({p: named[p] for p in paths}, mesh, units=lambda _: units, **fields)
+        return tree.unflatten([made[p] for p in named], structure)
+
+
+def _of(fn: Fn, place: str) -> Fn:
+    return (lambda params, *batch: fn(params[place], *batch)) if place else fn
+
+
+def tuning_of(config: FinetuneConfig, lm: LanguageModel, method: str | None = None) -> Tuning:
+    """The configuration's method, or the one that is named, for a model.
+
+    Raises:
+        ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
+    """
+    chosen = config.method if method is None else replace(config.method, name=method)
+    if chosen.name == "full":
+        if config.objective.name != "dpo":
+            return Tuning(lm, chosen, lm.params)
+        frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()}
+        return Tuning(lm, chosen, {"policy": lm.params, "reference": frozen})
+    matrices = lm.matrices()
+    targets = list(matrices) if chosen.targets == ALL_LINEAR else chosen.targets
+    try:
+        turned = [p for p in lm.transposed() if _is_target(p, targets)]
+        fn, params = fs.lora(
+            lm.logits, lm.params, rank=chosen.rank, alpha=chosen.alpha, targets=targets,
+            transposed="|".join(turned), dropout=chosen.dropout, rank_stabilised=chosen.rank_stabilised,
+            seed=config.run.seed,
+        )  # fmt: skip
+    except SpecError as error:
+        raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
+    coded = tuple(f"base.{p}" for p in matrices) if chosen.name in CODECS else ()
+    return Tuning(lm, chosen, params, fn.lora, coded)
+
+
+def _is_target(path: str, targets: str | list[str]) -> bool:
+    import fnmatch
+
+    globs = targets.split("|") if isinstance(targets, str) else targets
+    names = (path, path.removesuffix(".weight"))
+    return any(fnmatch.fnmatchcase(n, g) for n in names for g in globs)
+
+
+def _frozen(leaf: torch.Tensor) -> torch.Tensor:
+    """The same leaf, as one that does not train."""
+    if not isinstance(leaf, torch.nn.Parameter):
+        return leaf
+    made = torch.nn.Parameter(leaf.detach(), requires_grad=False)
+    made.__dict__.update({k: v for k, v in leaf.__dict__.items() if k == "tied_names"})
+    return made
+
+
+def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int) -> fs.TrainState:
+    """The state before the first step: the model from its directory, each rank its own shards alone.
+
+    Raises:
+        ConfigError: the directory does not hold this model.
+    """
+    blocks: Any = {}
+    try:
+        for place in tuning.models:
+            part = specs[place] if place else specs
+            loaded = fs.hf.load(path, part, mesh, model=tuning.lm.model)
+            blocks = {**blocks, place: loaded} if place else loaded
+    except fs.errors.StateError as error:
+        raise ConfigError(report(f"model={path}:", [str(error)])) from None
+    if tuning.asked is not None:
+        blocks["adapters"] = fs.shard(tuning.params["adapters"], specs["adapters"], mesh)
+    return step.adopt(blocks, seed=seed)
