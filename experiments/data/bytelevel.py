@@ -76,7 +76,10 @@ class ByteTokenizer:
         return [*self.conversation(messages, first=len(messages)), Piece(ROLES["assistant"], False)]
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens."""
+        """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens.
+
+        In a directory of a model of type qwen2 it takes a class of its own, which composes characters first.
+        """
         (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -92,6 +92,7 @@ def prepare(
     kind: str = "samples",
     broken: str = "refuse",
     too_long: str = "refuse",
+    part: tuple[int, bool] | None = None,
 ) -> Prepared:
     """Tokenise JSONL files into a folder below `cache`, or find the one that an earlier call made of them.
 
@@ -106,17 +107,19 @@ def prepare(
         broken: "refuse", or "skip" lines that cannot be used.
         too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample that has
             nothing left to learn then is skipped.
+        part: (n, held out): of files that have none beside them for evaluation, every n-th line is held out;
+            either these are taken, or the others. Mistakes are refused in both.
 
     Raises:
         ConfigError: a file cannot be read, holds nothing, or has lines that are refused: the first few of
             them by file and line, and how many there are.
     """
-    policy = Policy(context, broken, too_long)
+    policy = Policy(context, broken, too_long, part)
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}: must be one of {', '.join(KINDS)}.")
     paths = _readable(files)
     sums = [_sum_of(path) for path in paths]
-    settings = [FORMAT, kind, context, broken, too_long, tokenizer.key, tokenizer.pad, *sums]
+    settings = [FORMAT, kind, context, broken, too_long, part, tokenizer.key, tokenizer.pad, *sums]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     folder = Path(cache) / key
     if not _whole(folder):
@@ -206,8 +209,10 @@ def _refuse(writer: Writer, paths: Sequence[Path]) -> None:
         fix = "; ".join(ways[reason] for reason in ways if writer.problems.refuses(reason))
         raise ConfigError(report(f"{several} cannot be used:", [*shown, *rest], f"{fix}."))
     if not writer.samples:
-        told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
-        raise ConfigError(f"{_named(paths)}: nothing to learn from ({told or 'no lines'}).")
+        told = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count]
+        if writer.policy.part and writer.policy.part[1]:
+            told.append(f"of every {writer.policy.part[0]}th line, which is held out")
+        raise ConfigError(f"{_named(paths)}: nothing to learn from ({', '.join(told) or 'no lines'}).")
 
 
 # ------------------------------------------------------------------ the files

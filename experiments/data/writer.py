@@ -29,11 +29,12 @@ QUIET_S, EVERY_S = 2.0, 30.0  # before progress is told; between lines of it whe
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done with lines that do not fit; as `prepare` takes them."""
+    """Which lines are taken, and what is done with those that do not fit; as `prepare` takes them."""
 
     context: int
     broken: str = "refuse"
     too_long: str = "refuse"
+    part: tuple[int, bool] | None = None
 
     def __post_init__(self) -> None:
         allowed = {BROKEN: ("refuse", "skip"), TOO_LONG: ("refuse", "skip", "truncate")}
@@ -41,8 +42,14 @@ class Policy:
                  if getattr(self, n) not in a]  # fmt: skip
         if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 1:
             wrong.append(f"context={self.context!r}: must be a whole number above 0.")
+        if self.part is not None and self.part[0] < 2:
+            wrong.append(f"part={self.part!r}: every how manyth line is held out must be 2 or more.")
         if wrong:
             raise ConfigError("\n".join(wrong))
+
+    def takes(self, number: int) -> bool:
+        """Whether line `number` belongs to the part."""
+        return self.part is None or (number % self.part[0] == 0) == self.part[1]
 
 
 @dataclass
@@ -59,9 +66,13 @@ class Problems:
         return bool(self.counts[reason]) and getattr(self.policy, reason, "") == "refuse"
 
     def add(self, reason: str, where: tuple[int, int], text: str) -> None:
-        """Count a line at `where`: its file's number, and its own."""
-        self.counts[reason] += 1
-        if getattr(self.policy, reason) == "refuse":
+        """Count a line at `where`: its file's number, and its own.
+
+        One that is refused is told of, whatever part it belongs to: all mistakes are told at once.
+        """
+        refuse = getattr(self.policy, reason) == "refuse"
+        self.counts[reason] += refuse or self.policy.takes(where[1])
+        if refuse:
             self.refused += 1
             insort(self._first, (*where, text))
             del self._first[SHOWN:]
@@ -131,7 +142,7 @@ class Writer:
         for where, record in self._block:
             samples = [next(encoded) for _ in record.drafts]
             fitting = self._fitting(where, samples)
-            if fitting:
+            if fitting and self.policy.takes(where[1]):
                 self._write(record, fitting)
         self._progress.advance(self._bytes)
         self._block, self._bytes = [], 0
@@ -157,7 +168,7 @@ class Writer:
             told = f"{line}: chosen and rejected differ only behind the context"
             self.problems.add(TOO_LONG, where, told)
             return ()
-        self.problems.counts[TRUNCATED] += longest >= most
+        self.problems.counts[TRUNCATED] += longest >= most and self.policy.takes(where[1])
         return samples
 
     def _write(self, record: Record, samples: Sequence[tuple]) -> None:

@@ -15,6 +15,7 @@ from fnshard.errors import CheckpointError, report
 from fnshard.runtime.tensorfile import DTYPES, NAMES, bytes_of
 
 TAG = "__is__"
+DEEPEST = 100  # lists and dicts in each other
 
 
 def encode(value: Any, name: str = "data") -> Any:
@@ -24,28 +25,40 @@ def encode(value: Any, name: str = "data") -> Any:
     {'step': 3, 'random': {'__is__': 'tuple', 'of': [1, {'__is__': 'bytes', 'of': 'YWI='}]}}
 
     Raises:
-        CheckpointError: names the first value that is none of these.
+        CheckpointError: names the first value that is none of these, or is too deep.
     """
+    try:
+        made = _encoded(value, name)
+    except RecursionError:
+        made = None
+    if (made is None and value is not None) or _too_deep(made):
+        raise CheckpointError(f"{name} is more than {DEEPEST} lists and dicts deep. Fix: keep it flat.")
+    return made
+
+
+def _encoded(value: Any, name: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
-        return encode(value.item(), name)
+        return _encoded(value.item(), name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
         # A copy: torch takes no other byte order, and no array that must not be written to.
-        return _tagged("array", encode(torch.from_numpy(value.astype(value.dtype.newbyteorder("="))), name))
+        return _tagged("array", _encoded(torch.from_numpy(value.astype(value.dtype.newbyteorder("="))), name))
     if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:
-        text = base64.b64encode(bytes_of(value)).decode()
+        text = base64.b64_encoded(bytes_of(value)).decode()
         return _tagged("tensor", [NAMES[value.dtype], list(value.shape), text])
     if isinstance(value, bytes):
-        return _tagged("bytes", base64.b64encode(value).decode())
+        return _tagged("bytes", base64.b64_encoded(value).decode())
     if isinstance(value, tuple):
-        return _tagged("tuple", [encode(v, f"{name}[{i}]") for i, v in enumerate(value)])
+        return _tagged("tuple", [_encoded(v, f"{name}[{i}]") for i, v in enumerate(value)])
     if isinstance(value, list):
-        return [encode(v, f"{name}[{i}]") for i, v in enumerate(value)]
+        return [_encoded(v, f"{name}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         if all(type(k) is str for k in value) and TAG not in value:
-            return {k: encode(v, f"{name}[{k!r}]") for k, v in value.items()}
-        return _tagged("items", [[encode(k, name), encode(v, f"{name}[{k!r}]")] for k, v in value.items()])
+            return {k: _encoded(v, f"{name}[{k!r}]") for k, v in value.items()}
+        return _tagged(
+            "items", [[_encoded(k, name), _encoded(v, f"{name}[{k!r}]")] for k, v in value.items()]
+        )
     dtype = f" of {value.dtype}" if isinstance(value, Tensor | np.ndarray) else ""
     raise CheckpointError(
         report(
@@ -61,10 +74,22 @@ def decode(value: Any) -> Any:
     Raises:
         ValueError: not what `encode` gave.
     """
+    if _too_deep(value):
+        raise ValueError(f"no position in the data: it is more than {DEEPEST} lists and dicts deep")
     try:
         return _decoded(value)
-    except (TypeError, KeyError, AttributeError, RuntimeError) as error:  # too deep is a RuntimeError, too
+    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f"no position in the data ({type(error).__name__}: {error})") from error
+
+
+def _too_deep(value: Any) -> bool:
+    """Whether what comes next would recurse further than anybody's position does: Python's own limit is not
+    the same on all threads and in all programs."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [each for values in inner for each in values]
+    return bool(level)
 
 
 def _decoded(value: Any) -> Any:
