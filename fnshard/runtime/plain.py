@@ -43,12 +43,13 @@ def _encoded(value: Any, name: str) -> Any:
         return _encoded(value.item(), name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
         # A copy: torch takes no other byte order, and no array that must not be written to.
-        return _tagged("array", _encoded(torch.from_numpy(value.astype(value.dtype.newbyteorder("="))), name))
+        native = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+        return _tagged("array", _encoded(native, name))
     if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:
-        text = base64.b64_encoded(bytes_of(value)).decode()
+        text = base64.b64encode(bytes_of(value)).decode()
         return _tagged("tensor", [NAMES[value.dtype], list(value.shape), text])
     if isinstance(value, bytes):
-        return _tagged("bytes", base64.b64_encoded(value).decode())
+        return _tagged("bytes", base64.b64encode(value).decode())
     if isinstance(value, tuple):
         return _tagged("tuple", [_encoded(v, f"{name}[{i}]") for i, v in enumerate(value)])
     if isinstance(value, list):
