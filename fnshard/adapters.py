@@ -7,8 +7,9 @@ by `peft.PeftModel.from_pretrained` on the same base model, and the other way ro
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,33 +145,90 @@ def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str
             os.close(fd)
     except (OSError, ValueError, Corrupt) as error:
         raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise StateError(f"{str(folder)!r} holds {config.get('peft_type')!r} adapters; only LoRA is known.")
+    rank, alpha, dropout, stabilised, turned = _numbers(config, f"{str(folder / CONFIG)!r}")
     adapters: dict[str, dict[str, Tensor]] = {}
     known = {_peft_name(leaf, part): (leaf, part) for leaf in shapes for part in "ab"}
-    surplus = [f"{name!r} {list(v.shape)}: no such leaf" for name, v in values.items() if name not in known]
+    wrong = [f"{name!r} {list(v.shape)}: no such leaf" for name, v in values.items() if name not in known]
     for name in values.keys() & known.keys():
         leaf, part = known[name]
         adapters.setdefault(leaf, {})[part] = values[name]
     targets = tuple(leaf for leaf in shapes if leaf in adapters)
-    turned = targets if config.get("fan_in_fan_out") else ()
-    asked = Lora(
-        int(config["r"]), float(config["lora_alpha"]), targets, turned,
-        float(config.get("lora_dropout", 0.0)), bool(config.get("use_rslora", False)),
-    )  # fmt: skip
-    wrong = surplus + [
-        line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], asked)
-    ]
+    # PEFT says it of all, or of none: where some are [in, out] and others are not, their shapes tell.
+    in_out = tuple(p for p in targets if _fits(adapters[p], shapes[p], rank, turned))
+    asked = Lora(rank, alpha, targets, in_out, dropout, stabilised)
+    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], asked)]
     if wrong:
         raise StateError(report(f"adapters of another model, {leaves(len(wrong))}:", wrong))
+    if not targets:
+        raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
     return asked, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
 
 
+# Of PEFT's configuration: what is read; ways to begin that leave the base as it is; and what makes adapters
+# another function, and must be off.
+_READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
+    "lora_alpha": (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0"),
+    "lora_dropout": (lambda v: type(v) in (int, float) and 0 <= v < 1, "a share from 0, below 1"),
+    "use_rslora": (lambda v: type(v) is bool, "true or false"),
+    "fan_in_fan_out": (lambda v: type(v) is bool, "true or false"),
+    "init_lora_weights": (lambda v: v in _BEGINNINGS, "one that leaves the base's weights as they are"),
+}
+_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+_OFF = (
+    "use_dora", "rank_pattern", "alpha_pattern", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
+_DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "fan_in_fan_out": False}
+
+
+def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
+    """Rank, alpha, dropout, rsLoRA and [in, out] of a configuration.
+
+    Raises:
+        StateError: names all that is missing, of a wrong type, or cannot be done here.
+    """
+    kind = config.get("peft_type") if isinstance(config, Mapping) else type(config).__name__
+    if kind != "LORA":
+        raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
+    given = {**_DEFAULTS, **config}
+    wrong = [
+        f"{key} is {json.dumps(given[key]) if key in given else 'missing'}, wanted is {wanted}"
+        for key, (fits, wanted) in _READ.items()
+        if (key in given or key in ("r", "lora_alpha")) and not fits(given.get(key))
+    ]
+    wrong += [f"{key} is {json.dumps(given[key])}, which is not known here" for key in _OFF if given.get(key)]
+    if wrong:
+        fix = "merge such adapters with PEFT, merge_and_unload, and load the whole by fs.hf.load."
+        raise StateError(report(f"{name} is not one that can be read here:", wrong, fix))
+    return (
+        given["r"], float(given["lora_alpha"]), float(given["lora_dropout"]), given["use_rslora"],
+        given["fan_in_fan_out"],
+    )  # fmt: skip
+
+
+def _fits(parts: Mapping[str, Tensor], base: Tensor, rank: int, turned: bool) -> bool:
+    """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as was said of all."""
+    straight, other = (_shapes(base, rank, way) == _found(parts) for way in (False, True))
+    return turned if straight == other else other
+
+
+def _shapes(base: Tensor, rank: int, turned: bool) -> dict[str, tuple[int, ...]]:
+    """Of A and B, if it is a matrix."""
+    if len(base.shape) != 2:
+        return {}
+    rows, columns = base.shape[::-1] if turned else base.shape
+    return {"a": (rank, columns), "b": (rows, rank)}
+
+
+def _found(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {part: tuple(v.shape) for part, v in parts.items()}
+
+
 def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, asked: Lora) -> list[str]:
-    rows, columns = base.shape[::-1] if leaf in asked.transposed else base.shape
-    wanted = {"a": (asked.rank, columns), "b": (rows, asked.rank)}
-    found = {part: tuple(v.shape) for part, v in parts.items()}
-    return [] if found == wanted else [f"params[{leaf!r}] {list(base.shape)}: a, b are {found}, not {wanted}"]
+    found, wanted = _found(parts), _shapes(base, asked.rank, leaf in asked.transposed)
+    of = f"params[{leaf!r}] {list(base.shape)}"
+    return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
 
 
 def _read(fd: int, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Tensor:

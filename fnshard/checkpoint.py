@@ -21,7 +21,16 @@ from torch.distributed import checkpoint as dcp
 
 from fnshard import tree
 from fnshard.errors import CheckpointError, CheckpointWarning, report
-from fnshard.held import blank_params, blank_slots, held_params, held_state, saved_slots, wanted
+from fnshard.held import (
+    blank_params,
+    blank_slots,
+    check_codecs_alike,
+    held_params,
+    held_state,
+    resolved_as_saved,
+    saved_slots,
+    wanted,
+)
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
 from fnshard.runtime.dcp import Reader, Reads, verify_file
@@ -31,7 +40,7 @@ from fnshard.runtime.root import Keep, candidates, whole
 from fnshard.runtime.tensorfile import DTYPES, PASSING, Corrupt
 from fnshard.runtime.together import Failed, agreed, drive, group_of, texts
 from fnshard.saving import Asked, Saving, settled, wait
-from fnshard.shards import resolve_specs, spec_paths
+from fnshard.shards import leaf_paths, spec_paths
 from fnshard.state import TrainState
 from fnshard.step import Step
 
@@ -216,8 +225,8 @@ def restore(
 
     def blank(found: Manifest) -> TrainState:
         if isinstance(step_or_specs, Step):
-            return step_or_specs.blank(_resolved(step_or_specs.specs, found))
-        specs = _resolved(step_or_specs, found)
+            return step_or_specs.blank(resolved_as_saved(step_or_specs.specs, found.leaves))
+        specs = resolved_as_saved(step_or_specs, found.leaves)
         named, structure = spec_paths(specs)
         slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
         params = tree.unflatten(blank_params(named, on, disk_dir).values(), structure)
@@ -227,6 +236,7 @@ def restore(
         return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs, on))
 
     def made(found: Manifest) -> tuple[TrainState, dict[str, Any]]:
+        check_codecs_alike(leaf_paths(_specs(step_or_specs))[0], found.leaves)
         state = blank(found)
         named = spec_paths(state.where[0])[0]
         held = held_state(state, named, on)
@@ -268,9 +278,13 @@ def restore_params(
         CheckpointError: as for `restore`; or globs that match nothing.
     """
     globs = [only] if isinstance(only, str) else only
+    if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
+        raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
     def made(found: Manifest) -> tuple[Any, dict[str, Any]]:
-        given = step_or_specs.specs if isinstance(step_or_specs, Step) else step_or_specs
+        given = _specs(step_or_specs)
+        if globs is None:
+            check_codecs_alike(leaf_paths(given)[0], found.leaves)
         saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
         named, structure = spec_paths(given)
         if globs is not None:
@@ -278,7 +292,7 @@ def restore_params(
             saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in named}
             if not named:
                 raise CheckpointError(f"only={only!r} matches no leaf of the specs.")
-        named = spec_paths(_resolved(named, found))[0]
+        named = spec_paths(resolved_as_saved(named, found.leaves))[0]
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         blocks = blank_params(named, on, disk_dir)
         held = held_params(blocks, named, on)
@@ -352,21 +366,8 @@ def _read(folder: Path, found: Manifest, held: Mapping[str, Any], mesh: Mesh, ti
     drive(dcp.load, held, group_of(mesh, timeout), planner=Reads(held, mesh), storage_reader=reader)
 
 
-def _resolved(specs: Any, found: Manifest) -> Any:
-    """A spec tree that knows its shapes: its own, or else the saved parameters'."""
-    named, structure = spec_paths(specs)
-    if all(s.resolved for s in named.values()):
-        return specs
-    return resolve_specs(specs, tree.unflatten(_shapes(found, list(named)), structure))
-
-
-def _shapes(found: Manifest, paths: Sequence[str]) -> list[torch.Tensor]:
-    """The saved parameters on the meta device."""
-    missing = [f"params/{p}" for p in paths if f"params/{p}" not in found.leaves]
-    if missing:
-        raise CheckpointError(report("the checkpoint is of another model; it has not:", missing[:20]))
-    of = [found.leaves[f"params/{p}"] for p in paths]
-    return [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
+def _specs(step_or_specs: Any) -> Any:
+    return step_or_specs.specs if isinstance(step_or_specs, Step) else step_or_specs
 
 
 def _position(found: Manifest, mesh: Mesh) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.errors import SpecError, leaves, report
+from fnshard.errors import SpecError, StateError, leaves, report
 from fnshard.spec import LayoutSpec, P, is_spec
 
 Shape = tuple[int, ...]
@@ -93,8 +93,13 @@ def _int8_parts(shape: Shape) -> Parts:
 def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:
     blocks, most = _blocks(rows)
     scales = most / 127
-    codes = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)).round().to(torch.int8)
-    return {"codes": codes.flatten(1), "scales": scales}
+    codes = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
+    return {"codes": _int8(codes).flatten(1), "scales": scales}
+
+
+def _int8(values: Tensor) -> Tensor:
+    """Rounded. Of denormals a 127th is so coarse that more than 127 of it may be asked for."""
+    return values.round().clamp(-127, 127).to(torch.int8)
 
 
 def _int8_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -123,7 +128,7 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     mean = (grouped * counted).sum(2) / counted.sum(2)
     spread = ((grouped - mean.unsqueeze(2)) * counted).abs().amax(2) / 127
     step = torch.where(spread > 0, spread, 1.0).unsqueeze(2)
-    scales = ((grouped - mean.unsqueeze(2)) * counted / step).round().to(torch.int8)
+    scales = _int8((grouped - mean.unsqueeze(2)) * counted / step)
     kept = {"scales": scales.flatten(1), "scale_scales": torch.stack([spread, mean], 2)}
     # Codes are the nearest to what the scales, as coded, will make of them.
     size = _nf4_scales(kept, most.shape[1])
@@ -234,6 +239,33 @@ def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
             "rows are coded one by one: shard dim 0, P('shard').",
         )
     return None
+
+
+@dataclass
+class Unfit:
+    """Leaves whose values no code can hold: noted one by one, on their way in, and told together."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def look(self, path: str, spec: LayoutSpec, values: Tensor) -> None:
+        """Note a leaf, or a run of its rows, that is to be coded and is not finite in fp32."""
+        if not is_coded(spec) or values.is_meta:
+            return
+        count = values.numel() - int(values.detach().float().isfinite().sum())
+        if count:
+            of = f"params[{path!r}] {list(spec.shape)} with codec={spec.codec!r}"
+            self.lines.append(f"{of}: {count} of {values.numel()} values")
+
+    def refuse(self) -> None:
+        """Tell of all that were noted.
+
+        Raises:
+            StateError: there are any.
+        """
+        if self.lines:
+            fix = "load or train them again; or keep them as they are, codec=None."
+            what = f"{leaves(len(self.lines))} cannot be coded: inf, nan or too large for fp32 are"
+            raise StateError(report(what, self.lines, fix))
 
 
 def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-CHUNK_numbers = 1 << 25  # logits at once, if nobody says: 128 MB in fp32
+CHUNK_bytes = 1 << 27  # of logits at once, if nobody says: as they come, and in fp32
 
 
-def chunk_of(tokens: int, vocabulary: int, chunk: int) -> int:
-    """How many tokens at once: as asked for, or as many as `CHUNK_numbers` logits are."""
-    return max(1, min(tokens, chunk or CHUNK_numbers // max(vocabulary, 1)))
+def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype) -> int:
+    """How many tokens at once: as asked for, or as many as `CHUNK_bytes` of logits are."""
+    return max(1, min(tokens, chunk or CHUNK_bytes // max(vocabulary * logit_bytes(dtype), 1)))
+
+
+def logit_bytes(dtype: torch.dtype) -> int:
+    """Of one logit, as it comes and as it is normalised."""
+    return wide(dtype).itemsize + (dtype.itemsize if dtype != wide(dtype) else 0)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -39,17 +44,21 @@ def token_losses(
         targets: int64 [N]; the loss of those that are `ignore` is 0.
         chunk: tokens at once; 0 chooses.
     """
-    count = chunk_of(hidden.shape[0], weight.shape[0], chunk)
+    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype)
     losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
     sums = torch.empty_like(losses)
     for low in range(0, hidden.shape[0], count):
         part = slice(low, low + count)
-        logits = (hidden[part] @ weight.t()).to(losses.dtype)
-        sums[part] = torch.logsumexp(logits, 1)
-        counted = targets[part] != ignore
-        chosen = logits.gather(1, torch.where(counted, targets[part], 0).unsqueeze(1)).squeeze(1)
-        losses[part] = torch.where(counted, sums[part] - chosen, 0.0)
+        losses[part], sums[part] = _of_chunk(hidden[part], weight, targets[part], ignore)
     return losses, sums
+
+
+def _of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+    """Its logits are gone before those of the next are made."""
+    logits = (hidden @ weight.t()).to(wide(hidden.dtype))
+    sums, counted = torch.logsumexp(logits, 1), targets != ignore
+    chosen = logits.gather(1, torch.where(counted, targets, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(counted, sums - chosen, 0.0), sums
 
 
 @token_losses.register_fake
@@ -75,21 +84,44 @@ def token_losses_backward(
         gradient: [N] of the losses.
         sums: what the forward kept.
     """
-    count = chunk_of(hidden.shape[0], weight.shape[0], chunk)
+    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype)
     to_hidden = torch.empty_like(hidden)
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     for low in range(0, hidden.shape[0], count):
         part = slice(low, low + count)
-        counted = targets[part] != ignore
-        slope = torch.where(counted, gradient[part], 0.0).to(sums.dtype).unsqueeze(1)
-        logits = (hidden[part] @ weight.t()).to(sums.dtype)
-        logits.sub_(sums[part].unsqueeze(1)).exp_().mul_(slope)
-        logits.scatter_add_(1, torch.where(counted, targets[part], 0).unsqueeze(1), -slope)
-        narrow = logits.to(hidden.dtype)
-        to_hidden[part] = narrow @ weight
+        slopes = _slopes(gradient[part], sums[part], hidden[part], weight, targets[part], ignore)
+        to_hidden[part] = slopes @ weight
         if of_weight:
-            to_weight.add_(narrow.t() @ hidden[part])
+            _add_products(to_weight, slopes.t(), hidden[part])
+        del slopes  # before the next are made
     return to_hidden, to_weight.to(weight.dtype)
+
+
+def _slopes(
+    gradient: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int
+) -> Tensor:
+    """The gradient of a chunk's logits, in the dtype they came in."""
+    counted = targets != ignore
+    slope = torch.where(counted, gradient, 0.0).to(sums.dtype).unsqueeze(1)
+    logits = (hidden @ weight.t()).to(sums.dtype)
+    logits.sub_(sums.unsqueeze(1)).exp_().mul_(slope)
+    logits.scatter_add_(1, torch.where(counted, targets, 0).unsqueeze(1), -slope)
+    return logits.to(hidden.dtype)
+
+
+def run_of(columns: int) -> int:
+    """How many rows of a half type's gradient at once."""
+    return max(1, CHUNK_bytes // 32 // max(columns, 1))
+
+
+def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, with no tensor of its size beside: in place, or of half types by runs of rows."""
+    if total.dtype == other.dtype:
+        total.addmm_(one, other)
+        return
+    rows = run_of(other.shape[1])
+    for low in range(0, total.shape[0], rows):
+        total[low : low + rows].add_(one[low : low + rows] @ other)
 
 
 @token_losses_backward.register_fake

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.codecs import CODECS
 from fnshard.compiler.slots import Slots
 from fnshard.compiler.update import MASTER
 from fnshard.errors import CheckpointError, leaves, report
@@ -20,7 +21,7 @@ from fnshard.runtime.dcp import Held, Wanted
 from fnshard.runtime.manifest import Leaf
 from fnshard.runtime.memory import allocate, check_directory
 from fnshard.runtime.tensorfile import DTYPES
-from fnshard.shards import check_blocks, compare_paths
+from fnshard.shards import check_blocks, compare_paths, resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, P, block_shape
 from fnshard.state import TrainState
 
@@ -82,6 +83,23 @@ def path_of(name: str) -> str:
     """Of the leaf that a name is about: "params/a.w" and "optimizer/a.w/mu" are of "a.w"."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
+
+
+def resolved_as_saved(specs: Any, saved: Mapping[str, Leaf]) -> Any:
+    """A spec tree that knows its shapes: its own, or else the saved parameters'.
+
+    Raises:
+        CheckpointError: some of them were not saved.
+    """
+    named, structure = spec_paths(specs)
+    if all(s.resolved for s in named.values()):
+        return specs
+    missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
+    if missing:
+        raise CheckpointError(report("the checkpoint is of another model; it has not:", missing[:20]))
+    of = [saved[f"params/{p}"] for p in named]
+    shapes = [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
+    return resolve_specs(specs, tree.unflatten(shapes, structure))
 
 
 # ------------------------------------------------------------------ to be filled
@@ -179,12 +197,52 @@ def wanted(held: Mapping[str, Held], saved: Mapping[str, Leaf], trained: set[str
         raise CheckpointError(
             report(
                 f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
-                wrong[:20] + ([f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []),
+                _some(wrong),
                 "restore it with the model and optimizer it was saved with; or take its parameters alone: "
                 "fs.checkpoint.restore_params(path, step, only=...).",
             )
         )
     return out
+
+
+def check_codecs_alike(specs: Specs, saved: Mapping[str, Leaf]) -> None:
+    """Refuse saved leaves that are coded otherwise than these specs say.
+
+    Args:
+        specs: by path, coded leaves by their own.
+
+    Raises:
+        CheckpointError: names them, how they were saved, and how to read them.
+    """
+    parts: dict[str, set[str]] = {}
+    for name in saved:
+        path, _, part = name.rpartition(".")
+        parts.setdefault(path, set()).add(part)
+    wrong: dict[str, tuple[str | None, str | None]] = {}
+    for path, spec in specs.items():
+        name = f"params/{path}"
+        found = None if name in saved else _codec_of(parts.get(name, set()), spec)
+        if found != spec.codec and (found is not None or name in saved):
+            wrong[path] = spec.codec, found
+    if wrong:
+        lines = [f"params[{p!r}]: codec={here!r} here, {there!r} there" for p, (here, there) in wrong.items()]
+        codecs = " and ".join(dict.fromkeys(f"codec={there!r}" for _, there in wrong.values()))
+        fix = (
+            f"specs with {codecs} read it; then fs.reshard(state, those_specs, these_specs) codes or decodes "
+            "(of parameters alone: fs.checkpoint.restore_params)."
+        )
+        what = f"the checkpoint has {leaves(len(wrong))} coded otherwise than the specs say:"
+        raise CheckpointError(report(what, _some(lines), fix))
+
+
+def _codec_of(parts: set[str], spec: LayoutSpec) -> str | None:
+    """Whose parts they are."""
+    shape = spec.shape or (1, 1)
+    return next((name for name, codec in CODECS.items() if codec.parts(shape).keys() == parts), None)
+
+
+def _some(lines: list[str], most: int = 20) -> list[str]:
+    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

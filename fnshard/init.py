@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
+from fnshard.codecs import Unfit
 from fnshard.errors import StateError, report
 from fnshard.functional import aliases, make_functional
 from fnshard.mesh import Mesh
@@ -102,7 +103,7 @@ def _from_function(
     disk_dir: str | None,
 ) -> list[Tensor]:
     """Blocks of the leaves as they are, those on meta filled by `init`."""
-    blocks, unset = [], []
+    blocks, unset, unfit = [], [], Unfit()
     for path, spec in specs.items():
         full = named[path].detach()
         if full.is_meta:
@@ -111,6 +112,8 @@ def _from_function(
                 init(path, full)
             if _untouched(full):
                 unset.append(f"params[{path!r}] {list(full.shape)}")
+            else:
+                unfit.look(path, spec, full)
         blocks.append(stored_at_rest(local_block(full, spec.storage, mesh), spec, mesh, disk_dir))
     if unset:
         raise StateError(
@@ -120,6 +123,7 @@ def _from_function(
                 "fill the leaf it is given in place, as leaf.normal_() does: what it returns is not read.",
             )
         )
+    unfit.refuse()
     return blocks
 
 
@@ -145,7 +149,7 @@ def _from_module(
     """Module by module; a subtree at a time where a module's reset writes to its children's leaves."""
     tied = aliases(model)
     blocks: dict[str, Tensor] = {}
-    problems: list[str] = []
+    problems, unfit = list[str](), Unfit()
     done: set[str] = set()
     for name, module in model.named_modules():
         if name in done:
@@ -166,6 +170,7 @@ def _from_module(
             values |= made
             problems += missing
         for path, value in values.items():
+            unfit.look(path, specs[path], value)
             block = local_block(value, specs[path].storage, mesh)
             blocks[path] = stored_at_rest(block, specs[path], mesh, disk_dir)
     if problems:
@@ -177,6 +182,7 @@ def _from_module(
                 "step.init(params, init=lambda path, leaf: ...).",
             )
         )
+    unfit.refuse()
     return {p: blocks[p] for p in specs}
 
 

@@ -76,7 +76,8 @@ def lora(
         seed: of the adapters.
 
     Raises:
-        SpecError: globs that match nothing, or leaves that are no matrices.
+        SpecError: numbers that are out of range, globs that match nothing, leaves that are no matrices or
+            smaller than the rank.
         TraceError: (of the new function) a target that `fn` does not multiply by.
 
     >>> fn = lambda p, x: F.linear(x, p["w"]).sum()
@@ -84,31 +85,55 @@ def lora(
     >>> [list(params["adapters"]["w"][n].shape) for n in "ab"], tuned(params, torch.ones(1, 3)).item()
     ([[2, 3], [4, 2]], 12.0)
     """
+    _check_numbers(rank, alpha, dropout)
     named, structure = tree.flatten_with_paths(params)
-    targets = "|".join(targets) if isinstance(targets, list | tuple) else targets
     chosen = matched("targets", targets, named)
     turned = matched("transposed", transposed, chosen) if transposed else []
     trained = matched("train", train, named) if train else []
-    wrong = [f"params[{p!r}] {list(named[p].shape)}" for p in chosen if named[p].dim() != 2]
-    wrong += [f"params[{p!r}] trains and has an adapter" for p in trained if p in chosen]
+    wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained)]
     if wrong:
-        raise SpecError(
-            report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, "name matrices alone.")
-        )
-    if not (isinstance(rank, int) and rank > 0 and 0 <= dropout < 1):
-        raise SpecError(f"rank={rank!r}, dropout={dropout!r}: a whole number from 1; a share below 1.")
+        fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
+        raise SpecError(report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix))
     asked = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
     base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
     tuned = with_adapters(fn, asked)
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(asked, named, seed)}
 
 
-def matched(what: str, globs: str, paths: Mapping[str, Any] | Sequence[str]) -> list[str]:
+def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    wrong = []
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        wrong.append(f"rank={rank!r}: a whole number from 1")
+    if not number(alpha) or alpha <= 0:
+        wrong.append(f"alpha={alpha!r}: a number above 0")
+    if not number(dropout) or not 0 <= dropout < 1:
+        wrong.append(f"dropout={dropout!r}: a share from 0, below 1")
+    if wrong:
+        raise SpecError(report("no such adapters:", wrong))
+
+
+def _misfits(path: str, leaf: Tensor, rank: int, trains: bool) -> list[str]:
+    """Why a leaf cannot have an adapter, if it cannot."""
+    of = f"params[{path!r}] {list(leaf.shape)}"
+    if trains:
+        return [f"{of} trains and has an adapter"]
+    if leaf.dim() != 2 or not leaf.is_floating_point():
+        return [f"{of} {leaf.dtype} is no matrix of floats"]
+    return [f"{of}: rank={rank} is more than {min(leaf.shape)}"] if rank > min(leaf.shape) else []
+
+
+def matched(what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Paths that one of the globs matches, with or without ".weight".
 
     Raises:
-        SpecError: a glob that matches nothing.
+        SpecError: a glob that matches nothing, or no globs at all.
     """
+    globs = "|".join(globs) if _are_texts(globs) else globs
+    if not isinstance(globs, str):
+        raise SpecError(f"{what}={globs!r}: globs of leaves, joined by '|', or a list of them.")
     hits: dict[str, list[str]] = {g: [] for g in globs.split("|")}
     for path in paths:
         for pattern, found in hits.items():
@@ -119,6 +144,10 @@ def matched(what: str, globs: str, paths: Mapping[str, Any] | Sequence[str]) -> 
         shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
         raise SpecError(report(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}"))
     return [p for p in paths if any(p in found for found in hits.values())]
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
 
 
 def init_adapters(asked: Lora, shapes: Mapping[str, Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:

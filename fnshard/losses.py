@@ -53,7 +53,7 @@ def linear_cross_entropy(
         hidden: [..., D], in any float dtype; logits are normalised in fp32.
         weight: [V, D]: the head, which may be the tied embedding.
         targets: int64 [...]; tokens whose target is `ignore` do not count.
-        chunk: tokens at once; 0 takes as many as 2**25 logits are.
+        chunk: tokens at once; 0 takes as many as 128 MiB of logits are.
 
     Raises:
         ValueError: shapes that do not fit each other.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.codecs import Unfit, block_of, check_codecs, is_coded, parts_of
 from fnshard.errors import SpecError
 from fnshard.held import (
     blank_params,
@@ -29,8 +30,9 @@ from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
 from fnshard.runtime.dcp import Held, Wanted
 from fnshard.runtime.manifest import Leaf
+from fnshard.runtime.rows import all_or_none
 from fnshard.runtime.tensorfile import NAMES
-from fnshard.shards import compare_paths, spec_paths
+from fnshard.shards import compare_paths, leaf_paths, spec_paths, stored_at_rest
 from fnshard.spec import LayoutSpec
 from fnshard.state import TrainState
 
@@ -77,7 +79,9 @@ def reshard_cost(
     >>> fs.reshard_cost(step.init(params), a, b, paper).leaves
     {'params/w': 96}
     """
-    moves = _moves(state, before, after, mesh or default_mesh(), to, None, on_paper=True)
+    mesh = mesh or default_mesh()
+    old, before, plain = _decoded(state, before, after)
+    moves = _moves(old, before, plain, mesh, to, None, on_paper=True)
     gathered = [moves.old[n] for n in moves.gathered]
     sent = {
         n: h.block.numel() * h.block.dtype.itemsize * (moves.mesh.axes_size(h.layout.axes) - 1)
@@ -90,21 +94,22 @@ def reshard_cost(
 
 
 def reshard(
-    state: TrainState,
+    state: Any,
     before: Any,
     after: Any,
     mesh: Mesh | None = None,
     *,
     to: Mesh | None = None,
     disk_dir: str | None = None,
-) -> TrainState:
+) -> Any:
     """The same state in another layout, without a file. A collective; the old state is consumed.
 
     A leaf is gathered by the ranks it is split over, and each cuts its block; old and new state are there
-    together. dtypes, tiers and master copies go as in `fnshard.checkpoint.restore`.
+    together. dtypes, tiers and master copies go as in `fnshard.checkpoint.restore`. A leaf whose codec
+    changes is decoded before and coded afterwards, block by block.
 
     Args:
-        state: of `before` on `mesh`.
+        state: of `before` on `mesh`; or a tree of stored blocks: then such a tree is returned.
         before, after: spec trees of the same leaves.
         mesh: where it is; default one axis over all ranks.
         to: a mesh of the same ranks by other axes; default `mesh`.
@@ -112,11 +117,32 @@ def reshard(
 
     Raises:
         SpecError: trees of other leaves, or meshes of other sizes.
-        StateError: a state that is not of `before`.
+        StateError: a state that is not of `before`; values of leaves to be coded that are not finite.
+
+    >>> import fnshard as fs
+    >>> params = {"w": torch.eye(2)}
+    >>> plain = fs.match_specs(params, [("*", LayoutSpec())])
+    >>> coded = fs.match_specs(params, [("*", LayoutSpec(codec="int8", trainable=False))])
+    >>> reshard(params, plain, coded)["w"]["scales"]
+    tensor([[0.0079],
+            [0.0079]])
     """
-    moves = _moves(state, before, after, mesh or default_mesh(), to, disk_dir)
-    comm = connection(moves.mesh)
+    mesh = mesh or default_mesh()
+    if not isinstance(state, TrainState):
+        zero = torch.zeros((), dtype=torch.int64)
+        whole = TrainState(zero, state, {}, {}, zero.clone())
+        return reshard(whole, before, after, mesh, to=to, disk_dir=disk_dir).params
+    old, before, plain = _decoded(state, before, after)
+    moves = _moves(old, before, plain, mesh, to, disk_dir)
+    del old
     state.consume()
+    _move(moves)
+    return _coded(moves.new, plain, after, moves.to, disk_dir)
+
+
+def _move(moves: _Moves) -> None:
+    """Fill the new state, leaf by leaf."""
+    comm = connection(moves.mesh)
     with torch.no_grad():
         for name in list(moves.old):
             gathered = name in moves.gathered
@@ -125,7 +151,63 @@ def reshard(
             for leaf in moves.targets.get(name, ()):
                 split = gathered or not moves.mesh.ordered(held.layout.axes)
                 leaf.block.copy_(local_block(whole, leaf.layout, moves.to) if split else whole)
-    return moves.new
+
+
+def _decoded(state: TrainState, before: Any, after: Any) -> tuple[TrainState, Any, Any]:
+    """A state whose leaves that change their codec are as they are, its specs, and those to move it to."""
+    (old, structure), (new, _) = leaf_paths(before), leaf_paths(after)
+    compare_paths(old, new)
+    changed = {p for p in old if old[p].codec != new[p].codec}
+    if not changed:
+        return state, before, after
+    check_codecs({p: new[p] for p in changed})
+    blocks = tree.flatten_with_paths(state.params)[0]
+    compare_paths(spec_paths(before)[0], blocks)
+
+    def plain(named: Mapping[str, LayoutSpec]) -> Any:
+        return tree.unflatten([_plain(s) if p in changed else s for p, s in named.items()], structure)
+
+    with torch.no_grad():
+        values = [block_of(blocks, p, s) if p in changed else _stored(blocks, p, s) for p, s in old.items()]
+    fields = {**state.as_dict(), "params": tree.unflatten(values, structure)}
+    return TrainState(**fields, data=state.data), plain(old), plain(new)
+
+
+def _plain(spec: LayoutSpec) -> LayoutSpec:
+    """The same leaf uncoded, for a moment, and so not on disk."""
+    if spec.codec is None:
+        return spec
+    return replace(spec, codec=None, memory="host" if spec.memory == "disk" else spec.memory)
+
+
+def _stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
+    """A leaf as the tree holds it: a coded one is a dict of its parts."""
+    return {n: blocks[f"{path}.{n}"] for n in parts_of(spec)} if is_coded(spec) else blocks[path]
+
+
+def _coded(state: TrainState, plain: Any, after: Any, mesh: Mesh, disk_dir: str | None) -> TrainState:
+    """A state of `plain` specs with the codecs of `after`. A collective: all ranks refuse, or none."""
+    if plain is after:
+        return state
+    (now, _), (wanted_specs, structure) = leaf_paths(plain), leaf_paths(after)
+    blocks = tree.flatten_with_paths(state.params)[0]
+    changed = {p for p, s in wanted_specs.items() if is_coded(s) and not is_coded(now[p])}
+
+    def check() -> None:
+        unfit = Unfit()
+        for path in changed:
+            unfit.look(path, wanted_specs[path], blocks[path])
+        unfit.refuse()
+
+    all_or_none(connection(mesh), "coding leaves", check)
+    with torch.no_grad():
+        values = [
+            stored_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
+            for p, s in wanted_specs.items()
+        ]
+    made = state.replace(params=tree.unflatten(values, structure))
+    made.where, made.data = (after, mesh), state.data
+    return made
 
 
 def _gathered(held: Held, spec: LayoutSpec, mesh: Mesh, comm: Collectives) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.codecs import check_codecs, decoded, encoded, is_coded, parts_of, stored_specs
+from fnshard.codecs import Unfit, check_codecs, decoded, encoded, is_coded, parts_of, stored_specs
 from fnshard.errors import SpecError, StateError, leaves, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer, local_block, make_buckets
@@ -82,6 +82,10 @@ def shard(params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None) -
     Args:
         disk_dir: directory for leaves with memory="disk".
 
+    Raises:
+        SpecError: specs that do not fit the tree or the mesh.
+        StateError: leaves of other shapes; values of coded leaves that are not finite.
+
     >>> import torch
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
     >>> params = {"w": torch.arange(5.0)}
@@ -95,7 +99,10 @@ def shard(params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None) -
     given = tree.flatten_with_paths(params)[0]
     compare_paths(named, given)
     check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
-    rank = mesh.rank
+    rank, unfit = mesh.rank, Unfit()
+    for path, spec in named.items():
+        unfit.look(path, spec, given[path])  # the whole leaf, so that all ranks refuse it
+    unfit.refuse()
     blocks = []
     for path, spec in named.items():
         leaf = given[path].detach()

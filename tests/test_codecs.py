@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, codecs
-from fnshard.errors import SpecError
+from fnshard.errors import CheckpointError, SpecError, StateError
 
 BOTH = ("int8", "nf4")
 
@@ -70,6 +71,79 @@ def test_zeros_and_lone_weights_survive(codec: str) -> None:
     lone = torch.zeros(2, 64)
     lone[0, 5] = -3.0
     torch.testing.assert_close(decoded(lone, codec), lone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("codec", BOTH)
+@pytest.mark.parametrize("count", [1, 90, 127, 128, 180, 254, 1000])
+def test_denormals_do_not_wrap_around(codec: str, count: int) -> None:
+    """A 127th of a denormal rounds to a coarse step: 180 of the smallest one are 180 steps of one."""
+    smallest = 2.0**-149
+    value = torch.zeros(2, 64 * 300)
+    value[:, ::64] = torch.linspace(-count, count, 300).round() * smallest  # 300 scales, themselves coded
+    off = (decoded(value, codec) - value).abs().max().item()
+    assert off <= 64 * smallest
+
+
+# ------------------------------------------------------------------ what is not finite
+
+
+def broken(value: float) -> tuple[dict[str, Tensor], Any]:
+    """Two leaves with one such value each, in the rows of another rank, and one with none."""
+    params = {n: torch.ones(6, 70, dtype=torch.float64) for n in ("sound", "one", "other")}
+    params["one"][5, 69] = params["other"][0, 0] = value
+    coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
+    specs = fs.match_specs(
+        params, [("sound", coded), ("one", replace(coded, codec="int8")), ("other", coded)]
+    )
+    return params, specs
+
+
+SAYS = (
+    r"(?s)2 leaves cannot be coded: inf, nan.*'one'\] \[6, 70\] with codec='int8': 1 of.*'other'.*codec=None"
+)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300])  # the last: too large for fp32
+def test_what_is_not_finite_is_refused_by_all_ranks_with_every_leaf(value: float, tmp_path: Path) -> None:
+    params, specs = broken(value)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    step = fs.shard_step(lambda p, x: (p["sound"] * x).sum(), specs, mesh=mesh, backend="eager")
+
+    def refused(rank: int) -> None:
+        for make in (lambda: fs.shard(params, specs, mesh), lambda: step.init(params)):
+            with pytest.raises(StateError, match=SAYS):
+                make()
+
+    fs.simulate(mesh, refused)
+    plain = fs.match_specs(params, [("*", LayoutSpec())])
+    fs.hf.save(params, tmp_path / "model", plain, fs.make_mesh(shard=1))
+    with pytest.raises(StateError, match=SAYS):
+        fs.hf.load(tmp_path / "model", specs, fs.make_mesh(shard=1))
+
+
+def test_what_an_init_makes_not_finite_is_refused() -> None:
+    params, specs = broken(1.0)
+    meta = {n: v.to("meta") for n, v in params.items()}
+    step = fs.shard_step(lambda p, x: (p["sound"] * x).sum(), specs, backend="eager")
+
+    def fill(path: str, leaf: Tensor) -> None:
+        leaf.fill_(1.0)
+        if path != "sound":
+            leaf[2, 3] = math.inf
+
+    with pytest.raises(StateError, match=SAYS):
+        step.init(meta, init=fill)
+
+    class Wild(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.weight, math.inf)
+
+    with torch.device("meta"):
+        model = Wild(70, 6, bias=False)
+    specs = fs.match_specs(fs.make_functional(model)[1], [("*", LayoutSpec(codec="nf4", trainable=False))])
+    step = fs.shard_step(lambda p, x: (p["weight"] * x).sum(), specs, backend="eager")
+    with pytest.raises(StateError, match=r"(?s)1 leaf cannot be coded.*'weight'.*420 of 420"):
+        step.init(model)
 
 
 # ------------------------------------------------------------------ the step
@@ -247,6 +321,96 @@ def test_weights_of_a_directory_are_coded_as_they_are_read(tmp_path: Path) -> No
     assert torch.equal(again["b"], params["b"])
 
 
+# ------------------------------------------------------------------ coded otherwise than before
+
+
+def three_ways() -> tuple[dict[str, Tensor], dict[str | None, Any]]:
+    params = {"w": torch.randn(10, 130, generator=torch.Generator().manual_seed(0)), "b": torch.ones(10)}
+    return params, {
+        codec: fs.match_specs(
+            params,
+            [("w", LayoutSpec(P("shard"), codec=codec, trainable=False)), ("*", LayoutSpec(P("shard")))],
+        )
+        for codec in (None, "int8", "nf4")
+    }
+
+
+@pytest.mark.parametrize("before", [None, "int8", "nf4"])
+@pytest.mark.parametrize("after", [None, "int8", "nf4"])
+def test_a_state_is_resharded_into_codes_and_out_of_them(before: str | None, after: str | None) -> None:
+    params, specs = three_ways()
+    mesh = fs.make_mesh(shard=4, simulated=True)
+    target = fs.match_specs(
+        params,
+        [("w", LayoutSpec(P("shard"), codec=after, trainable=False, memory="host")), ("*", LayoutSpec())],
+    )
+    step = fs.shard_step(
+        lambda p, x: (F.linear(x, p["w"]) * p["b"]).sum(), target, mesh=mesh, backend="eager"
+    )
+    seen = params["w"] if before is None else decoded(params["w"], before)
+
+    def work(rank: int) -> Any:
+        blocks = fs.shard(params, specs[before], mesh)
+        tree = fs.reshard(blocks, specs[before], target, mesh)
+        state = fs.TrainState(torch.tensor(3), blocks, {}, {}, torch.tensor(0))
+        moved = fs.reshard(state, specs[before], target, mesh)
+        assert int(moved.step) == 3 and moved.where[0] is target
+        named = [fs.tree.flatten_with_paths(t)[0] for t in (tree, moved.params)]
+        assert all(torch.equal(named[0][p], v) for p, v in named[1].items())
+        step(tree, torch.ones(1, 130))  # its blocks are as the specs say
+        return fs.unshard(tree, target, mesh)
+
+    for whole in fs.simulate(mesh, work):
+        known = seen if after in (None, before) else decoded(seen, after)
+        assert torch.equal(whole["w"], known)
+        assert torch.equal(whole["b"], params["b"])
+
+
+def test_a_rank_that_cannot_code_its_block_is_heard_by_all() -> None:
+    params, specs = three_ways()
+    params["w"][9, 0] = math.nan
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def work(rank: int) -> None:
+        blocks = fs.shard(params, specs[None], mesh)
+        kind, says = (StateError, r"'w'\] \[10, 130\] with codec='nf4': 1 of 650") if rank else (
+            CheckpointError, r"(?s)coding leaves failed.*rank 1: StateError")  # fmt: skip
+        with pytest.raises(kind, match=says):
+            fs.reshard(blocks, specs[None], specs["nf4"], mesh)
+
+    fs.simulate(mesh, work)
+
+
+def test_a_checkpoint_that_is_coded_otherwise_says_so_and_the_way_out_works(tmp_path: Path) -> None:
+    params, specs = three_ways()
+    mesh = fs.make_mesh(shard=1)
+    for name, codec in (("plain", None), ("coded", "nf4")):
+        state = fs.TrainState(torch.tensor(1), fs.shard(params, specs[codec], mesh), {}, {}, torch.tensor(0))
+        fs.checkpoint.save(tmp_path / name, state, specs=specs[codec], mesh=mesh)
+    for name, wanted, says in (
+        (
+            "plain",
+            "nf4",
+            r"(?s)has 1 leaf coded otherwise.*'w'\]: codec='nf4' here, None there.*codec=None read it",
+        ),
+        (
+            "coded",
+            None,
+            r"(?s)codec=None here, 'nf4' there.*specs with codec='nf4' read it.*fs\.reshard\(state",
+        ),
+        ("coded", "int8", r"codec='int8' here, 'nf4' there"),
+    ):
+        for restore in (fs.checkpoint.restore, fs.checkpoint.restore_params):
+            with pytest.raises(CheckpointError, match=says):
+                restore(tmp_path / name, specs[wanted], mesh)
+    blocks = fs.checkpoint.restore_params(tmp_path / "plain", specs[None], mesh)
+    there = fs.checkpoint.restore_params(tmp_path / "coded", specs["nf4"], mesh)
+    again = fs.reshard(blocks, specs[None], specs["nf4"], mesh)
+    assert all(torch.equal(again["w"][n], v) for n, v in there["w"].items())
+    with pytest.raises(CheckpointError, match=r"only=5: a glob of paths, or a list of them"):
+        fs.checkpoint.restore_params(tmp_path / "plain", specs[None], mesh, only=5)
+
+
 # ------------------------------------------------------------------ one of your own
 
 
@@ -267,20 +431,45 @@ FP8 = codecs.Codec(
 )
 
 
-def test_a_third_codec_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_codec_can_be_registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loaded, sharded, gathered, trained beside, saved and restored like those that are built in."""
     monkeypatch.setattr(codecs, "CODECS", dict(codecs.CODECS))
     codecs.register(FP8)
     codecs.register(FP8)  # again is no harm
     params, x = full(), torch.randn(2, 96, dtype=torch.float64)
     known = {p: decoded(v, "fp8") if p.endswith("w") else v for p, v in params.items()}
+    assert known["layers.0.w"].sub(params["layers.0.w"]).abs().max() < 0.05
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = coded(params, "fp8")
+    plain = fs.match_specs(params, [("*", LayoutSpec())])
+    fs.hf.save(params, tmp_path / "model", plain, fs.make_mesh(shard=1))
     step = fs.shard_step(loss_fn, specs, mesh=mesh, backend="eager")
 
     def work(rank: int) -> float:
-        return float(step(fs.shard(params, specs, mesh), x)[0])
+        blocks = fs.hf.load(tmp_path / "model", specs, mesh)
+        assert blocks["layers.0.w"]["codes"].dtype == torch.float8_e4m3fn
+        return float(step(blocks, x)[0])
 
     assert fs.simulate(mesh, work) == pytest.approx([float(loss_fn(known, x))] * 2, abs=1e-10)
+
+    paper = fs.make_mesh(shard=8, abstract=True)
+    bare = {p: v for p, v in params.items() if p.endswith("w")}
+    frozen = fs.match_specs(bare, [("*", LayoutSpec(P("shard"), codec="fp8", trainable=False))])
+    low = fs.shard_forward(lambda p, x: F.linear(x, p["layers.0.w"]).sum(), frozen, mesh=paper).lower(bare, x)
+    assert low.comm_analysis()["gather"]["bytes"] == 96 * (96 + 4)  # codes of a byte, a scale a row
+
+    alone = fs.make_mesh(shard=1)
+    step = fs.shard_step(loss_fn, specs, mesh=alone, optimizer=fs.optim.adamw(0.1), backend="eager")
+    state, _ = step(step.init(params), x)
+    fs.checkpoint.save(tmp_path / "1", state)
+    again = fs.checkpoint.restore(tmp_path / "1", step)
+    first = fs.shard(params, specs, alone)["layers.1.w"]
+    for name, value in again.params["layers.1.w"].items():
+        assert torch.equal(value.view(torch.uint8), first[name].view(torch.uint8))
+    assert step(again, x)[1]["loss"] == step(state, x)[1]["loss"]
+    params["layers.2.w"][0, 0] = math.nan
+    with pytest.raises(StateError, match=r"(?s)1 leaf cannot be coded.*'layers\.2\.w'.*codec='fp8'"):
+        step.init(params)
 
 
 def test_a_codec_that_breaks_its_contract_is_refused() -> None:

@@ -3,83 +3,213 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import fnshard as fs
+from fnshard.lowered import Lowered
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+GEMMA = {**SMALL, "head_dim": 8}
+LOCAL = {**GEMMA, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+         "query_pre_attn_scalar": 8}  # fmt: skip
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+ENCODER = {n: SMALL[n] for n in SMALL if n != "num_key_value_heads"}
+IMAGES = {**ENCODER, "image_size": 12, "patch_size": 4, "num_labels": 5}
 ROWS, TIME = 4, 7
 
 
-def build(name: str, **config: Any) -> nn.Module:
-    made = getattr(transformers, f"{name}Config")(**config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        kind = "ConditionalGeneration" if name == "T5" else "LMHeadModel" if name == "GPT2" else "CausalLM"
-        return (
-            getattr(transformers, f"{name}{'For' if kind != 'LMHeadModel' else ''}{kind}")(made)
-            .double()
-            .eval()
-        )
+@dataclass(frozen=True)
+class Family:
+    """How to make one, and what is known of its leaves.
+
+    Args:
+        head: the class's name behind the family's.
+        config: of that name, if it is not the family's.
+        layers: how many units must be found.
+        tied: the name a leaf is stored under, and its other one.
+        atol: of gradients. Gemma's norms and Gemma 2's softmax compute in fp32 whatever they are given, so
+            that sums over a half of the rows are rounded otherwise than those over all.
+    """
+
+    name: str
+    head: str
+    sizes: dict[str, Any]
+    config: str = ""
+    layers: int = 2
+    tied: tuple[str, str] | None = None
+    atol: float = sharded.ATOL
+
+    def build(self) -> nn.Module:
+        """The module, in fp64."""
+        config = getattr(transformers, f"{self.config or self.name}Config")(**self.sizes)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return getattr(transformers, self.name + self.head)(config).double().eval()
 
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: build("Llama", **SMALL, tie_word_embeddings=False),
-    "qwen2": lambda: build("Qwen2", **SMALL),
-    "gpt2": lambda: build("GPT2", vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=32),
-    "t5": lambda: build("T5", vocab_size=61, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
-                        decoder_start_token_id=0),
+EMBEDDED = ("model.embed_tokens.weight", "lm_head.weight")
+FAMILIES = {
+    "llama": Family("Llama", "ForCausalLM", {**SMALL, "tie_word_embeddings": False}),
+    "qwen2": Family("Qwen2", "ForCausalLM", SMALL),
+    "qwen3": Family("Qwen3", "ForCausalLM", {**GEMMA, "tie_word_embeddings": True}, tied=EMBEDDED),
+    "mistral": Family("Mistral", "ForCausalLM", {**SMALL, "sliding_window": 4}),
+    "gemma": Family("Gemma", "ForCausalLM", GEMMA, tied=EMBEDDED, atol=1e-6),
+    # Softcapped attention, which has no fused kernel; windows in every other layer.
+    "gemma2": Family("Gemma2", "ForCausalLM", LOCAL, tied=EMBEDDED, atol=1e-6),
+    "gemma3": Family("Gemma3", "ForCausalLM", LOCAL, config="Gemma3Text", tied=EMBEDDED, atol=1e-6),
+    "gpt2": Family("GPT2", "LMHeadModel", GPT2, tied=("transformer.wte.weight", "lm_head.weight")),
+    "t5": Family(
+        "T5", "ForConditionalGeneration",
+        {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+         "decoder_start_token_id": 0},
+        layers=4, tied=("shared.weight", "encoder.embed_tokens.weight"),
+    ),
+    "bert": Family(
+        "Bert", "ForMaskedLM", ENCODER,
+        tied=("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    ),
+    "vit": Family("ViT", "ForImageClassification", IMAGES),
 }  # fmt: skip
-TIED = {
-    "gpt2": ("transformer.wte.weight", "lm_head.weight"),
-    "t5": ("shared.weight", "encoder.embed_tokens.weight"),
-}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_an_unmodified_model(family: str) -> None:
-    module = FAMILIES[family]()
+@dataclass(frozen=True)
+class Case:
+    """A loss of a model's leaves, a batch, and what autograd makes of both."""
+
+    params: dict[str, Tensor]
+    loss: Callable[..., Tensor]
+    batch: tuple[Tensor, ...]
+    value: Tensor
+    grads: dict[str, Tensor]
+
+
+def case_of(module: nn.Module) -> Case:
+    """Tokens, or images, and labels drawn for a module; the loss is fp64's, unlike the models' own."""
+    generator = torch.Generator().manual_seed(1)
+    images = module.main_input_name == "pixel_values"
+    shape = (ROWS,) if images else (ROWS, TIME)
+    labels = torch.randint(1, 5 if images else 61, shape, generator=generator)
+    if images:
+        given = torch.randn(ROWS, 3, 12, 12, dtype=torch.float64, generator=generator)
+    else:
+        given = torch.randint(1, 61, shape, generator=generator)
+    decoded = module.config.is_encoder_decoder
+
+    def cross_entropy(call: Callable[..., Any], given: Tensor, labels: Tensor) -> Tensor:
+        told = {"labels": labels} if decoded else {}
+        logits = call(**{module.main_input_name: given, **told, "return_dict": True}).logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
     apply, params = fs.make_functional(module)
-    if family in TIED:
-        first, other = TIED[family]
-        assert first in params and other not in params
 
-    def cross_entropy(output: Any, labels: torch.Tensor) -> torch.Tensor:
-        # The models' own loss rounds to fp32, which would hide what is to be shown here.
-        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+    def loss(params: Any, *batch: Tensor) -> Tensor:
+        return cross_entropy(lambda **given: apply(params, **given), *batch)
 
-    def loss(params: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(apply(params, input_ids=ids, labels=labels, use_cache=False), labels)
-
-    drawn = torch.randint(1, 61, (2, ROWS, TIME), generator=torch.Generator().manual_seed(1))
-    value = cross_entropy(module(input_ids=drawn[0], labels=drawn[1], use_cache=False), drawn[1])
+    module.zero_grad()
+    value = cross_entropy(module, given, labels)
     value.backward()
-    expected = {p: v.grad for p, v in module.named_parameters()}
+    grads = {p: v.grad.clone() for p, v in module.named_parameters() if v.grad is not None}
+    return Case(params, loss, (given, labels), value.detach(), grads)
+
+
+def check(case: Case, blocks: Callable[[Any, fs.Mesh], Any], atol: float = sharded.ATOL) -> Lowered:
+    """Loss and gradients of two ranks equal autograd's.
+
+    Args:
+        blocks: a rank's stored blocks, by the specs.
+    """
     mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = fs.presets.full_shard(params, mesh)
-    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
+    specs = fs.presets.full_shard(case.params, mesh)
+    step = fs.shard_step(case.loss, specs, mesh=mesh, backend="eager")
 
     def run(rank: int) -> Any:
-        got, grads = step(fs.shard(params, specs, mesh), *sharded.part(tuple(drawn), rank, 2))
+        got, grads = step(blocks(specs, mesh), *sharded.part(case.batch, rank, 2))
         held = {p: g for p, g in grads.items() if g is not None}
         return got, fs.unshard(held, {p: specs[p] for p in held}, mesh)
 
     for got, grads in fs.simulate(mesh, run):
-        torch.testing.assert_close(got, value.detach(), rtol=0, atol=1e-10)
-        assert grads.keys() == expected.keys()
-        for path, grad in expected.items():
-            torch.testing.assert_close(grads[path], grad, rtol=0, atol=1e-10, msg=path)
-    units = {s.unit for s in specs.values()}
-    assert sum(any(part.isdigit() for part in u.split(".")) for u in units) == (4 if family == "t5" else 2), (
-        units
-    )
+        torch.testing.assert_close(got, case.value, rtol=0, atol=atol)
+        for path, grad in grads.items():
+            wanted = case.grads.get(path, torch.zeros_like(grad))
+            torch.testing.assert_close(
+                grad, wanted, rtol=0, atol=atol, msg=lambda m, path=path: f"{path}: {m}"
+            )
+        assert case.grads.keys() <= grads.keys()
+    return step.lower(case.params, *sharded.part(case.batch, 0, 2))
+
+
+def layers_gathered(lowered: Lowered) -> list[str]:
+    """Units of a numbered module, by their gathers in the forward: one a layer is what is wanted."""
+    lines = [line.split() for line in lowered.as_text().splitlines()]
+    gathered = [line[2] for line in lines if line[1:2] == ["forward"] and line[3:4] == ["gather"]]
+    return [unit for unit in gathered if any(part.isdigit() for part in unit.split("."))]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_an_unmodified_model(name: str) -> None:
+    family = FAMILIES[name]
+    case = case_of(family.build())
+    if family.tied:
+        first, other = family.tied
+        assert first in case.params and other not in case.params
+    lowered = check(case, lambda specs, mesh: fs.shard(case.params, specs, mesh), family.atol)
+    gathered = layers_gathered(lowered)
+    assert len(set(gathered)) == family.layers, gathered
+    if name != "t5":  # whose decoder layers all read the first one's table of relative positions
+        assert len(gathered) == family.layers, gathered
+
+
+AUTO = {"bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "gemma2", "gemma3", "bert", "vit"])
+def test_a_model_of_a_local_directory(name: str, with_model: bool, tmp_path: Path) -> None:
+    """Read by `from_pretrained`, and on meta by its configuration and `fs.hf.load`: the same leaves, the
+    tied head among them; and `fs.hf.save` calls them what transformers does."""
+    family = FAMILIES[name]
+    family.build().save_pretrained(tmp_path / "model")
+    auto = getattr(transformers, AUTO.get(name, "AutoModelForCausalLM"))
+    read = auto.from_pretrained(tmp_path / "model", local_files_only=True)
+    leaves = fs.make_functional(read)[1]
+    with torch.device("meta"):
+        meta = auto.from_config(read.config, dtype=torch.float64)
+    made = {p for p in leaves if p not in read.state_dict()} - set(dict(read.named_parameters()))
+    how = {"model": meta} if with_model else {"missing": {p: leaves[p] for p in made}}
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(fs.make_functional(meta)[1], mesh)
+
+    def run(rank: int) -> Any:
+        blocks = fs.hf.load(tmp_path / "model", specs, mesh, **how)
+        fs.hf.save(blocks, tmp_path / "out", specs, mesh, config=tmp_path / "model", model=how.get("model"))
+        return fs.unshard(blocks, specs, mesh)
+
+    for got in fs.simulate(mesh, run):
+        assert got.keys() == leaves.keys()
+        for path, leaf in leaves.items():
+            assert torch.equal(got[path], leaf.detach()), path
+    files = [safetensors.load_file(tmp_path / n / "model.safetensors") for n in ("model", "out")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
+
+
+def test_gradients_of_a_model_read_from_a_directory(tmp_path: Path) -> None:
+    FAMILIES["qwen3"].build().save_pretrained(tmp_path / "model")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert read.dtype == torch.float64
+    check(case_of(read.eval()), lambda specs, mesh: fs.hf.load(tmp_path / "model", specs, mesh, model=read))

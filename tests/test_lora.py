@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -90,7 +91,11 @@ def test_matrices_that_are_multiplied_as_they_are() -> None:
         lambda x, w: x.matmul(w),
     ):
         fn, tree = fs.lora(
-            lambda p, x, m=multiply: m(x, p["w"]), {"w": torch.randn(3, 4)}, targets="w", transposed="w"
+            lambda p, x, m=multiply: m(x, p["w"]),
+            {"w": torch.randn(3, 4)},
+            rank=2,
+            targets="w",
+            transposed="w",
         )
         with torch.no_grad():
             tree["adapters"]["w"]["b"].normal_()
@@ -147,7 +152,9 @@ def test_sharded_it_is_the_reference_and_the_base_has_no_gradient(codec: str | N
         others = [g for g in fs.tree.flatten(grads["base"])[0] if g is not None]
         return abs(float(got) - loss.item()), worst, len(others)
 
-    for off, worst, others in fs.simulate(mesh, work):
+    with sharded.remembered_kernels():
+        results = fs.simulate(mesh, work)
+    for off, worst, others in results:
         assert off < 1e-10
         assert worst < 1e-10
         assert others == 0
@@ -289,17 +296,142 @@ def test_mistakes_are_named() -> None:
         SpecError, match=r"(?s)targets='\*\.k_proj\|\*\.q_proj' matches no leaf by:.*\*\.k_proj"
     ):
         fs.lora(fn, params, targets="*.k_proj|*.q_proj")
-    with pytest.raises(SpecError, match=r"(?s)1 leaf cannot have an adapter.*params\['norm'\] \[4\]"):
+    with pytest.raises(
+        SpecError, match=r"(?s)1 leaf cannot have an adapter.*params\['norm'\] \[4\].*no matrix"
+    ):
         fs.lora(fn, params, targets="norm")
-    with pytest.raises(SpecError, match="rank=0"):
-        fs.lora(fn, params, rank=0, targets="*.q_proj")
     with pytest.raises(SpecError, match="trains and has an adapter"):
         fs.lora(fn, params, targets="*.q_proj", train="*.q_proj")
-    tuned_fn, tree = fs.lora(fn, params, targets="*.q_proj")
+    tuned_fn, tree = fs.lora(fn, params, rank=4, targets="*.q_proj")
     with pytest.raises(
         TraceError, match=r"(?s)q_proj.*multiplies by it nowhere.*gives it to sum.*transposed="
     ):
         tuned_fn(tree, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rank": 0}, "rank=0: a whole number from 1"),
+        ({"rank": -2}, "rank=-2"),
+        ({"rank": 2.0}, r"rank=2\.0"),
+        ({"rank": True}, "rank=True"),
+        ({"rank": "8"}, "rank='8'"),
+        ({"rank": 5}, r"(?s)2 leaves.*'a'\] \[4, 9\]: rank=5 is more than 4.*'b'\] \[9, 4\].*smaller rank"),
+        ({"alpha": 0}, "alpha=0: a number above 0"),
+        ({"alpha": -1.0}, r"alpha=-1\.0"),
+        ({"alpha": math.nan}, "alpha=nan"),
+        ({"alpha": math.inf}, "alpha=inf"),
+        ({"alpha": "16"}, "alpha='16'"),
+        ({"alpha": None}, "alpha=None"),
+        ({"dropout": 1.0}, r"dropout=1\.0: a share from 0, below 1"),
+        ({"dropout": math.nan}, "dropout=nan"),
+        ({"dropout": "0.1"}, r"dropout='0\.1'"),
+        ({"rank": 0, "alpha": 0, "dropout": -1}, "(?s)rank=0.*alpha=0.*dropout=-1"),
+        ({"targets": 5}, "targets=5: globs of leaves"),
+        ({"targets": ["a", 5]}, r"targets=\['a', 5\]: globs"),
+        ({"targets": []}, "targets='' matches no leaf"),
+        ({"transposed": 5}, "transposed=5: globs"),
+        ({"train": 5}, "train=5: globs"),
+    ],
+)
+def test_numbers_and_globs_that_are_none(wrong: dict[str, Any], says: str) -> None:
+    params = {"a": torch.zeros(4, 9), "b": torch.zeros(9, 4)}
+    with pytest.raises(SpecError, match=says):
+        fs.lora(lambda p, x: x, params, **{"rank": 2, "targets": "a|b", **wrong})
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ([], "holds 'list' adapters; only LoRA"),
+        ({"peft_type": None}, "holds None adapters"),
+        ({"r": ...}, "(?s)is not one that can be read here.*r is missing, wanted is a whole number"),
+        ({"r": "4", "lora_alpha": ...}, '(?s)r is "4".*lora_alpha is missing'),
+        ({"r": True}, "r is true"),
+        ({"r": None}, "r is null"),
+        ({"r": 4.0}, r"r is 4\.0"),
+        ({"lora_alpha": math.nan}, "lora_alpha is NaN, wanted is a number above 0"),
+        ({"lora_alpha": [8]}, r"lora_alpha is \[8\]"),
+        ({"lora_dropout": 1}, "lora_dropout is 1, wanted is a share"),
+        ({"use_rslora": "yes"}, 'use_rslora is "yes"'),
+        ({"fan_in_fan_out": 1}, "fan_in_fan_out is 1, wanted is true or false"),
+        ({"use_dora": True}, "use_dora is true, which is not known here"),
+        (
+            {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 9}},
+            "(?s)rank_pattern is.*alpha_pattern is",
+        ),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa", wanted is one that leaves the base'),
+        ({"r": 8}, "(?s)of another model, 6 leaves.*a, b are"),
+    ],
+)
+def test_odd_configurations_of_adapters_are_refused(odd: Any, says: str, saved_adapters: Any) -> None:
+    folder, shapes = saved_adapters
+    config = odd if isinstance(odd, list) else {k: v for k, v in {**CONFIG, **odd}.items() if v is not ...}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(StateError, match=says):
+        adapters.load(folder, shapes)
+
+
+@pytest.mark.parametrize("modules", ["all-linear", r".*\.(q|v)_proj", None, ["q_proj"], {"a": 1}])
+def test_the_tensors_say_what_is_targeted_whatever_the_configuration_matches_by(
+    modules: Any, saved_adapters: Any
+) -> None:
+    folder, shapes = saved_adapters
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": modules}))
+    asked, found = adapters.load(folder, shapes)
+    assert asked.targets == tuple(found) and len(found) == 6
+    assert (asked.rank, asked.alpha, asked.dropout, asked.rank_stabilised) == (4, 8.0, 0.0, False)
+
+
+@pytest.fixture
+def saved_adapters(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    fn, tree, _ = tuned(llama().float())
+    adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    return tmp_path, tree["base"]
+
+
+def test_files_of_adapters_that_are_broken_or_empty(saved_adapters: Any) -> None:
+    folder, shapes = saved_adapters
+    kept = load_file(folder / "adapter_model.safetensors")
+    first, *_ = kept
+    save_file({n: v for n, v in kept.items() if n != first}, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match=r"(?s)1 leaf.*: a, b are \{'[ab]'"):
+        adapters.load(folder, shapes)
+    vector = {
+        n.replace("self_attn.q_proj", "input_layernorm"): v
+        for n, v in kept.items()
+        if "layers.0.self_attn.q" in n
+    }
+    save_file(vector, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match=r"(?s)1 leaf.*input_layernorm.*\[64\].*not of a matrix"):
+        adapters.load(folder, shapes)
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match="holds no tensors"):
+        adapters.load(folder, shapes)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(StateError, match=r"holds no adapters of PEFT's.*Expecting"):
+        adapters.load(folder, shapes)
+    (folder / "adapter_config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(StateError, match=r"holds no adapters of PEFT's"):
+        adapters.load(folder, shapes)
+
+
+def test_which_leaves_are_in_out_is_read_from_their_shapes(tmp_path: Path) -> None:
+    """PEFT says it of all or none; a square leaf goes by what it says."""
+    tensors = {}
+    for leaf, rows, columns in (("straight", 6, 9), ("turned", 9, 6), ("square", 6, 6)):
+        name = f"base_model.model.{leaf}.lora_"
+        tensors |= {f"{name}A.weight": torch.ones(2, columns), f"{name}B.weight": torch.ones(rows, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    shapes = {n: torch.empty(*s) for n, s in (("straight", (6, 9)), ("turned", (6, 9)), ("square", (6, 6)))}
+    for said, wanted in ((False, ("turned",)), (True, ("turned", "square"))):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**CONFIG, "r": 2, "fan_in_fan_out": said}))
+        assert adapters.load(tmp_path, shapes)[0].transposed == wanted
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -314,7 +446,7 @@ def test_tied_weights_stay_tied() -> None:
             return self.head(self.mid(self.embed(x)))
 
     apply, params = fs.make_functional(Tied())
-    _, tree = fs.lora(lambda p, x: apply(p, x).sum(), params, targets="mid")
+    _, tree = fs.lora(lambda p, x: apply(p, x).sum(), params, rank=2, targets="mid")
     specs = fs.match_specs(tree, [("base.head.weight", LayoutSpec()), ("*", LayoutSpec())])
     assert list(specs["base"]) == ["embed.weight", "mid.weight", "mid.bias"]
 
@@ -325,7 +457,7 @@ def test_a_target_that_is_used_twice_is_refused() -> None:
     def fn(p: Any, x: Tensor) -> Tensor:
         return F.linear(F.embedding(x, p["w"]), p["w"])
 
-    tuned_fn, tree = fs.lora(fn, {"w": torch.randn(5, 4)}, targets=["w"])
+    tuned_fn, tree = fs.lora(fn, {"w": torch.randn(5, 4)}, rank=4, targets=["w"])
     with pytest.raises(TraceError, match=r"(?s)1 leaf cannot.*`fn` also gives it to embedding.*tied"):
         tuned_fn(tree, torch.tensor([1, 2]))
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnshard as fs
-from fnshard import LayoutSpec, P, losses
+from experiments import chunked_loss
+from fnshard import LayoutSpec, P, fused, losses
 from fnshard.losses import Mean
 
 V, D = 50, 16
@@ -123,6 +124,21 @@ def test_a_large_vocabulary_is_never_there_for_all_tokens() -> None:
     assert fused.memory_analysis().peak_bytes < logits / 3
     flops = [low.timeline("h100").hardware_flops for low in (plain, fused)]
     assert flops[1] == pytest.approx(flops[0] * 3 / 2, rel=0.02)  # the backward makes the logits again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_its_peak_is_a_seventh_of_all_logits_at_once(
+    frozen: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the allocator saw it: `experiments.chunked_loss` with a quarter of its tokens and width, an eighth
+    of its words, and chunks that are as large a share."""
+    tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
+    monkeypatch.setattr(fused, "CHUNK_bytes", fused.CHUNK_bytes // 32)
+    costs = chunked_loss.measure(tokens, width, vocabulary, dtype=dtype, frozen=frozen, repeats=1)
+    assert costs["chunked"].peak_bytes < 0.15 * costs["naive"].peak_bytes
+    assert costs["naive"].peak_bytes > 2 * 4 * tokens * vocabulary
+    assert chunked_loss.apart(costs["naive"], costs["chunked"]) < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
 
 
 # ------------------------------------------------------------------ preferences

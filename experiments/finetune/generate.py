@@ -258,7 +258,7 @@ class Draw:
         """A token for each row of [B, V], drawn by its own generator."""
         if self.temperature == 0:
             return logits.argmax(-1).tolist()
-        ordered, tokens = (logits / self.temperature).sort(-1, descending=True, stable=True)
+        ordered, tokens = (logits / self.temperature).sort(dim=-1, descending=True, stable=True)
         weights = torch.softmax(ordered, -1)
         if self.top_k:
             weights[:, self.top_k :] = 0

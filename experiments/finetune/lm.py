@@ -162,7 +162,9 @@ class LanguageModel:
         ignore: int = IGNORE,
         chunk: int = 0,
     ) -> Tensor:
-        """-log p of every target, fp32 [B, T], 0 where it is `ignore`. A plain head makes few logits at once.
+        """-log p of every target, [B, T] in fp32 or wider, 0 where it is `ignore`.
+
+        Where the head is plain, few tokens' logits are there at once.
 
         Args:
             tokens, positions, documents: as of `hidden`.
@@ -172,7 +174,8 @@ class LanguageModel:
         hidden = self.hidden(params, tokens, positions, documents)
         if self.plain_head:
             return linear_token_losses(hidden, self.head(params), targets, ignore=ignore, chunk=chunk)
-        flat = self.unembed(params, hidden).flatten(0, 1).float()
+        flat = self.unembed(params, hidden).flatten(0, 1)
+        flat = flat.float() if flat.dtype.itemsize < 4 else flat
         losses = F.cross_entropy(flat, targets.flatten(), ignore_index=ignore, reduction="none")
         return losses.view(targets.shape)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.fused import chunk_of, wide
+from fnshard.fused import chunk_of, logit_bytes, run_of, wide
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
@@ -144,19 +144,20 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 def _token_losses(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them."""
     hidden, weight, chunk = args[0], args[1], args[4]
-    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk) * weight.shape[0]
-    narrow = hidden.dtype.itemsize if hidden.dtype != wide(hidden.dtype) else 0
-    return numbers * max(narrow + wide(hidden.dtype).itemsize, 2 * wide(hidden.dtype).itemsize)
+    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype) * weight.shape[0]
+    return numbers * max(logit_bytes(hidden.dtype), 2 * wide(hidden.dtype).itemsize)
 
 
 def _token_losses_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits twice, and the weight's gradient as it is summed and as a chunk adds to it."""
+    """A chunk's logits; of half types the sum of the weight's gradient, and the run of it that is added."""
     hidden, weight, chunk, of_weight = args[2], args[3], args[6], args[7]
-    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk) * weight.shape[0]
-    full = wide(hidden.dtype).itemsize
-    narrow = hidden.dtype.itemsize if hidden.dtype != wide(hidden.dtype) else 0
-    own = weight.numel() * ((full if narrow else 0) + weight.dtype.itemsize) if of_weight else 0
-    return numbers * (full + narrow) + own
+    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype) * weight.shape[0]
+    rows, columns = weight.shape
+    own = 0
+    if of_weight and hidden.dtype != wide(hidden.dtype):
+        own = weight.numel() * wide(hidden.dtype).itemsize
+        own += min(rows, run_of(columns)) * columns * hidden.dtype.itemsize
+    return numbers * logit_bytes(hidden.dtype) + own
 
 
 # ------------------------------------------------------------------ CUDA

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.codecs import check_codecs
+from fnshard.codecs import Unfit, check_codecs
 from fnshard.errors import StateError, leaves, report
 from fnshard.hf.files import opened, read_config
 from fnshard.hf.match import filled, match
-from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, family_of
+from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, family_of, said_by
 from fnshard.hf.plan import Plan, deliver
 from fnshard.hf.write import Folder, SingleFile, StateDict, Target, beside, split_files
 from fnshard.mesh import Mesh
@@ -71,7 +71,8 @@ def load(
 
     Raises:
         StateError: no safetensors files, or broken ones; or, named all together, leaves without a tensor,
-            tensors without a leaf, and such as do not fit; no room on disk.
+            tensors without a leaf, and such as do not fit; values of coded leaves that are not finite; no
+            room on disk.
 
     >>> import tempfile
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
@@ -90,10 +91,13 @@ def load(
     globs = [ignore] if isinstance(ignore, str) else list(ignore)
     with opened(path) as tensors:
         sources, values = match(named, tensors, names, family, model, missing or {}, globs)
+        unfit = Unfit()
         with torch.no_grad():
             blocks = [
-                filled(spec, mesh, disk_dir, sources.get(p), values.get(p)) for p, spec in named.items()
+                filled(p, spec, mesh, disk_dir, sources.get(p), values.get(p), unfit)
+                for p, spec in named.items()
             ]
+        unfit.refuse()
     return tree.unflatten(blocks, structure)
 
 
@@ -136,7 +140,7 @@ def save(
 
     def planned() -> tuple[Plan, Target]:
         source = _config(config)
-        told = read_config(source) if isinstance(source, Path) else source or {}
+        told = read_config(source) if isinstance(source, Path) else source or said_by(model)
         named = _checked(blocks, specs, mesh)
         plan = Plan.of(blocks, named, names, family_of(told, model, named), dtype)
         plan.check_dtypes()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnshard.codecs import is_coded
+from fnshard.codecs import Unfit, is_coded
 from fnshard.errors import StateError, report
 from fnshard.hf.files import Saved
 from fnshard.hf.names import Family, Names, Transposed, buffers_of, candidates, name_of
@@ -189,19 +189,30 @@ def _equal(one: Saved, other: Saved, step: int = 4 << 20) -> bool:
 
 
 def filled(
-    spec: LayoutSpec, mesh: Mesh, disk_dir: str | None, source: Source | None, value: Tensor | None
+    path: str,
+    spec: LayoutSpec,
+    mesh: Mesh,
+    disk_dir: str | None,
+    source: Source | None,
+    value: Tensor | None,
+    unfit: Unfit,
 ) -> Any:
     """This rank's stored block (or its parts), where it rests, from its slice of a file, or of a full value.
+
+    Args:
+        unfit: told of rows that cannot be coded.
 
     Raises:
         StateError: the file cannot be read any more, or there is no room.
     """
     if source is None:
+        unfit.look(path, spec, value)
         return stored_at_rest(local_block(value, spec.storage, mesh), spec, mesh, disk_dir)
     shape = block_shape(spec.shape, spec.storage, mesh)
     if is_coded(spec):  # its rows are there as they were while they are coded
         rows = torch.zeros(shape, dtype=spec.storage_dtype)
         _fill(rows, spec, mesh, source)
+        unfit.look(path, spec, rows)
         return stored_at_rest(rows, spec, mesh, disk_dir)
     if spec.memory == "device":
         block = torch.zeros(shape, dtype=spec.storage_dtype, device=mesh.device)

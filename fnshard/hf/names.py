@@ -36,28 +36,55 @@ class Family:
         tied: `{other name: the path it is stored under}`.
         unsaved: globs of leaves that are not saved: buffers that their modules make.
         ignored: globs of tensors that some files hold and no leaf needs.
+        renamed: `{part of a path: what the files have in its place}`.
     """
 
     prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, path: str) -> str:
+        """What the files call a leaf."""
+        for part, other in self.renamed.items():
+            path = path.replace(part, other)
+        return path
 
     def saves(self, path: str) -> bool:
         """Whether files hold this leaf."""
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.unsaved)
 
 
-_ROTARY = ("*rotary_emb.inv_freq", "*rotary_emb.original_inv_freq")
+_ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind of layers
 _MASKS = ("*.attn.bias", "*.attn.masked_bias")
 _UNKNOWN = Family(unsaved=_ROTARY, ignored=_ROTARY)
 _LLAMA = Family("model", {"lm_head.weight": "model.embed_tokens.weight"}, _ROTARY, _ROTARY)
+_GEMMA = replace(_LLAMA, unsaved=(*_ROTARY, "*.embed_scale"))
 
-# By the `model_type` of config.json. A module given as `model=` says the same of itself.
+_BERT = Family(
+    "bert", {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
+    ("*.position_ids", "*.token_type_ids"), ("*.position_ids", "*.token_type_ids"),
+)  # fmt: skip
+_VIT = Family(
+    "vit",
+    renamed={  # its files are older than the names in its module
+        "layers.": "encoder.layer.",
+        ".attention.q_proj.": ".attention.attention.query.",
+        ".attention.k_proj.": ".attention.attention.key.",
+        ".attention.v_proj.": ".attention.attention.value.",
+        ".attention.o_proj.": ".attention.output.dense.",
+        ".mlp.fc1.": ".intermediate.dense.",
+        ".mlp.fc2.": ".output.dense.",
+    },
+)
+
+# By the `model_type` of config.json. A module given as `model=` says the same of itself, but for `renamed`.
 FAMILIES: Mapping[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
+    "bert": _BERT,
+    "vit": _VIT,
     "gpt2": Family("transformer", {"lm_head.weight": "transformer.wte.weight"}, _MASKS, _MASKS),
 }
 
@@ -86,7 +113,13 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     saved = model.state_dict(keep_vars=True).keys()
     unsaved = tuple(glob.escape(path) for path in owned if path not in saved)
     prefix = getattr(model, "base_model_prefix", "") or known.prefix
-    return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored))
+    return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored), known.renamed)
+
+
+def said_by(model: nn.Module | None) -> dict[str, Any]:
+    """As much of a configuration as a module has with it."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return {"model_type": kind} if isinstance(kind, str) else {}
 
 
 def name_of(path: str, names: Names) -> Named | None:
@@ -110,10 +143,11 @@ def candidates(path: str, family: Family) -> list[str]:
     """What files may call a leaf, the likeliest first."""
     out: list[str] = []
     start = f"{family.prefix}."
-    for name in [path, *(other for other, stored in family.tied.items() if stored == path)]:
-        out.append(name)
-        if family.prefix:
-            out.append(name.removeprefix(start) if name.startswith(start) else start + name)
+    for own in [path, *(other for other, stored in family.tied.items() if stored == path)]:
+        for name in dict.fromkeys((own, family.name(own))):
+            out.append(name)
+            if family.prefix:
+                out.append(name.removeprefix(start) if name.startswith(start) else start + name)
     return out
 
 
@@ -172,31 +206,37 @@ def buffers_of(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor
 
 
 def _made(model: nn.Module, owner: str, keys: list[str]) -> dict[str, Tensor]:
-    """Buffers of a module that is on meta, on the host, as its reset fills them; without those it leaves."""
+    """Buffers of a module that is on meta, on the host, as its resets fill them; without those they leave."""
     module = model.get_submodule(owner)
-    reset = _reset(model, owner)
-    if not keys or reset is None:
-        return {}
     blank = {k: _unset(module._buffers[k]) for k in keys if module._buffers.get(k) is not None}
+    if not blank:
+        return {}
     fresh = object.__new__(type(module))
     vars(fresh).update(vars(module))
     vars(fresh)["_buffers"] = {**module._buffers, **blank}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the same on every rank
-        reset(fresh)
-    made = {k: fresh._buffers[k] for k in blank}
-    return {k: v for k, v in made.items() if not v.is_meta and not _is_unset(v)}
+    made: dict[str, Tensor] = {}
+    for reset in _resets(model, owner):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same on every rank
+            reset(fresh)
+        found = {k: fresh._buffers[k] for k in blank}
+        made = {k: v for k, v in found.items() if not v.is_meta and not _is_unset(v)}
+        if len(made) == len(blank):
+            break  # what a module does for itself comes first
+    return made
 
 
-def _reset(model: nn.Module, owner: str) -> Callable[[nn.Module], Any] | None:
+def _resets(model: nn.Module, owner: str) -> list[Callable[[nn.Module], Any]]:
+    """The module's own (which knows of no buffers that a subclass has), and that of the model it is in."""
+    found: list[Callable[[nn.Module], Any]] = []
     if hasattr(model.get_submodule(owner), "reset_parameters"):
-        return lambda fresh: fresh.reset_parameters()
+        found.append(lambda fresh: fresh.reset_parameters())
     parts = owner.split(".") if owner else []
     for count in range(len(parts), -1, -1):
         above = model.get_submodule(".".join(parts[:count]))
         if hasattr(above, "_init_weights"):
-            return above._init_weights
-    return None
+            return [*found, above._init_weights]
+    return found
 
 
 def _unset(like: Tensor) -> Tensor:

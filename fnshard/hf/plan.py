@@ -67,7 +67,7 @@ class Plan:
             if named is None and not family.saves(path):
                 continue
             transposed = isinstance(named, Transposed)
-            name = named.name if isinstance(named, Transposed) else named or path
+            name = named.name if isinstance(named, Transposed) else named or family.name(path)
             if transposed and len(spec.shape) != 2:
                 wrong.append(f"params[{path!r}] {list(spec.shape)} is to be transposed, and is no matrix")
             if name in taken:
