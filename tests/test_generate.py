@@ -110,6 +110,7 @@ def test_two_programs_serve_all() -> None:
     assert lowerings == [1, 1]
     long = [[*range(1, 19)]] * 4
     model = model_of("llama")
+    text("llama", 1, [[*range(1, 18)]] * 4, 3)
     assert text("llama", 1, long) == without_cache(lambda t: model.logits(model.params, t), long[:1]) * 4
     assert [len(f._lowering.cache) for f in (generator.prefill, generator.decode)] == [2, 1]
 

@@ -53,6 +53,15 @@ def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
     assert (model.logits(params, swapped)[0, 3:9] - model.logits(params, TOKENS)[0, 3:9]).abs().max() > 1e-6
 
 
+def test_a_window_that_a_model_does_not_look_at() -> None:
+    """Many a config.json has one."""
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, sliding_window=2)).double()
+    model = lm.of(module)
+    assert model.windows == {"full_attention": None}
+    got = model.logits(model.params, TOKENS, POSITIONS, DOCUMENTS)
+    close(got[1], module(input_ids=TOKENS[1:]).logits[0])
+
+
 def test_padding_sees_itself_and_no_more() -> None:
     """A softmax over nothing is NaN in some kernels, if not in this one."""
     model = lm.of(FAMILIES["gemma3"].build())

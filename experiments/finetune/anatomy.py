@@ -63,13 +63,20 @@ def check_decoder(model: nn.Module) -> None:
         raise no_decoder(type(model).__name__, *wrong)
 
 
-def windows_of(config: Any) -> dict[str, int | None]:
-    """{kind of layers: how many keys, its own included, a query sees}."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:  # one kind, whatever it is called
-        return {KINDS[0] if window is None else KINDS[1]: window}
+def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
+    """{kind of layers: how many keys, its own included, a query sees}; None: all behind it.
+
+    Configurations have windows that their models never look at: what counts is whether it makes such masks.
+    """
+    names = inspect.unwrap(type(trunk).forward).__code__.co_names
+    window = getattr(config, "sliding_window", None) if _WINDOWED in names else None
+    if window is None:
+        return {KINDS[0]: None}
+    kinds = getattr(config, "layer_types", None) or KINDS[1:]
     return {kind: window if kind == KINDS[1] else None for kind in sorted(set(kinds))}
+
+
+_WINDOWED = "create_sliding_window_causal_mask"  # of transformers
 
 
 class _Watch(TorchFunctionMode):

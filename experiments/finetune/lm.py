@@ -200,9 +200,20 @@ class _Given(nn.Module):
     """Stands for the trunk where its output is known."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
+        return _Output(inputs_embeds)
 
-        return Output(last_hidden_state=inputs_embeds)
+
+@dataclass(frozen=True)
+class _Output:
+    """Of a trunk, of any class: nothing but the hidden states is there."""
+
+    last_hidden_state: Tensor
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
 
 
 # ------------------------------------------------------------------ how one is made
@@ -229,7 +240,9 @@ def of(model: nn.Module) -> LanguageModel:
         plain = is_plain(rest, {p: v.detach().to("meta") for p, v in params.items()}, head)
     except (AttributeError, KeyError, TypeError) as error:
         raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
-    return LanguageModel(model, apply, params, plain, windows_of(config), trunk, rest, head)
+    return LanguageModel(
+        model, apply, params, plain, windows_of(getattr(model, prefix), config), trunk, rest, head
+    )
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:

@@ -1,0 +1,294 @@
+"""The fine-tuning job: methods, objectives, exports, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import fnshard as fs
+from experiments import config as configs
+from experiments import steps
+from experiments.config import ConfigError
+from experiments.data.bytelevel import ByteTokenizer
+from experiments.finetune import bases, evaluate, job, loop, materials
+from experiments.finetune.choosing import planned
+from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.lm import from_directory
+from experiments.job import start
+from experiments.place import place
+from experiments.report import METRICS
+from experiments.resume import Run
+from experiments.sweep import read_result
+from fnshard.errors import BudgetError
+from fnshard.rank import Stop
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 6
+SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=4", f"run.steps={STEPS}",
+         "run.save_every=2", "run.held_out_every=3", "run.sample_tokens=3", "run.backend=eager",
+         "run.device=cpu", "run.timeout_s=60", "mesh.shard=1")  # fmt: skip
+
+
+def compose(*overrides: str) -> FinetuneConfig:
+    configs.register(FinetuneConfig, job.JOB.schema, job.JOB.without_files)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.JOB.conf)):
+        composed = hydra.compose("finetune", overrides=list(overrides))
+    return configs.build(
+        OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, random and very small."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = ByteTokenizer()
+    told = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        eos_token_id=tokenizer.eos,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(told).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of the three kinds."""
+    folder = tmp_path_factory.mktemp("data")
+    sums = [(a, b) for a in range(8) for b in range(8)]
+    lines = {
+        "samples": [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums],
+        "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "x"} for a, b in sums],
+        "choices": [{"prompt": f"{a}+1=", "choices": ["x", str(a + 1)], "answer": 1} for a in range(5)],
+    }
+    for name, each in lines.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in each))
+    return {name: folder / name for name in lines}
+
+
+def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
+    """Placed, with its data tokenised below `where`."""
+    train = data["pairs" if "objective=dpo" in overrides else "samples"]
+    named = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}")
+    config = place(compose(*SMALL, *named, *overrides), accelerators={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        return materials.prepared(config)
+
+
+def run_in(folder: Path) -> Run:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(str(folder))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+# ------------------------------------------------------------------ methods and objectives
+
+
+@pytest.mark.parametrize(
+    ("method", "objective"),
+    [("full", "sft"), ("lora", "sft"), ("qlora8", "sft"), ("qlora4", "dpo"), ("full", "dpo")],
+)
+def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
+    """Losses fall; what is exported opens elsewhere and is what was tuned."""
+    rate = {"sft": 0.02, "dpo": 0.004}[objective]
+    config = config_of(model, data, tmp_path, f"method={method}", f"objective={objective}",
+                       f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
+                       f"export={'merged' if method == 'full' else 'both'}")  # fmt: skip
+    folder = tmp_path / "run"
+    loop.finetune(config, run_in(folder), [], Stop())
+    result, shown = read_result(folder), capfd.readouterr().out
+    assert result["status"] == "ok" and 0 <= result["accuracy"] <= 1
+    before = json.loads((folder / loop.BEFORE).read_text())
+    assert result["held_out_loss"] < before["held_out_loss"]
+    assert (folder / "samples.txt").read_text() in shown and "before:" in shown
+    assert (folder / "loss.png").exists() and "train" in shown.splitlines()[1]
+    assert len([r for r in rows_of(folder) if "loss" in r]) == STEPS
+    ids = torch.arange(3, 23).view(2, 10)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / bases.WHOLE).eval()
+    after = merged(ids).logits
+    untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    assert (after - untouched(ids).logits).abs().max() > 1e-3
+    assert (folder / bases.WHOLE / "tokenizer.json").exists()
+    if method == "lora":
+        import peft
+
+        adapted = peft.PeftModel.from_pretrained(untouched, folder / loop.ADAPTERS).eval()
+        torch.testing.assert_close(adapted(ids).logits, after, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypatch, objective):
+    """Bit for bit, with dropout in the adapters and codes beneath them."""
+    config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    loop.finetune(config, run_in(whole), [], Stop())
+
+    class KilledError(Exception):
+        pass
+
+    step = steps.one_step
+
+    def dies(*args: Any) -> Any:
+        if args[3] == 4:
+            raise KilledError
+        return step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "one_step", dies)
+        with pytest.raises(KilledError, match=r"^$"):
+            loop.finetune(config, run_in(broken), [], Stop())
+    loop.finetune(config, run_in(broken), [], Stop())
+    timeless = [
+        [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows_of(folder)]
+        for folder in (whole, broken)
+    ]
+    assert timeless[0] == timeless[1]
+    assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
+
+
+def test_ranks_and_micro_batches_do_not_change_it(ranks, model, data, tmp_path):
+    one = config_of(model, data, tmp_path, "method=qlora8")
+    loop.finetune(one, run_in(tmp_path / "one"), [], Stop())
+    more = replace(one, mesh=replace(one.mesh, shard=2), run=replace(one.run, accumulate=2))
+    ranks(2).run(on_two, more, str(tmp_path / "two"))
+    for here, there in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+        for name in ("loss", "held_out_loss"):
+            if name in here:
+                assert there[name] == pytest.approx(here[name], rel=1e-5)
+    results = [read_result(tmp_path / name) for name in ("one", "two")]
+    assert results[0]["accuracy"] == results[1]["accuracy"]
+
+
+def on_two(rank: int, config: FinetuneConfig, folder: str) -> None:
+    """The job on this rank."""
+    Path(folder).mkdir(exist_ok=True)
+    loop.finetune(config, Run(folder), [], Stop())
+
+
+def test_auto_takes_the_first_method_that_fits(model, data, tmp_path):
+    """And says why not the ones before; with a preset, and with `fs.fit`."""
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    lm = from_directory(model)
+
+    def chosen(gb: float, *overrides: str) -> Any:
+        config = config_of(model, data, tmp_path, "method=auto", f"run.device_gb={gb}", *overrides)
+        return planned(config, lm, mesh, next(materials.opened(config).loader(config, mesh)))
+
+    roomy = chosen(1.0)
+    assert roomy.tuning.method.name == "full" and "method=auto: full" in roomy.why
+    config = config_of(model, data, tmp_path, "method=full")
+    batch = next(materials.opened(config).loader(config, mesh))
+    full = planned(config, lm, mesh, batch)
+    lowered = fs.shard_step(
+        loop.OBJECTIVES["sft"](full.tuning, config.objective, training=True), full.plan.specs, mesh=mesh,
+        optimizer=full.optimizer, **full.plan.options,
+    ).lower(full.tuning.params, batch)  # fmt: skip
+    tight = (lowered.memory_analysis().peak_bytes - 1) / 1e9
+    less = chosen(tight)
+    assert less.tuning.method.name == "lora" and re.search(r"full: full_shard takes .* of", less.why)
+    assert chosen(tight, "strategy=auto").plan.found.peak_bytes <= tight * 1e9
+    with pytest.raises(BudgetError, match=r"method=auto: none fits:\n  full: .*\n  lora: .*\n  qlora8: .*"):
+        chosen(1e-6, "strategy=auto")
+
+
+def test_a_likely_answer_is_the_right_one():
+    """Two questions, of which the second is answered rightly only per byte."""
+    options = evaluate.np.array([[0, 1, 1], [0, 0, 1], [1, 0, 1], [1, 1, 9]])
+    scores = evaluate.np.array([-1.0, -2.0, -3.0, -4.0])
+    assert evaluate.shares(options, scores) == {"accuracy": 0.5, "accuracy_per_byte": 1.0}
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["method.rank=0"], r"method\.rank=0: must be 1 or more"),
+        (["method.name=dora"], r"method\.name='dora': must be one of full, lora"),
+        (["objective.beta=0"], r"objective\.beta=0\.0: must be above 0"),
+        (["method=auto"], r"method=auto: needs a budget\. Fix: run\.device_gb=24"),
+        (["method=full", "export=adapters"], r"export=adapters: method=full has no adapters"),
+        (["export=gguf"], r"export='gguf': must be one of auto, adapters"),
+        (["data.held_out=x"], r"data\.held_out: without data\.train"),
+        (["data.too_long=cut"], r"data\.too_long='cut': must be one of refuse, skip, truncate"),
+        (["run.device_gb=24"], r"run\.device_gb=24: a budget is for strategy=auto"),
+    ],
+)
+def test_a_configuration_that_cannot_be(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        compose(*overrides)
+
+
+def test_every_group_composes():
+    for group, names in {"method": ("full", "lora", "qlora8", "qlora4"), "objective": ("sft", "dpo"),
+                         "strategy": ("zero2", "offload"), "precision": ("bf16",)}.items():  # fmt: skip
+        for name in names:
+            compose(f"{group}={name}")
+
+
+def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp_path, monkeypatch):
+    """One error each, before any rank starts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text((model / "config.json").read_text())
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": \n{"prompt": "a"}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 99, "response": "b"}) + "\n")
+    given = {
+        ("model=nowhere",): r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
+        ("model=bare",): r"config\.json",
+        ("model=empty",): r"safetensors|weights",
+        (f"model={model}", "data.train=nothing.jsonl"): r"nothing\.jsonl: No such file",
+        (f"model={model}", "data.train=broken.jsonl"): r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: lacks",
+        (
+            f"model={model}",
+            "data.train=long.jsonl",
+        ): r"long\.jsonl:1: takes 10\d positions",
+    }
+    for overrides, told in given.items():
+        with pytest.raises(ConfigError, match=told):
+            start(job.JOB, compose(*SMALL, *overrides), tmp_path / "run", [], chosen=True)
+    assert not (tmp_path / "run" / "ranks").exists()
+    config = config_of(model, data, tmp_path, "method.targets=*.nothing")
+    with pytest.raises(ConfigError, match=r"method\.targets=\*\.nothing.* matches no leaf"):
+        loop.prepare(config)
+    config = config_of(model, data, tmp_path, "method.rank=99")
+    with pytest.raises(ConfigError, match=r"(?s)method\.rank=99: .*rank=99 is more than 16"):
+        loop.prepare(config)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_command(model, data, tmp_path):
+    """Two processes; the same command again finds nothing unfinished."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    small = [o for o in SMALL if not o.startswith("mesh")]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.finetune", *small, f"model={model}", "run.prompt='1+1='",
+         f"data.train={data['samples']}", "hydra.run.dir=there"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1+1=" in done.stdout and f"results: {tmp_path / 'there'}" in done.stdout
+    assert (tmp_path / "there" / loop.ADAPTERS / "adapter_config.json").exists()
