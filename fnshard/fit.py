@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fnshard import presets, tree
 from fnshard.choice import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
+from fnshard.codecs import decoding
 from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
 from fnshard.compiler.trace import without_autocast
@@ -30,6 +31,7 @@ from fnshard.hardware import Hardware
 from fnshard.lowered import Lowered, bytes_of_batch, check_arguments, micro_batch
 from fnshard.mesh import Mesh
 from fnshard.optim import adamw
+from fnshard.shards import spec_paths
 from fnshard.spec import LayoutSpec, is_spec
 from fnshard.step import Step, shard_step
 from fnshard.transform import Optimizer
@@ -132,7 +134,12 @@ class Search:
             lowering, micro = step._lowering, micro_batch(self.batch, accumulate)
             with without_autocast():
                 front = trace_and_split(
-                    self.fn, lowering.specs, lowering.structure, micro, self.mesh, lowering.plan
+                    decoding(self.fn, lowering.tree),
+                    lowering.specs,
+                    lowering.structure,
+                    micro,
+                    self.mesh,
+                    lowering.plan,
                 )
             self.fronts[accumulate] = step, front, {}
         return self.fronts[accumulate]
@@ -165,7 +172,7 @@ class Search:
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front, known = self._front(choice.accumulate)
-        specs = dict(zip(step._lowering.specs, tree.flatten(self.specs_of(choice), is_spec)[0], strict=True))
+        specs = spec_paths(self.specs_of(choice))[0]
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         with without_autocast():

@@ -135,7 +135,7 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
         torch.testing.assert_close(adapted(ids).logits, after, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("objective", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
 def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypatch, objective):
     """Bit for bit, with dropout in the adapters and codes beneath them."""
     config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")

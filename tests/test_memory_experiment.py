@@ -166,12 +166,14 @@ def measured(tmp_path_factory):
     return measure(SMALL_JOB, tmp_path_factory.mktemp("measured"), 240.0)["plans"]
 
 
+@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
 def test_predictions_are_near_what_is_measured(measured):
     for name, plan in measured.items():
         if name != "ddp":
             assert plan["predicted"]["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=NEAR), name
 
 
+@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
 def test_what_is_offloaded_is_not_on_the_device(measured):
     offloaded, plain = measured[targets.ALL_OFFLOADED.name], measured["none"]
     assert offloaded["optimizer_device_bytes"] == 0 < plain["optimizer_device_bytes"]
@@ -179,12 +181,14 @@ def test_what_is_offloaded_is_not_on_the_device(measured):
     assert offloaded["between_bytes"] < plain["between_bytes"]
 
 
+@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
 def test_the_plan_runs_within_its_budget(measured):
     fitted = measured["fit"]
     assert fitted["peak_bytes"] <= fitted["budget_bytes"] < 0.65 * measured["none"]["peak_bytes"]
     assert fitted["fit"]["peak_bytes"] <= fitted["budget_bytes"]
 
 
+@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
 def test_remat_saves_and_every_plan_is_timed(measured):
     assert measured["unit"]["peak_bytes"] < 0.9 * measured["none"]["peak_bytes"]
     assert all(len(plan["seconds"]) == 1 and plan["seconds"][0] > 0 for plan in measured.values())

@@ -458,6 +458,7 @@ def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.long  # `test_offload` and `test_remat` hold it for the library
 def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
     saving = ("strategy=offload", "strategy.optimizer_memory=disk", "strategy.remat=unit")
     runs = {"plain": (), "disk": (*saving, f"run.disk_dir={tmp_path}")}

@@ -60,6 +60,9 @@ def _random(name: str, seed: int) -> Path:
     if final.is_dir():
         return final
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     tokenizer = byte_tokenizer()
     sizes = {"vocab_size": tokenizer.vocab, **RANDOM[name]}
@@ -87,7 +90,9 @@ def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path
     asked = pretraining(config)
     values = dataclasses.asdict(asked)
     kept = {n: values["run"][n] for n in ("steps", "seed")}
-    folder = (BASES / f"{PRETRAINED}-{_digest({**values, 'run': kept, 'mesh': {}})}").resolve()
+    text = hashlib.sha256(Path(asked.data.train).read_bytes()).hexdigest()  # another Python's is another base
+    told = _digest({**values, "run": kept, "mesh": {}, "data": text})
+    folder = (BASES / f"{PRETRAINED}-{told}").resolve()
     if not (folder / WHOLE).is_dir():
         print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
         pretrain(asked, folder)

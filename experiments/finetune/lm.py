@@ -316,7 +316,7 @@ def _transformers() -> Any:
         raise MissingExtraError(
             report(
                 "language models of others are made by transformers, which is not installed.",
-                fix="pip install fnshard[hf].",
+                fix="pip install fnshard[finetune].",
             )
         ) from error
     return transformers

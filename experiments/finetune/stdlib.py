@@ -1,4 +1,4 @@
-"""Plain text for a tiny base: functions of the standard library, a line of JSONL each."""
+"""Plain text for a tiny base: functions of the standard library without docstrings, a line of JSONL each."""
 
 from __future__ import annotations
 
@@ -52,4 +52,14 @@ def _of_file(path: Path) -> Iterator[str]:
     lines = source.splitlines(keepends=True)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+            told = {n for inner in ast.walk(node) for n in _docstring(inner)}
+            kept = [lines[n - 1] for n in range(node.lineno, node.end_lineno + 1) if n not in told]
+            yield textwrap.dedent("".join(kept))
+
+
+def _docstring(node: ast.AST) -> range:
+    """Its lines. They are left out: what a base has not seen, tuning shows."""
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef) or ast.get_docstring(node) is None:
+        return range(0)
+    told = node.body[0]
+    return range(told.lineno, told.end_lineno + 1)
