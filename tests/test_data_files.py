@@ -442,7 +442,11 @@ def test_built_in_examples_are_real_and_split(tmp_path):
     train, held = builtin.sft_files(tmp_path)
     files = (train, held, *builtin.pair_files(tmp_path), builtin.choice_file(tmp_path))
     told = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    assert [len(x) for x in told[:2]] == [2000, 200] and all(len(x) > 150 for x in told)
+    assert (
+        [len(x) for x in told[:2]] == [2000, 200]
+        and len(told[-1]) == 50
+        and all(len(x) > 150 for x in told[:-1])
+    )
     both = [{(x["prompt"], x["response"]) for x in side} for side in told[:2]]
     assert not both[0] & both[1]
     assert all(p.startswith("def ") and p.endswith('):\n    """') and "\n" not in r for p, r in both[0])
@@ -450,7 +454,7 @@ def test_built_in_examples_are_real_and_split(tmp_path):
     assert all((x["prompt"], x["choices"][x["answer"]]) in both[1] for x in told[4])
     assert all(len(set(x["choices"])) == 4 for x in told[4])
     answers = [x["answer"] for x in told[4]]
-    assert min(answers.count(n) for n in range(4)) > 25  # no place is the right one more often
+    assert min(answers.count(n) for n in range(4)) > 6  # no place is the right one more often
     kinds = ("samples", "samples", "pairs", "pairs", "choices")
     for file, kind in zip(files, kinds, strict=True):
         data = prepare([file], TOKENIZER, context=256, cache=tmp_path / "cache", kind=kind)

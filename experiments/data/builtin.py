@@ -29,7 +29,7 @@ HELD_OUT_PERCENT = 10
 MOST = {False: 2000, True: 200}  # functions, held out or not
 LONGEST = 240  # bytes of prompt and response
 SHORTEST = 12  # characters of a response; "Run." teaches nothing
-OPTIONS = 4
+OPTIONS, QUESTIONS = 4, 50
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def choice_file(folder: str | Path) -> Path:
     summaries = sorted({f.summary for f in functions})
     draw = random.Random(0)
     lines = []
-    for function in functions:
+    for function in functions[:QUESTIONS]:
         room = LONGEST - len(function.prompt.encode())
         other = [s for s in summaries if s != function.summary and len(s.encode()) <= room]
         others = draw.sample(other, OPTIONS - 1)

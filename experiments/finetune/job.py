@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from experiments.config import ConfigError
-from experiments.finetune.bases import directory_of
+from experiments.finetune.bases import PRETRAINED, RANDOM, directory_of
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.loop import finetune
 from experiments.finetune.materials import prepared
 from experiments.job import CONF, Job, start
 from experiments.sweep import STOPPED
 from fnshard.launch import under_launcher
+
+MOST = 1e-3  # a rate that is told of, for a model of one's own
 
 
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
@@ -21,6 +24,9 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     Raises:
         ConfigError: see `bases.directory_of`, `materials.prepared`.
     """
+    rate = config.optimizer.lr
+    if config.model not in (PRETRAINED, *RANDOM) and rate > MOST:
+        print(f"optimizer.lr={rate:g} is much for a model that has learned: try 2e-4.", file=sys.stderr)
     return prepared(replace(config, model=directory_of(config, _pretrain)))
 
 

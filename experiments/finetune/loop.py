@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from experiments.steps import Training, run_steps, start_folder, tell_resume, te
 from experiments.sweep import write_result
 from fnshard.rank import Stop
 
+CHOICES = 4  # rows of a rank's batch of choices
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
 
 
@@ -74,7 +76,7 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
         start_folder(folder, config)
         print(f"{setup.planned.why}\ndata: {setup.materials.train}", flush=True)
         write_plan(setup.planned.plan, folder)
-        tokens = config.data.rows * setup.materials.train.context
+        tokens = config.data.rows * loader.loader.width
         report = Report(folder, config.run.steps, tokens, {}, int(state.step), metrics_beside(folder, found))
     before = told_before(setup, state, folder)
     saver = Saver(config, run.root, mesh.rank)
@@ -94,7 +96,9 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
         plot_losses(report.rows, {}, folder / "loss.png", unit="token")
         write_result(folder, status="ok", overrides=overrides, **_summary(report, after))
         run.finish()
-        lines = [f"{name}: {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "answers"]
+        lines = [
+            _changed(name, before.get(name), value) for name, value in after.items() if name != "answers"
+        ]
         print(f"\n{table}\n" + "\n".join([*lines, *written, f"results: {folder}"]), flush=True)
 
 
@@ -165,7 +169,7 @@ def told(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
         values["perplexity"] = math.exp(min(loss, 700.0))
     values |= {f"held_out_{name}": value for name, value in more.items()}
     if setup.materials.choices is not None:
-        rows = setup.config.data.rows // setup.planned.plan.accumulate
+        rows = CHOICES * setup.mesh.size
         values |= accuracy(setup.logprobs, state.params, setup.materials.choices, rows, setup.mesh)
     return values | {"answers": setup.shown.answers(state.params)}
 
@@ -177,7 +181,9 @@ def told_before(setup: Setup, state: fs.TrainState, folder: Path) -> dict[str, A
     if fresh:
         values = told(setup, state)
         if setup.mesh.rank == 0:
-            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, path)
         return values
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -219,6 +225,10 @@ def _whole(setup: Setup, state: fs.TrainState) -> tuple[Any, Any]:
         return fs.adapters.merge(state, tuning.asked)
     place = tuning.models[0]
     return (state.params[place], specs[place]) if place else (state.params, specs)
+
+
+def _changed(name: str, old: float | None, new: float) -> str:
+    return f"{name}: {new:.3f}" if old is None else f"{name}: {old:.3f} -> {new:.3f}"
 
 
 def _summary(report: Report, after: dict[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from experiments.data.tokenizer import Tokenizer, load_tokenizer
 from experiments.finetune.config import FinetuneConfig
 
 DATA = Path("outputs", "data")
+OPENING = 32  # tokens of plain text that are shown as a prompt
 HELD_OUT_EVERY = 20  # of a file that has no other beside it, every such line
 KINDS = {"sft": "samples", "dpo": "pairs"}  # of data, by objective
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"sft": sft_files, "dpo": pair_files}
@@ -55,6 +56,8 @@ class Materials:
     def _example(self, number: int) -> Example:
         tokens, learned = self.held_out.sample(number)
         first = max(1, int(np.argmax(learned)))
+        if first == 1:  # plain text: what it begins with
+            first = max(1, min(len(tokens) // 2, OPENING))
         behind = np.flatnonzero(learned[first:] == 0)
         last = first + int(behind[0]) if len(behind) else len(tokens)
         return Example(tokens[:first].tolist(), tokens[first:last].tolist())
