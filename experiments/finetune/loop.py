@@ -74,7 +74,10 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
     if mesh.rank == 0:
         tell_resume(config.run, state, found)
         start_folder(folder, config)
-        print(f"{setup.planned.why}\ndata: {setup.materials.train}", flush=True)
+        print(
+            f"{setup.planned.why}\n{setup.tuning.codes(state.params)}data: {setup.materials.train}",
+            flush=True,
+        )
         write_plan(setup.planned.plan, folder)
         tokens = config.data.rows * loader.loader.width
         report = Report(folder, config.run.steps, tokens, {}, int(state.step), metrics_beside(folder, found))

@@ -79,6 +79,20 @@ class Tuning:
                 made |= preset({p: named[p] for p in paths}, mesh, units=lambda _: units, **fields)
         return tree.unflatten([made[p] for p in named], structure)
 
+    def codes(self, blocks: Any) -> str:
+        """A line on what a rank holds of the coded leaves; nothing where there are none.
+
+        Args:
+            blocks: this rank's, of the tree.
+        """
+        if not self.coded:
+            return ""
+        held = tree.flatten_with_paths(blocks)[0]
+        size = sum(v.nbytes for p, v in held.items() if p.rpartition(".")[0] in self.coded)
+        named = tree.flatten_with_paths(self.params)[0]
+        whole = 2 * sum(named[p].numel() for p in self.coded)
+        return f"codes: {size / 1e6:.1f} MB on this rank, {size / whole:.3f} of bf16 on every rank\n"
+
 
 def _of(fn: Fn, place: str) -> Fn:
     return (lambda params, *batch: fn(params[place], *batch)) if place else fn
