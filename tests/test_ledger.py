@@ -131,7 +131,7 @@ def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: 
     check_case(ranks(2), case, backend)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(
     name=st.sampled_from(sorted(MODELS)),
     remat=st.sampled_from(["none", "unit", 0.5]),

@@ -474,6 +474,7 @@ def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
     assert losses["disk"] == pytest.approx(losses["plain"], rel=1e-5)
 
 
+@pytest.mark.long  # `test_numerics` holds it for the library
 def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path):
     fields = ("storage", "compute", "reduce", "optimizer")
     float64 = [f"precision.{field}=float64" for field in fields]
