@@ -105,7 +105,13 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("method", "objective"),
-    [("full", "sft"), ("lora", "sft"), ("qlora8", "sft"), ("qlora4", "dpo"), ("full", "dpo")],
+    [
+        ("full", "sft"),
+        ("lora", "sft"),
+        ("qlora4", "dpo"),
+        pytest.param("qlora8", "sft", marks=pytest.mark.long),
+        pytest.param("full", "dpo", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
     """Losses fall; what is exported opens elsewhere and is what was tuned."""
@@ -140,6 +146,8 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     """Bit for bit, with dropout in the adapters and codes beneath them."""
     config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    setup = loop.prepare(config)  # lowered once for all three
+    monkeypatch.setattr(loop, "prepare", lambda _: setup)
     loop.finetune(config, run_in(whole), [], Stop())
 
     class KilledError(Exception):
@@ -166,7 +174,7 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
 
 
 def test_ranks_and_micro_batches_do_not_change_it(ranks, model, data, tmp_path):
-    one = config_of(model, data, tmp_path, "method=qlora8")
+    one = config_of(model, data, tmp_path, "method=lora", "run.sample_tokens=1")
     loop.finetune(one, run_in(tmp_path / "one"), [], Stop())
     more = replace(one, mesh=replace(one.mesh, shard=2), run=replace(one.run, accumulate=2))
     ranks(2).run(on_two, more, str(tmp_path / "two"))
@@ -184,30 +192,33 @@ def on_two(rank: int, config: FinetuneConfig, folder: str) -> None:
     loop.finetune(config, Run(folder), [], Stop())
 
 
-def test_auto_takes_the_first_method_that_fits(model, data, tmp_path):
-    """And says why not the ones before; with a preset, and with `fs.fit`."""
+def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *overrides: str) -> Any:
     mesh = fs.make_mesh(shard=1, device="cpu")
-    lm = from_directory(model)
-
-    def chosen(gb: float, *overrides: str) -> Any:
-        config = config_of(model, data, tmp_path, "method=auto", f"run.device_gb={gb}", *overrides)
-        return planned(config, lm, mesh, next(materials.opened(config).loader(config, mesh)))
-
-    roomy = chosen(1.0)
-    assert roomy.tuning.method.name == "full" and "method=auto: full" in roomy.why
-    config = config_of(model, data, tmp_path, "method=full")
+    config = config_of(model, data, where, "method=auto", f"run.device_gb={gb}", *overrides)
     batch = next(materials.opened(config).loader(config, mesh))
-    full = planned(config, lm, mesh, batch)
-    lowered = fs.shard_step(
-        loop.OBJECTIVES["sft"](full.tuning, config.objective, training=True), full.plan.specs, mesh=mesh,
-        optimizer=full.optimizer, **full.plan.options,
-    ).lower(full.tuning.params, batch)  # fmt: skip
-    tight = (lowered.memory_analysis().peak_bytes - 1) / 1e9
-    less = chosen(tight)
-    assert less.tuning.method.name == "lora" and re.search(r"full: full_shard takes .* of", less.why)
-    assert chosen(tight, "strategy=auto").plan.found.peak_bytes <= tight * 1e9
+    return planned(config, from_directory(model), mesh, batch)
+
+
+def test_auto_takes_the_first_method_that_fits(model, data, tmp_path):
+    """And says why not the ones before."""
+    roomy = chosen(model, data, tmp_path, 1.0)
+    assert roomy.tuning.method.name == "full"
+    told = re.search(r"method=auto: full, whose step takes ([\d.]+) MB of 1\.000 GB", roomy.why)
+    less = chosen(model, data, tmp_path, (float(told[1]) - 0.001) / 1e3)
+    assert less.tuning.method.name == "lora"
+    assert re.search(r"\n  full: full_shard takes .* of .*", less.why)
     with pytest.raises(BudgetError, match=r"method=auto: none fits:\n  full: .*\n  lora: .*\n  qlora8: .*"):
-        chosen(1e-6, "strategy=auto")
+        chosen(model, data, tmp_path, 1e-6)
+
+
+@pytest.mark.long
+def test_auto_with_a_strategy_that_is_found(model, data, tmp_path):
+    """`fs.fit` finds a plan for the whole model where a preset does not fit."""
+    full = chosen(model, data, tmp_path, 1.0, "strategy=auto")
+    tight = chosen(model, data, tmp_path, full.plan.found.peak_bytes * 0.8 / 1e9, "strategy=auto")
+    assert tight.plan.found.peak_bytes <= full.plan.found.peak_bytes * 0.8
+    with pytest.raises(BudgetError, match=r"method=auto: none fits:\n  full: nothing fits"):
+        chosen(model, data, tmp_path, 1e-6, "strategy=auto")
 
 
 def test_a_likely_answer_is_the_right_one():
