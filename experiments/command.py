@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -14,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config import ConfigError
 from fnshard.errors import FnshardError
 
+# A folder that cannot be written, a full disk: of the machine, not of the program.
+NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 MISTAKES = (FnshardError, ConfigError, HydraException, OmegaConfBaseException)
 
 
@@ -43,7 +46,7 @@ def answer(run: Callable[[], None], *also: type[Exception], **schemas: type) -> 
 
 def is_mistake(error: Exception) -> bool:
     """Whether it is told in one line."""
-    if isinstance(error, MISTAKES):
+    if isinstance(error, MISTAKES) or (isinstance(error, OSError) and error.errno in NO_ROOM):
         return True
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename  # `run=null` and the like
     return any(f"{os.sep}{package}{os.sep}" in innermost for package in ("hydra", "omegaconf"))

@@ -17,6 +17,8 @@ COLUMNS = {
     "held_out_loss": ".3f",
     "bigram": ".3f",
     "trigram": ".3f",
+    "perplexity": ".3f",
+    "accuracy": ".3f",
     "tokens_per_s": ",.0f",
     "seconds": ".0f",
 }
@@ -35,10 +37,11 @@ def sweep_table(folders: Sequence[Path]) -> tuple[str, int]:
     """
     results = [read_result(folder) for folder in folders]
     common = set.intersection(*(set(r["overrides"]) for r in results)) if len(results) > 1 else set()
-    rows: list[tuple[str, ...]] = [("run", "overrides", "status", *COLUMNS)]
+    columns = {key: form for key, form in COLUMNS.items() if any(key in r for r in results)}
+    rows: list[tuple[str, ...]] = [("run", "overrides", "status", *columns)]
     for folder, result in zip(folders, results, strict=True):
         own = " ".join(o for o in result["overrides"] if o not in common) or "-"
-        numbers = (format(result[key], form) if key in result else "-" for key, form in COLUMNS.items())
+        numbers = (format(result[key], form) if key in result else "-" for key, form in columns.items())
         rows.append((folder.name, own, result["status"], *numbers))
     failed = sum(result["status"] != "ok" for result in results)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from experiments.config import ConfigError, build
 from experiments.resume import Run, taken
-from fnshard.errors import BudgetError, CheckpointError
+from fnshard.errors import BudgetError, CheckpointError, OptimizerError, SpecError, TraceError
 from fnshard.rank import LOGS, Stop, leave_group, run_rank
 
 if TYPE_CHECKING:
     from experiments.job import Job
 
+ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on what all ranks are told alike
 REFUSAL = "refused.txt"  # why the ranks ended together; the process that started them reads it
 
 
@@ -44,7 +45,7 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
                 job.work(config, run, list(values["overrides"]), stop)
             except BudgetError as error:
                 _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", run)
-            except (CheckpointError, ConfigError) as error:
+            except (CheckpointError, ConfigError, *ALIKE) as error:
                 _end_together(str(error), run)
 
     run_rank(main, device_type=placed.run.device, timeout_s=placed.run.timeout_s, stop=stop)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -110,6 +111,7 @@ def dpo(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    counted: Tensor | None = None,
 ) -> tuple[Mean, dict[str, Mean]]:
     """Direct preference optimisation (Rafailov et al. 2023), averaged over all pairs of all ranks.
 
@@ -120,6 +122,7 @@ def dpo(
         chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.
         beta: how dear it is to leave the reference.
         label_smoothing: the share of pairs that may be the wrong way round (Mitchell 2023).
+        counted: bool [B]: which pairs are some, where others are padding; default all.
 
     Returns:
         The loss, and what people watch: rewards, their margin, how often the chosen one is ahead.
@@ -132,10 +135,12 @@ def dpo(
     gains, losses = chosen - reference_chosen, rejected - reference_rejected
     margin = beta * (gains - losses)
     each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
-    count = float(each.numel())
+    bound = float(each.numel())
+    weights = torch.ones_like(each) if counted is None else counted.to(each.dtype)
+    count = bound if counted is None else counted.sum()
 
     def mean(value: Tensor) -> Mean:
-        return Mean(value.detach().sum(), count)
+        return Mean((value.detach() * weights).sum(), count)
 
     aux = {
         "chosen_reward": mean(beta * gains),
@@ -143,4 +148,4 @@ def dpo(
         "margin": mean(margin),
         "accuracy": mean((margin > 0).to(margin.dtype)),
     }
-    return Mean(each.sum(), count, bound=count), aux
+    return Mean((each * weights).sum(), count, bound=bound), aux

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -14,11 +13,21 @@ from typing import Any
 
 import torch
 
-from experiments.config import AdamWConfig, ConfigError, ScheduleConfig, StrategyConfig
-from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
+from experiments.config import (
+    AdamWConfig,
+    ConfigError,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    StrategyConfig,
+)
+from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
-from experiments.finetune.lm import from_directory
+from experiments.finetune.lm import LanguageModel, from_directory
 from experiments.finetune.stdlib import text_files
+from experiments.place import ranks_of
+from experiments.resume import identity_of
+from fnshard.errors import report
 
 BASES = Path("outputs", "bases")
 PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
@@ -49,9 +58,21 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
     if not path.is_dir():
         known = ", ".join([PRETRAINED, *RANDOM])
         raise ConfigError(f"model={config.model}: no directory is there. Fix: a model directory, or {known}.")
-    from_directory(path)
-    load_tokenizer(path)
+    _check_fit(config, from_directory(path), load_tokenizer(path))
     return str(path.resolve())
+
+
+def _check_fit(config: FinetuneConfig, lm: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Refuse token ids and positions that the model has no rows for."""
+    wrong, fixes = [], []
+    if tokenizer.vocab > lm.vocab:
+        wrong.append(f"its tokenizer has ids up to {tokenizer.vocab - 1}, its embedding {lm.vocab} rows")
+        fixes.append("the tokenizer that the model was made with.")
+    if lm.context is not None and config.data.context > lm.context:
+        wrong.append(f"data.context={config.data.context}, and it was made for {lm.context} positions")
+        fixes.append(f"data.context={lm.context}.")
+    if wrong:
+        raise ConfigError(report(f"model={config.model}:", wrong, " ".join(fixes)))
 
 
 def _random(name: str, seed: int) -> Path:
@@ -77,6 +98,7 @@ def _random(name: str, seed: int) -> Path:
     aside = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
     model.save_pretrained(aside)
     tokenizer.save(aside)
+    aside.chmod(0o755)  # not for us alone
     try:
         os.replace(aside, final)
     except OSError:  # somebody else was quicker
@@ -85,36 +107,41 @@ def _random(name: str, seed: int) -> Path:
 
 
 def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path], None]) -> Path:
-    """The tiny model, trained on the functions of the standard library; made once, and gone on with if it
-    was cut off."""
+    """The tiny model, trained on the functions of the standard library; made once, on whatever mesh, and gone
+    on with if it was cut off."""
     asked = pretraining(config)
-    values = dataclasses.asdict(asked)
-    kept = {n: values["run"][n] for n in ("steps", "seed")}
     text = hashlib.sha256(Path(asked.data.train).read_bytes()).hexdigest()  # another Python's is another base
-    told = _digest({**values, "run": kept, "mesh": {}, "data": text})
-    folder = (BASES / f"{PRETRAINED}-{told}").resolve()
-    if not (folder / WHOLE).is_dir():
-        print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
-        pretrain(asked, folder)
+    known = f"{PRETRAINED}-{_digest([text, asked.run.steps, asked.run.seed, MADE])}"
+    made = sorted(p for p in BASES.resolve().glob(f"{known}-*/{WHOLE}") if (p / "config.json").exists())
+    if made:
+        return made[0]
+    folder = BASES.resolve() / f"{known}-{_digest(identity_of(asked))}"
+    print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
+    pretrain(asked, folder)
     return folder / WHOLE
+
+
+MADE = 1  # another number where `pretraining` makes another base
 
 
 def pretraining(config: FinetuneConfig) -> FinetuneConfig:
     """The job that makes the base of this one: on the same ranks, on plain text."""
-    run = dataclasses.replace(
-        config.run, steps=PRETRAINING_STEPS, accumulate=1, held_out_every=PRETRAINING_STEPS // 2,
-        device_gb=None, hardware="auto", disk_dir=None, resume="auto", prompt="def ", save_every=100,
-    )  # fmt: skip
+    ranks = ranks_of(config)
+    like = {n: getattr(config.run, n) for n in ("seed", "backend", "device", "timeout_s", "max_restarts")}
+    run = RunConfig(steps=300, held_out_every=150, save_every=100, sample_tokens=64, prompt="def ", **like)
     train, held_out = text_files((Path("outputs") / "data").resolve())
-    data = FinetuneDataConfig(str(train), str(held_out), context=256, rows=16, too_long="truncate")
-    return dataclasses.replace(
-        config, model="tiny", method=MethodConfig("full"), objective=ObjectiveConfig(),
-        strategy=StrategyConfig("full_shard"), optimizer=AdamWConfig(lr=4e-3),
-        schedule=ScheduleConfig(warmup=0.06, floor=0.05), data=data, run=run, export="merged",
+    data = FinetuneDataConfig(
+        str(train), str(held_out), context=256, rows=_multiple(16, ranks),
+        held_out_rows=_multiple(32, ranks), too_long="truncate",
+    )  # fmt: skip
+    return FinetuneConfig(
+        MethodConfig("full"), ObjectiveConfig(), StrategyConfig("full_shard"), PrecisionConfig(),
+        AdamWConfig(), ScheduleConfig(warmup=0.06, floor=0.05), run, config.mesh, data, "tiny", "merged",
     )  # fmt: skip
 
 
-PRETRAINING_STEPS = 300
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
 
 
 def _digest(values: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any
         plan = _plan(config, tuning, mesh, optimizer, batch)
         return Planned(tuning, optimizer, plan, f"method={tuning.method.name}: {_counts(tuning)}")
     passed: list[str] = []
-    for name in METHODS:
+    for name in METHODS if config.export in (AUTO, "merged", "none") else METHODS[1:]:
         tuning = tuning_of(config, lm, name)
         optimizer = _optimizer(config, tuning)
         try:
@@ -67,10 +67,12 @@ def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any
 def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
     """Norms, biases and embeddings do not decay."""
     named = tree.flatten_with_paths(tuning.params)[0]
-    still = [p for p, v in named.items() if v.requires_grad and (v.dim() < 2 or EMBEDDING.search(p))]
-    return make_optimizer(
-        config.optimizer, config.schedule, config.run.steps, tuple(glob.escape(p) for p in still)
-    )
+    trained = {p: v for p, v in named.items() if v.requires_grad}
+    still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
+    chosen = config.optimizer
+    if len(still) == len(trained):  # a rule for the rest would match nothing
+        chosen, still = replace(chosen, weight_decay=0.0), []
+    return make_optimizer(chosen, config.schedule, config.run.steps, tuple(glob.escape(p) for p in still))
 
 
 def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any, batch: Any) -> Plan:

@@ -59,6 +59,8 @@ class ObjectiveConfig:
         one_of(("sft", "dpo"), self, "name")
         above(0, self, "beta")
         fraction(self, "label_smoothing")
+        if self.label_smoothing >= 0.5:
+            raise ValueError(f"objective.label_smoothing={self.label_smoothing}: must be below 0.5.")
 
 
 @dataclass(frozen=True)

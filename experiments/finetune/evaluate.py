@@ -21,21 +21,17 @@ Forward = Callable[..., Any]
 
 
 def held_out_batches(prepared: Prepared, most: int, rows: int, mesh: fs.Mesh) -> Iterator[Any]:
-    """This rank's held-out batches, of as many global rows (or pairs) as `most` at least; equally many on
-    every rank.
+    """This rank's held-out batches, equally many on every rank: of `most` global rows or pairs, and what
+    fills the last batch; rows of padding, which no mean counts, where there are no more.
 
     Args:
         rows: of a global batch.
     """
     if prepared.kind == "pairs":
-        # A pair of padding would count as one, so all batches are full ones.
-        pairs = min(most, prepared.records)
-        size = math.gcd(max(pairs // mesh.size, 1), max(rows // mesh.size, 1)) * mesh.size
-        width = width_of(prepared)
-        for low in range(0, pairs - size + 1, size):
-            part = size // mesh.size
+        width, part = width_of(prepared), rows // mesh.size
+        for low in range(0, min(most, prepared.records), rows):
             mine = range(low + mesh.rank * part, low + (mesh.rank + 1) * part)
-            yield pair_batch(prepared, list(mine), width)
+            yield pair_batch(prepared, [n if n < prepared.records else -1 for n in mine], width)
         return
     yield from islice(once(prepared, rows, rank=mesh.rank, ranks=mesh.size), math.ceil(most / rows))
 

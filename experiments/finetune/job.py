@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         ConfigError: see `bases.directory_of`, `materials.prepared`.
     """
     rate = config.optimizer.lr
-    if config.model not in (PRETRAINED, *RANDOM) and rate > MOST:
+    if config.model not in (PRETRAINED, *RANDOM) and rate > MOST and os.environ.get("RANK", "0") == "0":
         print(f"optimizer.lr={rate:g} is much for a model that has learned: try 2e-4.", file=sys.stderr)
     return prepared(replace(config, model=directory_of(config, _pretrain)))
 
@@ -37,8 +38,13 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
             "model=stdlib is made by a job of its own, which cannot be started under torchrun. Fix: run "
             "`python -m experiments.finetune` without it once, or name a model directory."
         )
-    if start(JOB, config, folder, [], chosen=True) == STOPPED:
-        raise SystemExit(0)
+    try:
+        if start(JOB, config, folder, [], chosen=True) == STOPPED:
+            raise SystemExit(0)
+    except ConfigError as error:
+        if "another process is at work" in str(error):
+            raise ConfigError(f"model={PRETRAINED}: another process makes it. Fix: wait for that.") from None
+        raise
 
 
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import fnshard as fs
 from experiments.config import AUTO
@@ -30,6 +33,7 @@ from experiments.resume import Run
 from experiments.saver import Saver, restored
 from experiments.steps import Training, run_steps, start_folder, tell_resume, tell_stop
 from experiments.sweep import write_result
+from fnshard.hf.files import read_config
 from fnshard.rank import Stop
 
 CHOICES = 4  # rows of a rank's batch of choices
@@ -79,7 +83,8 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
             flush=True,
         )
         write_plan(setup.planned.plan, folder)
-        tokens = config.data.rows * loader.loader.width
+        sides = 2 if setup.materials.train.kind == "pairs" else 1
+        tokens = config.data.rows * loader.loader.width * sides
         report = Report(folder, config.run.steps, tokens, {}, int(state.step), metrics_beside(folder, found))
     before = told_before(setup, state, folder)
     saver = Saver(config, run.root, mesh.rank)
@@ -110,7 +115,7 @@ def prepare(config: FinetuneConfig) -> Setup:
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
     lm, materials = from_directory(config.model), opened(config)
-    batch = next(materials.loader(config, mesh))
+    batch = next(Arguments(materials.loader(config, mesh)))[0]
     chosen = planned(config, lm, mesh, batch)
     tuning, plan = chosen.tuning, chosen.plan
     objective = OBJECTIVES[config.objective.name]
@@ -123,7 +128,8 @@ def prepare(config: FinetuneConfig) -> Setup:
         return sequence_logprobs(lm, params, batch)
 
     choosing = fs.shard_forward(tuning.policy(logprobs), plan.specs, **how)
-    examples = examples_of(run.prompt, materials.tokenizer, materials.examples(SHOWN))
+    count = SHOWN if run.sample_tokens else 0
+    examples = examples_of(run, materials.tokenizer, materials.examples(count), lm.context)
     generator = Generator.of(
         lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
         wrap=tuning.policy, timeout=run.timeout_s,
@@ -132,9 +138,17 @@ def prepare(config: FinetuneConfig) -> Setup:
     return Setup(config, mesh, chosen, materials, step, held_out, choosing, shown)
 
 
+def lean(batch: dict[str, Any], packed: bool) -> dict[str, Any]:
+    """A batch without what only packed rows need."""
+    return batch if packed else {name: part for name, part in batch.items() if name != "documents"}
+
+
 @dataclass
 class Arguments:
-    """A loader's batches as the arguments of a step."""
+    """A loader's batches as the arguments of a step.
+
+    Rows of one sample each need no `documents`, and attention keeps its causal kernel without.
+    """
 
     loader: Any
 
@@ -142,7 +156,7 @@ class Arguments:
         return self
 
     def __next__(self) -> tuple[Any]:
-        return (next(self.loader),)
+        return (lean(next(self.loader), getattr(self.loader, "pack", False)),)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's."""
@@ -179,19 +193,28 @@ def told(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
 
 def told_before(setup: Setup, state: fs.TrainState, folder: Path) -> dict[str, Any]:
     """What was measured before the first step: now, or by the process that began the run."""
-    path = folder / BEFORE
-    fresh = setup.step.gather_text("" if int(state.step) or path.exists() else "fresh")[0]
+    path, of = folder / BEFORE, _asked(setup.config)
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    known = known if known.get("of") == of else {}  # another configuration's
+    fresh = setup.step.gather_text("" if int(state.step) or known else "fresh")[0]
     if fresh:
-        values = told(setup, state)
+        values = {"of": of, **told(setup, state)}
         if setup.mesh.rank == 0:
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
             os.replace(partial, path)
         return values
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run that goes on from another one's checkpoint
-        return {"answers": ["-"] * len(setup.shown.examples)}
+    # A run that goes on from another one's checkpoint has none.
+    return known or {"answers": ["-"] * len(setup.shown.examples)}
+
+
+def _asked(config: FinetuneConfig) -> list[Any]:
+    """What the numbers and answers before the first step depend on."""
+    data, run = config.data, config.run
+    return [config.model, config.objective.name, data.held_out, data.choices, run.prompt, run.sample_tokens]
 
 
 # ------------------------------------------------------------------ what is left of a run
@@ -214,12 +237,31 @@ def export(setup: Setup, state: fs.TrainState, folder: Path) -> list[str]:
     if asked in ("merged", "both"):
         blocks, specs = _whole(setup, state)
         final = folder / WHOLE
-        if mesh.rank == 0 and final.is_dir():  # of an attempt that ended here
-            shutil.rmtree(final)
-        setup.step.gather_text("")  # nobody looks before it is gone
-        fs.hf.save(blocks, final, specs, mesh, model=tuning.lm.model, config=config.model)
+        aside = folder / f".{WHOLE}.writing"
+        if mesh.rank == 0:  # of an attempt that was cut off
+            shutil.rmtree(aside, ignore_errors=True)
+        setup.step.gather_text("")  # nobody writes before it is gone
+        dtype = stored_dtype(config.model)
+        fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
+        if mesh.rank == 0:
+            _take_place(aside, final)
         lines.append(f"the tuned model, as transformers reads it: {final}")
     return lines
+
+
+def _take_place(made: Path, final: Path) -> None:
+    """Rename; what has the name already is kept under another one: it may be somebody's only copy."""
+    if os.path.lexists(final):
+        others = (final.with_name(f"{final.name}.{n}") for n in itertools.count(1))
+        os.rename(final, next(path for path in others if not os.path.lexists(path)))
+    os.rename(made, final)
+
+
+def stored_dtype(directory: str) -> torch.dtype | None:
+    """What a model directory's configuration says that its weights are of."""
+    told = read_config(Path(directory))
+    named = getattr(torch, str(told.get("dtype") or told.get("torch_dtype")).removeprefix("torch."), None)
+    return named if isinstance(named, torch.dtype) else None
 
 
 def _whole(setup: Setup, state: fs.TrainState) -> tuple[Any, Any]:

@@ -50,13 +50,14 @@ class Materials:
     def examples(self, count: int) -> list[Example]:
         """Prompts from all over the held-out data; of pairs with the chosen answer."""
         step = 2 if self.held_out.kind == "pairs" else 1
-        numbers = np.linspace(0, self.held_out.samples // step - 1, count).astype(int) * step
+        there = self.held_out.samples // step
+        numbers = np.unique(np.linspace(0, there - 1, min(count, there)).astype(int)) * step
         return [self._example(int(n)) for n in numbers]
 
     def _example(self, number: int) -> Example:
         tokens, learned = self.held_out.sample(number)
         first = max(1, int(np.argmax(learned)))
-        if first == 1:  # plain text: what it begins with
+        if learned[0] or (first == 1 and tokens[0] == self.tokenizer.bos):  # plain text: what it begins with
             first = max(1, min(len(tokens) // 2, OPENING))
         behind = np.flatnonzero(learned[first:] == 0)
         last = first + int(behind[0]) if len(behind) else len(tokens)

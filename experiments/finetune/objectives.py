@@ -55,7 +55,9 @@ def dpo(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
         ours = policy(params, both).chunk(2)
         with torch.no_grad():
             theirs = reference(params, both).chunk(2)
-        return fs.losses.dpo(*ours, *theirs, beta=asked.beta, label_smoothing=asked.label_smoothing)
+        counted = (batch["chosen"]["targets"] != IGNORE).any(1)
+        how = {"beta": asked.beta, "label_smoothing": asked.label_smoothing, "counted": counted}
+        return fs.losses.dpo(*ours, *theirs, **how)
 
     return loss
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from experiments.config import RunConfig
 from experiments.data.tokenizer import Tokenizer
 from experiments.finetune.generate import Generator
 from experiments.finetune.materials import Example
@@ -24,6 +25,8 @@ class Shown:
 
     def answers(self, params: object) -> list[str]:
         """The model's answers, on every rank; all ranks call it together, each with the same prompts."""
+        if not self.examples:
+            return []
         made = self.generator(
             params, [e.prompt for e in self.examples], self.tokens, eos=self.tokenizer.stops
         )
@@ -46,14 +49,24 @@ def _line(text: str) -> str:
     return safe(text).replace("\n", "\\n")
 
 
-def examples_of(asked: str | None, tokenizer: Tokenizer, held_out: Sequence[Example]) -> list[Example]:
-    """The held-out prompts, and behind them the one that `run.prompt` names."""
-    if asked is None:
-        return list(held_out)
-    first = [] if tokenizer.bos is None else [tokenizer.bos]
-    return [*held_out, Example([*first, *tokenizer.encode(asked)], [])]
+def examples_of(
+    run: RunConfig, tokenizer: Tokenizer, held_out: Sequence[Example], limit: int | None
+) -> list[Example]:
+    """The held-out prompts, and behind them the one that `run.prompt` names; none if no token is asked for.
+
+    Args:
+        limit: tokens that the model was made for; of longer prompts the end is shown.
+    """
+    if not run.sample_tokens:
+        return []
+    asked = []
+    if run.prompt is not None:
+        first = [] if tokenizer.bos is None else [tokenizer.bos]
+        asked = [Example([*first, *tokenizer.encode(run.prompt)], [])]
+    most = None if limit is None else max(1, limit - run.sample_tokens)
+    return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in (*held_out, *asked)]
 
 
 def generator_size(examples: Sequence[Example], tokens: int) -> int:
     """Places for keys and values that these prompts and their answers take."""
-    return max(len(e.prompt) for e in examples) + tokens
+    return max([len(e.prompt) for e in examples], default=2) + tokens

@@ -16,7 +16,7 @@ from experiments.finetune.lm import LanguageModel
 from experiments.plan import dtypes_of
 from fnshard import tree
 from fnshard.errors import SpecError, report
-from fnshard.lora import Lora, with_adapters
+from fnshard.lora import Lora, matched, with_adapters
 
 Fn = Callable[..., Any]
 CODECS = {"qlora8": "int8", "qlora4": "nf4"}  # of the frozen matrices, by method
@@ -113,7 +113,9 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel, method: str | None = No
     matrices = lm.matrices()
     targets = list(matrices) if chosen.targets == ALL_LINEAR else chosen.targets
     try:
-        turned = [p for p in lm.transposed() if _is_target(p, targets)]
+        globs = "|".join(targets) if isinstance(targets, list) else targets
+        chosen_paths = set(matched("targets", globs, lm.params))
+        turned = [p for p in lm.transposed() if p in chosen_paths]
         fn, params = fs.lora(
             lm.logits, lm.params, rank=chosen.rank, alpha=chosen.alpha, targets=targets,
             transposed="|".join(turned), dropout=chosen.dropout, rank_stabilised=chosen.rank_stabilised,
@@ -123,14 +125,6 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel, method: str | None = No
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
     coded = tuple(f"base.{p}" for p in matrices) if chosen.name in CODECS else ()
     return Tuning(lm, chosen, params, fn.lora, coded)
-
-
-def _is_target(path: str, targets: str | list[str]) -> bool:
-    import fnmatch
-
-    globs = targets.split("|") if isinstance(targets, str) else targets
-    names = (path, path.removesuffix(".weight"))
-    return any(fnmatch.fnmatchcase(n, g) for n in names for g in globs)
 
 
 def _frozen(leaf: torch.Tensor) -> torch.Tensor:
