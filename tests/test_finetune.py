@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -221,6 +223,47 @@ def test_auto_with_a_strategy_that_is_found(model, data, tmp_path):
         chosen(model, data, tmp_path, 1e-6, "strategy=auto")
 
 
+def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
+    """Of a folder named as what is exported, which may be the base; of answers by another configuration. Few
+    pairs, one of them held out, no samples, a run that goes on from another one's checkpoint."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
+    folder = tmp_path / "run"
+    (folder / bases.WHOLE).parent.mkdir()
+    shutil.copytree(model, folder / bases.WHOLE)
+    (folder / loop.BEFORE).write_text(json.dumps({"of": "another", "answers": ["x"], "held_out_loss": 7.0}))
+    asked = ("objective=dpo", "method=lora", "export=merged", "run.sample_tokens=0", "run.steps=2",
+             "run.save_every=1", "run.held_out_every=1")  # fmt: skip
+    config = config_of(folder / bases.WHOLE, {**data, "pairs": few}, tmp_path, *asked)
+    loop.finetune(config, run_in(folder), [], Stop())
+    result = read_result(folder)
+    before = json.loads((folder / loop.BEFORE).read_text())
+    assert before["held_out_loss"] == pytest.approx(math.log(2)) and math.isfinite(result["held_out_loss"])
+    kept = folder / f"{bases.WHOLE}.1"
+    assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert (folder / bases.WHOLE / "model.safetensors").exists()
+    config = replace(config, model=str(kept))
+    loop.finetune(
+        config, replace(run_in(tmp_path / "on"), source=str(folder / "checkpoints" / "1")), [], Stop()
+    )
+    shown = capfd.readouterr().out
+    assert "resume: step 1 of" in shown and re.search(r"\nheld_out_loss: [\d.]+\n", shown)
+
+
+def test_auto_takes_one_that_has_what_is_exported(model, data, tmp_path):
+    assert chosen(model, data, tmp_path, 1.0, "export=adapters").tuning.method.name == "lora"
+
+
+def test_pairs_of_padding_do_not_count():
+    numbers = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    loss, aux = fs.losses.dpo(*numbers, counted=torch.tensor([True, False, True, True, False]))
+    some, aux_of_some = fs.losses.dpo(*numbers[:, [0, 2, 3]])
+    assert (loss.total, loss.count) == (some.total, some.count)
+    assert {n: float(m.total / m.count) for n, m in aux.items()} == pytest.approx(
+        {n: float(m.total / m.count) for n, m in aux_of_some.items()}
+    )
+
+
 def test_a_likely_answer_is_the_right_one():
     """Two questions, of which the second is answered rightly only per byte."""
     options = evaluate.np.array([[0, 1, 1], [0, 0, 1], [1, 0, 1], [1, 1, 9]])
@@ -265,10 +308,16 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     (tmp_path / "empty" / "config.json").write_text((model / "config.json").read_text())
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": \n{"prompt": "a"}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 99, "response": "b"}) + "\n")
+    narrow = tmp_path / "narrow"
+    shutil.copytree(model, narrow)
+    told = json.loads((narrow / "config.json").read_text()) | {"vocab_size": 40}
+    (narrow / "config.json").write_text(json.dumps(told))
     given = {
         ("model=nowhere",): r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
         ("model=bare",): r"config\.json",
         ("model=empty",): r"safetensors|weights",
+        (f"model={model}", "data.context=65"): r"data\.context=65, and it was made for 64 positions",
+        (f"model={narrow}",): r"its tokenizer has ids up to 263, its embedding 40 rows",
         (f"model={model}", "data.train=nothing.jsonl"): r"nothing\.jsonl: No such file",
         (f"model={model}", "data.train=broken.jsonl"): r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: lacks",
         (
@@ -283,6 +332,9 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     config = config_of(model, data, tmp_path, "method.targets=*.nothing")
     with pytest.raises(ConfigError, match=r"method\.targets=\*\.nothing.* matches no leaf"):
         loop.prepare(config)
+    config = config_of(model, data, tmp_path, "method.targets=*embed_tokens*")
+    with pytest.raises(fs.TraceError, match=r"also gives it to embedding|multiplies by it nowhere"):
+        loop.finetune(config, run_in(tmp_path / "embedding"), [], Stop())
     config = config_of(model, data, tmp_path, "method.rank=99")
     with pytest.raises(ConfigError, match=r"(?s)method\.rank=99: .*rank=99 is more than 16"):
         loop.prepare(config)
