@@ -23,7 +23,7 @@ from experiments import config as configs
 from experiments import steps
 from experiments.config import ConfigError
 from experiments.data.bytelevel import ByteTokenizer
-from experiments.finetune import bases, evaluate, job, loop, materials
+from experiments.finetune import bases, evaluate, job, loop, materials, sizes
 from experiments.finetune.choosing import planned
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
@@ -34,6 +34,7 @@ from experiments.resume import Run
 from experiments.sweep import read_result
 from fnshard.errors import BudgetError
 from fnshard.rank import Stop
+from fnshard.shards import spec_paths
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,6 +270,26 @@ def test_a_likely_answer_is_the_right_one():
     options = evaluate.np.array([[0, 1, 1], [0, 0, 1], [1, 0, 1], [1, 1, 9]])
     scores = evaluate.np.array([-1.0, -2.0, -3.0, -4.0])
     assert evaluate.shares(options, scores) == {"accuracy": 0.5, "accuracy_per_byte": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("layers", "limit"), [(2, 8e9), pytest.param(80, 14.9 * 2**30, marks=pytest.mark.long)]
+)
+def test_a_large_model_on_paper(layers, limit):
+    """Llama-3-70B's shapes, two ranks: what the host holds is not on the device, and codes are small."""
+    lm = sizes.model_of({**sizes.LLAMA_70B, "num_hidden_layers": layers})
+    tuning = sizes.tuning_of(lm, "nf4", 64)
+    case = sizes.Case("nf4", 2, "host")
+    assert sizes.row_of(tuning, case)["device GB"] * 1e9 < limit
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    stored = spec_paths(tuning.specs(mesh, sizes.BF16, fs.presets.full_shard))[0]
+    held = sum(
+        math.prod(spec.shape) * spec.storage_dtype.itemsize / 2
+        for path, spec in stored.items()
+        if path.rpartition(".")[0] in tuning.coded
+    )
+    bf16 = sum(2 * lm.params[path.removeprefix("base.")].numel() for path in tuning.coded)
+    assert 0.125 < held / bf16 < 0.16
 
 
 # ------------------------------------------------------------------ what is refused
