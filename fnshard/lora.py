@@ -222,24 +222,23 @@ class _Adapted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        place = _PLACES.get(func)
-        if place is None:
-            if isinstance(out, Tensor):
-                self._note(func, args)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not any(isinstance(o, Tensor) for o in tree.flatten(out)[0]):  # a shape, a dtype
             return out
-        names, turned = place
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        path = self.targets.get(id(given.get(names[-1])))
-        if path is None or (path in self.asked.transposed) != turned:
-            self._note(func, args)
+        names, turned = _PLACES.get(func, ((), False))
+        given = dict(zip(names, args, strict=False)) | kwargs
+        path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
+        if path is None or (path in self.asked.transposed) != turned or given.keys() & _UNLIKE:
+            self._note(func, (args, kwargs))
             return out
+        self._note(func, {k: v for k, v in given.items() if k != names[-1]})
         self.used.add(path)
         return out + self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
 
-    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
-        """A target that goes elsewhere."""
-        for path in {self.targets.get(id(a)) for a in args} - {None}:
+    def _note(self, func: Any, given: Any) -> None:
+        """Targets that go elsewhere, in whatever they lie."""
+        for path in {self.targets.get(id(leaf)) for leaf in tree.flatten(given)[0]} - {None}:
             self.others.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
 
     def _update(self, x: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
@@ -260,3 +259,4 @@ _PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
     Tensor.__matmul__: (("input", "other"), True),
     Tensor.mm: (("input", "mat2"), True),
 }
+_UNLIKE = {"alpha", "beta", "out"}  # what makes more of a product than the update would know of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, codecs
+from fnshard.compiler.footprint import Entry, Watch
 from fnshard.errors import CheckpointError, SpecError, StateError
 
 BOTH = ("int8", "nf4")
@@ -82,6 +84,67 @@ def test_denormals_do_not_wrap_around(codec: str, count: int) -> None:
     value[:, ::64] = torch.linspace(-count, count, 300).round() * smallest  # 300 scales, themselves coded
     off = (decoded(value, codec) - value).abs().max().item()
     assert off <= 64 * smallest
+
+
+# ------------------------------------------------------------------ what coding takes
+
+
+def spec_of(value: Tensor, codec: str) -> LayoutSpec:
+    return fs.match_specs({"w": value}, [("*", LayoutSpec(codec=codec, trainable=False))])["w"]
+
+
+def peak_of(work: Callable[[], Any], *given: Tensor) -> int:
+    """Bytes of what operators make, at the worst moment, its results too."""
+    with torch.no_grad(), Watch("cpu") as watch:
+        for number, value in enumerate(given):
+            watch.adopt(value, Entry(number, value.untyped_storage().nbytes(), 0))
+        work()
+    return watch.peak
+
+
+@pytest.mark.parametrize("codec", BOTH)
+@pytest.mark.parametrize("shape", [(1, 3000), (7, 90), (50, 3, 33), (130, 1)])
+@pytest.mark.parametrize("run", [1, 200, 1000])
+def test_runs_of_rows_make_the_codes_of_all(
+    codec: str, shape: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows longer than a run, runs that do not divide them."""
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    whole = codecs.CODECS[codec].encode(value.detach())
+    monkeypatch.setattr(codecs, "RUN", run)
+    made = codecs.encoded(value, spec_of(value, codec))
+    assert not any(v.requires_grad for v in made.values())
+    announced = codecs.CODECS[codec].parts(shape)
+    assert {n: (tuple(v.shape), v.dtype) for n, v in made.items()} == announced
+    assert all(torch.equal(made[n], whole[n]) for n in whole)
+    assert codecs._runs(value.to("meta")) == [...], "70B weights on paper take no time either"
+    on_meta = codecs.encoded(value.to("meta"), spec_of(value, codec))
+    assert {n: (tuple(v.shape), v.dtype) for n, v in on_meta.items()} == announced
+
+
+@pytest.mark.parametrize("codec", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_coding_takes_beside_the_leaf_and_its_codes_does_not_grow_with_it(
+    codec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codecs, "RUN", 1 << 13)
+    value = torch.randn(1 << 9, 1 << 9, dtype=dtype)
+    made: dict[str, Tensor] = {}
+    peak = peak_of(lambda: made.update(codecs.encoded(value, spec_of(value, codec))), value)
+    held = sum(v.nbytes for v in made.values())
+    assert held <= peak <= held + 16.5 * (1 << 13)  # one run of 32
+    look = peak_of(lambda: codecs.Unfit().look("w", spec_of(value, codec), value), value)
+    assert 0 < look <= 12 * (1 << 13)
+
+
+@pytest.mark.parametrize("codec", BOTH)
+def test_decoding_takes_eight_bytes_a_weight_at_most(codec: str) -> None:
+    """Where nothing is fused: what is looked up, and what it is times its scale."""
+    value = torch.randn(1 << 9, 1 << 9)
+    parts, chosen = codecs.CODECS[codec].encode(value), codecs.CODECS[codec]
+    for dtype in (torch.float32, torch.bfloat16):
+        peak = peak_of(lambda d=dtype: chosen.decode(parts, tuple(value.shape), d), *parts.values())
+        assert 4 * value.numel() < peak <= 8.2 * value.numel()
 
 
 # ------------------------------------------------------------------ what is not finite

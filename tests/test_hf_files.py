@@ -626,6 +626,45 @@ def test_ranks_fail_together(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(failing, str(tmp_path), "", timeout=60.0) == ["no error"] * 2
 
 
+def loading(rank: int, folder: str, how: str) -> str:
+    """On a process group; what this rank was told, after a collective that both take part in."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    shapes = {"w": torch.empty(6, 70, device="meta"), "b": torch.empty(4, device="meta")}
+    coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
+    specs = fs.match_specs(shapes, [("w", coded), ("b", LayoutSpec(P("shard")))])
+    alone = rank == 1
+    path = Path(folder) / ("nowhere" if how == "files" and alone else "bad" if how == "values" else "good")
+    more: dict[str, Any] = {"names": {"other": "x"}} if how == "names" and alone else {}
+    if how == "specs" and alone:
+        specs = {"w": coded, "b": LayoutSpec()}  # of unknown shapes
+    said = "no error"
+    try:
+        fs.hf.load(path, specs, mesh, **more)
+    except fs.FnshardError as error:
+        said = f"{type(error).__name__}: {error}"
+    connection(mesh).barrier()
+    return said
+
+
+def test_ranks_refuse_what_is_loaded_together(ranks: Any, tmp_path: Path) -> None:
+    """Each sees its own slices alone: a rank that went on would wait for the other."""
+    values = {"w": torch.ones(6, 70), "b": torch.ones(4)}
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+        safetensors.save_file(values, tmp_path / name / "model.safetensors")
+        values["w"][5, 69] = math.nan  # in the slice of rank 1
+    for how, says in {
+        "values": "StateError: 1 leaf cannot be coded: inf, nan or too large for fp32 are",
+        "files": "StateError: no weights in",
+        "names": "StateError: names= has 1 paths of no leaf",
+        "specs": "StateError: the specs do not know the full shapes of 2 leaves",
+    }.items():
+        zero, one = ranks(2).run(loading, str(tmp_path), how, timeout=60.0)
+        assert one.startswith(says), one
+        assert zero.startswith("CheckpointError: loading '") and f"rank 1: {says}" in zero, zero
+    assert ranks(2).run(loading, str(tmp_path), "", timeout=60.0) == ["no error"] * 2
+
+
 def test_a_peer_that_is_lost_is_told_at_once() -> None:
     """Nobody waits for it once more to say so."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.config import ConfigError
-from experiments.finetune import lm
+from experiments.finetune import anatomy, lm
 from fnshard.errors import MissingExtraError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -255,7 +255,34 @@ def test_models_that_are_no_decoders() -> None:
         lm.of(module)
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "first"),
+    [
+        ("Mixtral", {"num_local_experts": 4}, r"layers.0.mlp.experts.gate_up_proj \[4, 48, 16\] and 3 more"),
+        ("JetMoe", {}, r"layers.0.mlp.input_linear.weight \[8, 48, 16\] and 11 more"),
+    ],
+)
+def test_mixtures_of_experts_are_refused(name: str, more: dict[str, Any], first: str) -> None:
+    """Their experts lie in leaves of three dims, which adapters, codecs and `matrices()` do not see."""
+    small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**small, **heads, **more)
+    with pytest.raises(ConfigError, match=rf"(?s)it is a mixture of experts \({first}\).*Fix: take a dense"):
+        lm.from_config(config)
+
+
+def test_experts_that_are_modules_are_seen_and_convolutions_are_none() -> None:
+    def trunk(key: str, part: torch.nn.Module) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.ModuleDict({key: part}))
+
+    each = torch.nn.ModuleList([torch.nn.Linear(3, 2, bias=False) for _ in range(2)])
+    (line,) = anatomy._experts(trunk("experts", each))
+    assert "(0.experts.0.weight [2, 3] and 1 more)" in line
+    assert anatomy._experts(trunk("expert", torch.nn.Linear(3, 2))) == []
+    assert anatomy._experts(trunk("conv", torch.nn.Conv1d(4, 4, 3))) == []
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install fnshard\[hf\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install fnshard\[finetune\]"):
         lm.from_directory(tmp_path)

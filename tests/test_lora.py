@@ -174,6 +174,34 @@ def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> No
     assert reduced == {f"adapters.{p}" for p in leaf_specs(specs["adapters"])}
 
 
+@pytest.mark.parametrize("codec", [None, "nf4"])
+def test_frozen_leaves_have_no_gradient_no_optimizer_state_and_no_collective(codec: str | None) -> None:
+    """Counted on the schedule and in the ledger: LoRA and QLoRA pay for what trains, the rest is stored."""
+    fn, tree, _ = tuned(llama())
+    mesh = fs.make_mesh(shard=8, abstract=True)
+    frozen = LayoutSpec(P("shard"), codec=codec, trainable=False)
+    specs = fs.match_specs(tree, [("base.*_proj*", frozen), ("*", LayoutSpec(P("shard")))])
+    with sharded.remembered_kernels():
+        low = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.1)).lower(tree, ids(8))
+    trained = {f"adapters.{p}" for p in leaf_specs(specs["adapters"])}
+    for verb in ("reduce_scatter", "update"):
+        lines = [line for line in low.schedule.instructions if line.verb == verb]
+        assert sorted(p for line in lines for p in line.paths) == sorted(trained), "each of them, and once"
+    assert not [line for line in low.schedule.instructions if line.verb == "all_reduce"]
+    ledger = low.memory_analysis()
+    of = {p: (size["gradient"], size["optimizer"], size["stored"]) for p, size in ledger.leaves.items()}
+    parts = [p for p in of if "_proj" in p and p.startswith("base.")]
+    assert len(parts) == 14 * (3 if codec else 1)  # codes, scales and scales of scales
+    assert {p for p, (gradient, state, _) in of.items() if gradient or state} == trained
+    assert all(gradient == size and state == 2 * size for gradient, state, size in map(of.get, trained))
+    # In all, and not by leaf alone: full gradients, shards and states are the adapters'.
+    assert ledger.resident["optimizer state"] == 2 * sum(of[p][2] for p in trained)
+    whole = sum(v.numel() * 8 for a in tree["adapters"].values() for v in a.values())
+    assert 0 < ledger.peak["gradients"] <= 2 * whole
+    sent = low.comm_analysis()["reduce_scatter"]["bytes"]
+    assert whole <= sent < 2 * whole  # a bucket's leaves begin at multiples of 128 bytes
+
+
 def test_some_of_the_base_may_train_beside_them() -> None:
     fn, tree, _ = tuned(llama(), train="*norm*|lm_head")
     trained = {p for p, v in tree["base"].items() if v.requires_grad}
@@ -460,6 +488,49 @@ def test_a_target_that_is_used_twice_is_refused() -> None:
     tuned_fn, tree = fs.lora(fn, {"w": torch.randn(5, 4)}, rank=4, targets=["w"])
     with pytest.raises(TraceError, match=r"(?s)1 leaf cannot.*`fn` also gives it to embedding.*tied"):
         tuned_fn(tree, torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda x, w: torch.cat([w, w]).sum(), "cat"),
+        (lambda x, w: torch.stack(tensors=[w]).sum(), "stack"),
+        (lambda x, w: torch.add(x.sum(), other=w).sum(), "add"),
+        (lambda x, w: torch.einsum("bi,oi->bo", x, w).sum(), "einsum"),
+        (lambda x, w: torch.where(w > 0, w, 0.0).sum(), "where"),
+        (lambda x, w: w.unbind(0)[0].sum(), "unbind"),
+        (lambda x, w: F.linear(w, w).sum(), "linear"),
+        (lambda x, w: F.linear(input=w, weight=x).sum(), "linear"),
+        (lambda x, w: torch.mm(x, w.t()).sum(), "t"),
+    ],
+)
+def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: Any, told: str) -> None:
+    """In lists, by keyword, beside itself, or where a tuple comes of it."""
+    tuned_fn, tree = fs.lora(
+        lambda p, x: F.linear(x, p["w"]).sum() + use(x, p["w"]), {"w": torch.randn(4, 4)}, rank=2, targets="w"
+    )
+    with pytest.raises(TraceError, match=rf"(?s)1 leaf cannot.*`fn` also gives it to .*\b{told}\b"):
+        tuned_fn(tree, torch.ones(3, 4))
+    plain, tree = fs.lora(
+        lambda p, x: F.linear(x, p["w"]) * len(p["w"].shape) * p["w"].numel(),
+        tree["base"],
+        rank=2,
+        targets="w",
+    )
+    plain(tree, torch.ones(3, 4))  # asking for a shape is no use
+
+
+def test_a_product_that_does_more_is_refused() -> None:
+    """Of `alpha` and `out` the update would know nothing."""
+    for more in ({"alpha": 2.0}, {"beta": 0.5}, {"out": torch.empty(3, 4)}):
+
+        def fn(p: Any, x: Tensor, more: Any = more) -> Tensor:
+            with torch.no_grad():
+                return torch.addmm(torch.zeros(4), x, p["w"], **more)
+
+        tuned_fn, tree = fs.lora(fn, {"w": torch.randn(4, 4)}, rank=2, targets="w", transposed="w")
+        with pytest.raises(TraceError, match=r"(?s)multiplies by it nowhere.*also gives it to addmm"):
+            tuned_fn(tree, torch.ones(3, 4))
 
 
 def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def no_decoder(name: str, *why: str) -> ConfigError:
         report(
             f"{name} is no causal language model that can be tuned here:",
             why,
-            "take a decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2, ...).",
+            "take a dense decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2).",
         )
     )
 
@@ -59,8 +59,26 @@ def check_decoder(model: nn.Module) -> None:
         wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
     if getattr(config, "alibi", False):
         wrong.append("its positions are slopes of attention (ALiBi)")
+    wrong += _experts(trunk)
     if wrong:
         raise no_decoder(type(model).__name__, *wrong)
+
+
+def _experts(trunk: nn.Module) -> list[str]:
+    """Weights that only some tokens meet: one leaf for all experts of a layer, or a module for each."""
+    leaves = [
+        f"{name}.{key} {list(leaf.shape)}"
+        for name, module in trunk.named_modules()
+        for key, leaf in module.named_parameters(recurse=False)
+        if "experts" in name.split(".") or (leaf.dim() > 2 and not isinstance(module, nn.Conv1d))
+    ]
+    if not leaves:
+        return []
+    others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+    return [
+        f"it is a mixture of experts ({leaves[0]}{others}): which of them a token meets is known in the step "
+        "alone, and adapters and codecs are for matrices that all tokens meet"
+    ]
 
 
 def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:

@@ -35,6 +35,7 @@ from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh, laid_out
 from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import check_directory
+from fnshard.runtime.rows import all_or_none
 from fnshard.shards import check_blocks, compare_paths, leaf_paths, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 
@@ -54,8 +55,8 @@ def load(
 ) -> Any:
     """A model directory's weights -> this rank's stored blocks, for `Step.adopt` or `shard_forward`.
 
-    Each rank reads its own slices of the files, and holds 8 MiB beside its blocks; nothing moves between
-    ranks. Float tensors are cast to the specs' `storage_dtype`.
+    Each rank reads its own slices of the files, and holds 8 MiB beside its blocks. A collective: all ranks
+    fail, or none; nothing else moves between them. Float tensors are cast to the specs' `storage_dtype`.
 
     Args:
         path: a directory with `model.safetensors`, or with several files and their index; or one file.
@@ -73,6 +74,7 @@ def load(
         StateError: no safetensors files, or broken ones; or, named all together, leaves without a tensor,
             tensors without a leaf, and such as do not fit; values of coded leaves that are not finite; no
             room on disk.
+        CheckpointError: it failed on another rank, which has the values that are not finite, say.
 
     >>> import tempfile
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
@@ -84,21 +86,27 @@ def load(
     tensor([0., 1., 2.])
     """
     mesh, path = mesh or default_mesh(), Path(path)
-    named, structure = _resolved(specs, mesh)
-    check_names(names, named)
-    family = family_of(read_config(path), model, named)
-    check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
     globs = [ignore] if isinstance(ignore, str) else list(ignore)
-    with opened(path) as tensors:
-        sources, values = match(named, tensors, names, family, model, missing or {}, globs)
-        unfit = Unfit()
-        with torch.no_grad():
-            blocks = [
-                filled(p, spec, mesh, disk_dir, sources.get(p), values.get(p), unfit)
-                for p, spec in named.items()
-            ]
-        unfit.refuse()
-    return tree.unflatten(blocks, structure)
+
+    def read() -> Any:
+        named, structure = _resolved(specs, mesh)
+        check_names(names, named)
+        family = family_of(read_config(path), model, named)
+        check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
+        with opened(path) as tensors:
+            sources, values = match(named, tensors, names, family, model, missing or {}, globs)
+            unfit = Unfit()
+            with torch.no_grad():
+                blocks = [
+                    filled(p, spec, mesh, disk_dir, sources.get(p), values.get(p), unfit)
+                    for p, spec in named.items()
+                ]
+            unfit.refuse()
+        return tree.unflatten(blocks, structure)
+
+    if mesh.kind == "abstract":  # there is nobody to tell
+        return read()
+    return all_or_none(connection(mesh), f"loading {str(path)!r}", read)
 
 
 def save(
