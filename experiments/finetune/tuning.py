@@ -15,7 +15,7 @@ from experiments.finetune.config import ALL_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.plan import dtypes_of
 from fnshard import tree
-from fnshard.errors import SpecError, report
+from fnshard.errors import CheckpointError, SpecError, StateError, report
 from fnshard.lora import Lora, matched, with_adapters
 
 Fn = Callable[..., Any]
@@ -148,7 +148,7 @@ def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str,
             part = specs[place] if place else specs
             loaded = fs.hf.load(path, part, mesh, model=tuning.lm.model)
             blocks = {**blocks, place: loaded} if place else loaded
-    except fs.errors.StateError as error:
+    except (StateError, CheckpointError) as error:  # the latter where another rank has found it
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
     if tuning.asked is not None:
         blocks["adapters"] = fs.shard(tuning.params["adapters"], specs["adapters"], mesh)
