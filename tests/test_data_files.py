@@ -20,6 +20,7 @@ from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
 
 TOKENIZER = byte_tokenizer()
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.fixture
@@ -59,6 +60,10 @@ def shown(data, number=0):
         ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "hihi", "yoyo"),
         ({"prompt": [USER], "response": "yo"}, "hi", "yo"),
         ({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}, "hiyohi", "yo"),
+        ({"prompt": "hi", "completion": [ASSISTANT]}, "hi", "yo"),
+        ({"prompt": [USER], "completion": [USER, ASSISTANT]}, "hi", "yo"),
+        ({"prompt": [SYSTEM], "completion": [USER, ASSISTANT]}, "Be brief.hi", "yo"),
+        ({"messages": [USER, ASSISTANT], "tools": []}, "hi", "yo"),
     ],
 )
 def test_what_is_learned_is_the_response(made, line, prompt, response):
@@ -78,6 +83,22 @@ def test_what_is_learned_is_the_response(made, line, prompt, response):
         {"prompt": [USER], "chosen": "2", "rejected": "3"},
         {"prompt": [USER], "chosen": [{**ASSISTANT, "content": "2"}], "rejected": "3"},
         {
+            "prompt": "hi",
+            "chosen": [{**ASSISTANT, "content": "2"}],
+            "rejected": [{**ASSISTANT, "content": "3"}],
+        },
+        {
+            "prompt": "hi ",
+            "chosen": [USER, {**ASSISTANT, "content": "2"}],
+            "rejected": [USER, {**ASSISTANT, "content": "3"}],
+        },
+        {"prompt": "hi", "chosen": [USER, {**ASSISTANT, "content": "2"}], "rejected": "3"},
+        {
+            "prompt": [USER],
+            "chosen": [SYSTEM, USER, {**ASSISTANT, "content": "2"}],
+            "rejected": [SYSTEM, USER, {**ASSISTANT, "content": "3"}],
+        },
+        {
             "chosen": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "2"}],
             "rejected": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "3"}],
         },
@@ -87,6 +108,10 @@ def test_pairs_are_two_samples_of_one_prompt(made, line):
     data = made([line], kind="pairs")
     (asked, chosen, _), (again, rejected, _) = shown(data, 0), shown(data, 1)
     assert asked == again and (chosen, rejected) == ("2", "3")
+    if "prompt" in line:  # once, and as a user's message where an answer is one
+        assert asked in ("1+1=", "hi", "Be brief.hi")
+        marked = 260 in data.sample(0)[0].tolist()
+        assert marked == (asked != "1+1=") == (260 in data.sample(1)[0].tolist())
     assert (data.records, data.samples) == (1, 2)
 
 
@@ -153,6 +178,23 @@ WRONG = {
             "role 'tool': the byte tokenizer knows",
         ),
         ({"prompt": [USER], "response": [USER]}, "response: no assistant's message"),
+        ({"prompt": "", "response": [ASSISTANT]}, "prompt: is empty"),
+        (
+            {"prompt": "bye", "response": [USER, ASSISTANT]},
+            "response: begins with a user's message that is not the prompt",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": [{"name": "f"}]},
+            "tools: tools and their calls are not learned",
+        ),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]},
+            "messages[1].tool_calls: tools and their calls are not learned",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[1].tool",
+        ),
         ({"text": "a" * 64}, "takes 65 positions, the context has 64"),
         ({"prompt": "a" * 100, "response": "a"}, "takes 102 positions, the context has 64"),
     ],
@@ -163,6 +205,10 @@ WRONG = {
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "c" * 80}, "takes 82 positions"),
+        (
+            {"prompt": "hi", "chosen": [SYSTEM, USER, ASSISTANT], "rejected": "no"},
+            "chosen and rejected answer different prompts",
+        ),
         (
             {"chosen": [USER, ASSISTANT], "rejected": [USER]},
             "chosen and rejected: expected to end in different mess",
@@ -211,7 +257,9 @@ def test_wrong_lines_are_skipped_and_counted_if_asked(made, kind, capsys):
         assert data.records == 2
         assert data.left_out == {"broken": len(WRONG[kind]) - long, "too_long": long, "truncated": 0}
         assert f"{len(WRONG[kind]) - long} broken" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"Fix: mend the lines, or leave such out with broken='skip'\.$"):
+    with pytest.raises(
+        ConfigError, match=r"Fix: mend the lines, or leave such out with data\.broken=skip\.$"
+    ):
         made(content, kind=kind, too_long="skip")
 
 
@@ -228,9 +276,39 @@ def test_all_mistakes_are_in_one_error_the_first_eight_shown(made, tmp_path):
         *(f"one.jsonl:{n}" for n in (1, 2, 3)),
         *(f"two.jsonl:{n}" for n in (1, 2, 3, 4, 5)),
     ]
-    assert told[9] == "  and 1195 more"
-    assert told[10].startswith("Fix: mend the lines, or") and "or take a context of 71." in told[10]
+    listed = next((tmp_path / "cache").glob("*.refused.txt"))
+    assert told[9] == f"  and 1195 more; all of them: {listed}"
+    assert told[10].startswith("Fix: mend the lines, or leave such out with data.broken=skip;")
+    assert "data.too_long=skip, cut them with data.too_long=truncate, or take data.context=71." in told[10]
     assert len(told) == 11
+    lines = listed.read_text().splitlines()
+    assert [f"  {line}" for line in lines[:8]] == told[1:9]
+    assert [int(line.split(":")[1]) for line in lines[3:]] == list(range(1, 1201))
+
+
+def test_the_list_of_refused_lines_is_bounded_and_a_few_are_none(made, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"^8 lines cannot be used(?!.*more)"):
+        made([{"text": ""}] * 8)
+    assert not list((tmp_path / "cache").iterdir())
+    for module in (prepared, writer):
+        monkeypatch.setattr(module, "LISTED", 10)
+    with pytest.raises(ConfigError, match=r"and 1992 more; the first 10 of them: .*refused\.txt"):
+        made([{"text": ""}] * 2000)
+    assert len(next((tmp_path / "cache").glob("*.refused.txt")).read_text().splitlines()) == 10
+
+
+def test_lists_of_json_are_told_in_one_go(tmp_path):
+    for name, content in {
+        "pretty": '\ufeff\n[\n {"text": "a"}\n]',
+        "line": '[{"text": "a"}]',
+        "none": "[]",
+    }.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    files = sorted(tmp_path.glob("*.json"))
+    with pytest.raises(ConfigError, match=r"Fix: name files of JSONL: one object a line") as error:
+        prepare(files, TOKENIZER, context=9, cache=tmp_path / "cache", broken="skip")
+    told = str(error.value).splitlines()[1:-1]
+    assert told == [f"  {f}: begins with [, so it is one list of JSON and no JSONL" for f in files]
 
 
 def test_long_samples_are_cut_if_asked(made, capsys):
@@ -257,22 +335,49 @@ def test_lines_far_too_long_are_no_lines(made, monkeypatch):
         made(content[:1], context=200)
 
 
-def test_a_file_without_another_is_cut_in_two_parts(made):
-    content = [{"text": f"{n}"} for n in range(1, 16)]
-    content[2], content[4], content[9] = {"text": ""}, {"text": ""}, {"text": "x" * 99}
+def test_a_file_without_another_is_cut_in_two_parts(made, monkeypatch):
+    content = [{"text": f"{n}"} for n in range(400)]
+    content[7], content[8] = {"text": ""}, {"text": "x" * 99}
+    taken, encode_all = [], writer.encode_all
+    monkeypatch.setattr(writer, "encode_all", lambda t, d: taken.extend(d) or encode_all(t, d))
     train, held = (made(content, part=(5, side), broken="skip", too_long="skip") for side in (False, True))
-    told = [[shown(data, n)[1] for n in range(data.samples)] for data in (train, held)]
-    assert told == [["1", "2", "4", "6", "7", "8", "9", "11", "12", "13", "14"], ["15"]]
-    assert [tuple(data.left_out.values()) for data in (train, held)] == [(1, 0, 0), (1, 1, 0)]
-    with pytest.raises(ConfigError, match=r"^3 lines cannot be used"):  # of both parts, at once
+    assert len(taken) == 399  # tokenised once for both
+    told = [[int(shown(data, n)[1]) for n in range(data.samples)] for data in (train, held)]
+    assert sorted(told[0] + told[1]) == [n for n in range(400) if n not in (7, 8)]
+    assert 45 < len(told[1]) < 120 and len({n % 5 for n in told[1]}) == 5  # a rhythm of the file is not kept
+    both = [data.left_out for data in (train, held)]
+    assert [both[0][name] + both[1][name] for name in ("broken", "too_long", "truncated")] == [1, 1, 0]
+    longer = made([*content, {"text": "more"}], "more.jsonl", part=(5, True), broken="skip", too_long="skip")
+    assert set(told[1]) <= set(range(400)) & {
+        int(shown(longer, n)[1]) for n in range(longer.samples) if shown(longer, n)[1] != "more"
+    }
+    with pytest.raises(ConfigError, match=r"^2 lines cannot be used"):  # of both parts, at once
         made(content, part=(5, False))
+
+
+@pytest.mark.parametrize("every", [2, 20, 10**9])
+def test_each_part_of_two_lines_has_one(made, every):
+    for seed in range(12):
+        content = [{"text": f"{seed} {n}"} for n in range(2)] * 2
+        train, held = (made(content[:2], part=(every, side)) for side in (False, True))
+        assert (train.samples, held.samples) == (1, 1) and shown(train)[1] != shown(held)[1]
+    train, held = (made([{"text": "same"}] * 3, part=(every, side)) for side in (False, True))
+    assert train.samples and held.samples and train.samples + held.samples == 3
+
+
+@pytest.mark.parametrize("every", [2, 20])
+def test_one_line_is_learned_and_the_way_out_is_told(made, every):
+    for text in "abcdef":
+        for side in (False, True):
+            with pytest.raises(ConfigError, match=r"none can be held out.*data\.held_out=FILE"):
+                made([{"text": text}, {"text": ""}], part=(every, side), broken="skip")
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"part": (1, True)}, r"part=\(1, True\): every how manyth line is held out must be 2 or more"),
-        ({"part": (5, True)}, r"nothing to learn from \(of every 5th line, which is held out\)"),
+        ({"part": (5, True)}, r"one line can be used, so none can be held out"),
         ({"kind": "pear"}, "kind='pear': must be one of samples, pairs, choices"),
         ({"broken": "truncate"}, "broken='truncate': must be one of refuse, skip"),
         (

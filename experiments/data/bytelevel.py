@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from experiments.data.pieces import Piece
+from experiments.data.control import Spelled
+from experiments.data.pieces import NOTHING, Piece
 
 BEGIN, END, PAD = 256, 257, 258
 ROLES = {"system": 259, "user": 260, "assistant": 261}
@@ -46,9 +47,15 @@ class ByteTokenizer:
         """Token ids of a text; control tokens are never read from it."""
         return list(text.encode())
 
-    def encode_many(self, texts: Sequence[str], control: bool = False) -> list[np.ndarray]:
+    def encode_many(
+        self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
+    ) -> list[np.ndarray]:
         """Token ids of each text; uint32. Conversations hold control tokens as ids, so none are spelled."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
+        """No text spells a control token."""
+        return ()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; control tokens are left out, broken UTF-8 shows as a replacement sign."""

@@ -187,6 +187,11 @@ def _drawn_by(prepared: Prepared, seed: int, rows: int) -> dict[str, Any]:
 def _check_state(state: Mapping[str, Any], mine: Mapping[str, Any], drawn_by: Mapping[str, Any]) -> None:
     if set(state) != set(mine):
         raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
-    differ = [f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v]
+    differ = {k: f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v}
+    if "data" in differ:  # keys, which tell nobody anything
+        differ["data"] = "data: its files, the tokenizer, or how it is cut are not what they were"
     if differ:
-        raise ValueError(f"the saved loader drew other batches ({'; '.join(differ)}).")
+        raise ValueError(
+            f"the saved loader drew other batches ({'; '.join(differ.values())}). Fix: put back what was "
+            "changed, or begin anew with run.resume=never."
+        )

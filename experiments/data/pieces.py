@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from experiments.data.control import Spelled
+
+NOTHING, CONTROL, TEXT = "nothing", "control", "text"  # what a text can stand behind
 
 
 class Piece(NamedTuple):
@@ -23,11 +28,24 @@ class Piece(NamedTuple):
     control: bool = False
 
 
+class Stretch(NamedTuple):
+    """Text that is tokenised by itself, or one token's id; and what it stands behind."""
+
+    content: str | int
+    learned: bool
+    behind: str = NOTHING
+
+
 class Encoder(Protocol):
     """What makes token ids of texts."""
 
-    def encode_many(self, texts: Sequence[str], control: bool = False) -> list[np.ndarray]:
-        """Token ids of each text."""
+    def encode_many(
+        self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
+    ) -> list[np.ndarray]:
+        """Token ids of each text; `behind` what it stands: some tokenizers put a space in front."""
+
+    def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
+        """The control tokens that a stretch of a text spells."""
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
@@ -56,24 +74,69 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 def encode_all(encoder: Encoder, drafts: Sequence[Sequence[Piece]]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens (uint32) and whether each is learned (uint8) of many samples; texts go to the encoder together.
 
-    Each piece is tokenised by itself: a token never straddles what is asked and what is learned.
+    Text is cut where a control token stands and where learning begins or ends, so that no token straddles
+    what is asked and what is learned. All else is tokenised as the whole text would be: what people wrote
+    together with what a template puts around it.
     """
-    drafts = [joined(pieces) for pieces in drafts]
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for pieces in drafts:
-        for piece in pieces:
-            if isinstance(piece.content, str):
-                texts[piece.control].append(piece.content)
-    encoded = {c: iter(encoder.encode_many(t, c) if t else []) for c, t in texts.items()}
-    return [_one(pieces, encoded) for pieces in drafts]
+    cut = [_stretches(encoder, joined(pieces)) for pieces in drafts]
+    texts: dict[str, list[str]] = {NOTHING: [], CONTROL: [], TEXT: []}
+    for stretches in cut:
+        for content, _, behind in stretches:
+            if isinstance(content, str):
+                texts[behind].append(content)
+    encoded = {b: iter(encoder.encode_many(t, behind=b) if t else []) for b, t in texts.items()}
+    return [_one(stretches, encoded) for stretches in cut]
 
 
-def _one(pieces: Sequence[Piece], encoded: dict[bool, object]) -> tuple[np.ndarray, np.ndarray]:
+def _one(stretches: Sequence[Stretch], encoded: dict[str, Iterator]) -> tuple[np.ndarray, np.ndarray]:
     ids = [
-        next(encoded[p.control]) if isinstance(p.content, str) else np.array([p.content], np.uint32)
-        for p in pieces
+        next(encoded[s.behind]) if isinstance(s.content, str) else np.array([s.content], np.uint32)
+        for s in stretches
     ]
     if not ids:
         return np.empty(0, np.uint32), np.empty(0, np.uint8)
-    learned = np.repeat(np.array([p.learned for p in pieces], np.uint8), [len(i) for i in ids])
+    learned = np.repeat(np.array([s.learned for s in stretches], np.uint8), [len(i) for i in ids])
     return np.concatenate(ids), learned
+
+
+# ------------------------------------------------------------------ where text is cut
+
+
+def _stretches(encoder: Encoder, pieces: Sequence[Piece]) -> list[Stretch]:
+    out: list[Stretch] = []
+    for is_text, group in groupby(pieces, key=lambda piece: isinstance(piece.content, str)):
+        run = list(group)
+        out += _of_text(encoder, run) if is_text else [Stretch(p.content, p.learned) for p in run]
+    return out
+
+
+def _of_text(encoder: Encoder, run: Sequence[Piece]) -> list[Stretch]:
+    text = "".join(piece.content for piece in run)
+    ends = list(accumulate(len(piece.content) for piece in run))
+    parts = [(piece.learned, start, end) for piece, start, end in zip(run, [0, *ends], ends, strict=False)]
+    stretches = [(learned, list(group)) for learned, group in groupby(parts, key=lambda part: part[0])]
+    out, place, behind = [], 0, NOTHING
+    for token in [*_spelled(encoder, run, text), None]:
+        stop = token.start if token else len(text)
+        for learned, within in stretches:
+            start, end = max(place, within[0][1]), min(stop, within[-1][2])
+            if start < end:
+                out.append(Stretch(text[start:end], learned, behind))
+                behind = TEXT
+        if token:
+            learned = next(learned for learned, _, end in parts if token.at < end)
+            out.append(Stretch(token.token, learned))
+            place, behind = token.stop, CONTROL
+    return out
+
+
+def _spelled(encoder: Encoder, run: Sequence[Piece], text: str) -> Iterator[Spelled]:
+    """Control tokens in the stretches that may spell any, by their place in the whole text."""
+    place = end = 0
+    stretches = [(control, list(group)) for control, group in groupby(run, key=lambda piece: piece.control)]
+    for control, group in stretches:
+        stop = place + sum(len(piece.content) for piece in group)
+        for found in encoder.spelled(text, place, stop) if control else ():
+            yield found._replace(start=max(found.start, end))
+            end = found.stop
+        place = stop

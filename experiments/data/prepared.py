@@ -16,14 +16,16 @@ from uuid import uuid4
 import numpy as np
 
 from experiments.config import ConfigError
+from experiments.data.arrays import ARRAYS
+from experiments.data.lines import MARK
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import Tokenizer
-from experiments.data.writer import BROKEN, TOO_LONG, Policy, Writer
+from experiments.data.writer import BROKEN, LISTED, TOO_LONG, Policy, Writer
 from fnshard.errors import report
 
-FORMAT = 1  # a change of what the files mean makes another key
+FORMAT = 2  # a change of what the files mean makes another key
 FACTS = "prepared.json"
-ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64, "answers": np.int32}
+OPENING = 4096  # bytes of a file that are looked at to tell its format
 BLOCK = 2**20  # bytes of a file that are hashed at once
 
 
@@ -107,25 +109,28 @@ def prepare(
         broken: "refuse", or "skip" lines that cannot be used.
         too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample that has
             nothing left to learn then is skipped.
-        part: (n, held out): of files that have none beside them for evaluation, every n-th line is held out;
-            either these are taken, or the others. Mistakes are refused in both.
+        part: (n, held out): of files that have none beside them for evaluation, one line in n is held out,
+            drawn by what it holds, and one at least of two; either these are taken, or the others. Both are
+            made at one go.
 
     Raises:
         ConfigError: a file cannot be read, holds nothing, or has lines that are refused: the first few of
-            them by file and line, and how many there are.
+            them by file and line, how many there are, and the file that lists them all.
     """
     policy = Policy(context, broken, too_long, part)
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}: must be one of {', '.join(KINDS)}.")
     paths = _readable(files)
     sums = [_sum_of(path) for path in paths]
-    settings = [FORMAT, kind, context, broken, too_long, part, tokenizer.key, tokenizer.pad, *sums]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-    folder = Path(cache) / key
+    folders = {}
+    for side in policy.sides:
+        cut = None if part is None else (part[0], side)
+        settings = [FORMAT, kind, context, broken, too_long, cut, tokenizer.key, tokenizer.pad, *sums]
+        folders[side] = Path(cache) / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    folder = folders[bool(part and part[1])]
     if not _whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)  # torn: another program's doing
         try:
-            _make(folder, key, kind, paths, sums, tokenizer, policy)
+            _make(folders, kind, paths, sums, tokenizer, policy)
         except OSError as error:
             raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
     prepared = open_prepared(folder)
@@ -164,8 +169,7 @@ def _whole(folder: Path) -> bool:
 
 
 def _make(
-    folder: Path,
-    key: str,
+    folders: Mapping[bool, Path],
     kind: str,
     paths: Sequence[Path],
     sums: Sequence[str],
@@ -173,46 +177,66 @@ def _make(
     policy: Policy,
 ) -> None:
     """Write under a name of its own and rename: a folder is whole or absent. The first of two wins."""
-    partial = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
+    first = folders[False]
+    partial = first.with_name(f"{first.name}.{uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
+    parts = {side: partial / folder.name for side, folder in folders.items()}
+    size = sum(p.stat().st_size for p in paths)
     try:
-        with Writer(partial, kind, tokenizer, policy, sum(p.stat().st_size for p in paths)) as writer:
+        with Writer(parts, partial / "refused.txt", kind, tokenizer, policy, size) as writer:
             for path, expected in zip(paths, sums, strict=True):
                 if writer.read(path) != expected:
                     raise ConfigError(f"{path} changed while it was read. Fix: wait until it is written.")
-        facts = writer.facts()
-        _refuse(writer, paths)
-        sizes = {f"{n}.bin": (partial / f"{n}.bin").stat().st_size for n, _ in _arrays_of(kind)}
-        told = {"key": key, "kind": kind, "context": policy.context, "pad": tokenizer.pad, **facts}
-        (partial / FACTS).write_text(json.dumps(told | {"bytes": sizes}, indent=1))
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not _whole(folder):
-                raise
+            writer.finish()
+        _refuse(writer, paths, first.with_name(f"{first.name}.refused.txt"))
+        for side, folder in folders.items():
+            _place(parts[side], folder, kind, policy.context, tokenizer.pad, writer.facts(side))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _refuse(writer: Writer, paths: Sequence[Path]) -> None:
+def _place(part: Path, folder: Path, kind: str, context: int, pad: int, facts: Mapping[str, Any]) -> None:
+    """Write what is known of the arrays beside them, and move all to its place."""
+    sizes = {f"{n}.bin": (part / f"{n}.bin").stat().st_size for n, _ in _arrays_of(kind)}
+    told = {"key": folder.name, "kind": kind, "context": context, "pad": pad, **facts}
+    (part / FACTS).write_text(json.dumps(told | {"bytes": sizes}, indent=1))
+    if not _whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)  # torn: another program's doing
+    try:
+        part.rename(folder)
+    except OSError:
+        if not _whole(folder):
+            raise
+
+
+def _refuse(writer: Writer, paths: Sequence[Path], beside: Path) -> None:
     """One error for all lines that may not be passed over, or for files in which nothing is left."""
-    refused, counts = writer.problems.refused, writer.problems.counts
+    problems = writer.problems
+    refused, shown = sum(problems.refused.values()), problems.shown
     if refused:
         ways = {
-            BROKEN: "mend the lines, or leave such out with broken='skip'",
-            TOO_LONG: "leave long samples out with too_long='skip', cut them with too_long='truncate', "
-            f"or take a context of {writer.longest_seen}",
+            BROKEN: "mend the lines, or leave such out with data.broken=skip",
+            TOO_LONG: "leave long samples out with data.too_long=skip, cut them with data.too_long=truncate, "
+            f"or take data.context={writer.longest_seen}",
         }
+        rest = []
+        if refused > len(shown):
+            writer.refused.replace(beside)
+            many = "all of them" if refused <= LISTED else f"the first {LISTED} of them"
+            rest = [f"and {refused - len(shown)} more; {many}: {beside}"]
         several = "1 line" if refused == 1 else f"{refused} lines"
-        shown = writer.problems.shown
-        rest = [f"and {refused - len(shown)} more"] if refused > len(shown) else []
-        fix = "; ".join(ways[reason] for reason in ways if writer.problems.refuses(reason))
+        fix = "; ".join(way for reason, way in ways.items() if problems.refused[reason])
         raise ConfigError(report(f"{several} cannot be used:", [*shown, *rest], f"{fix}."))
-    if not writer.samples:
+    empty = [side for side, arrays in writer.arrays.items() if not arrays.samples]
+    if False in empty:
+        counts = {r: sum(c[r] for c in problems.counts.values()) for r in (BROKEN, TOO_LONG)}
         told = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count]
-        if writer.policy.part and writer.policy.part[1]:
-            told.append(f"of every {writer.policy.part[0]}th line, which is held out")
         raise ConfigError(f"{_named(paths)}: nothing to learn from ({', '.join(told) or 'no lines'}).")
+    if empty:
+        raise ConfigError(
+            f"{_named(paths)}: one line can be used, so none can be held out of training. Fix: name a file "
+            "to evaluate on with data.held_out=FILE, or add lines."
+        )
 
 
 # ------------------------------------------------------------------ the files
@@ -228,13 +252,26 @@ def _readable(files: Sequence[str | Path]) -> list[Path]:
         try:
             if path.is_dir():
                 wrong.append(f"{path}: is a folder")
-            else:
-                path.open("rb").close()
+            elif _is_list(path):
+                wrong.append(f"{path}: begins with [, so it is one list of JSON and no JSONL")
         except OSError as error:
             wrong.append(f"{path}: {error.strerror or error}")
     if wrong:
-        raise ConfigError(report("data cannot be read:", wrong, "name files of JSONL."))
+        raise ConfigError(
+            report(
+                "data cannot be read:",
+                wrong,
+                "name files of JSONL: one object a line, with no brackets around and no commas between them.",
+            )
+        )
     return list(map(Path, files))
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a file begins as a list of objects does."""
+    with path.open("rb") as file:
+        begin = file.read(OPENING).removeprefix(MARK).split(maxsplit=1)
+    return b"".join(begin)[:2] in (b"[", b"[{", b"[]")
 
 
 def _sum_of(path: Path) -> str:

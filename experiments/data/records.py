@@ -11,6 +11,7 @@ from experiments.data.pieces import Piece
 from experiments.data.tokenizer import Tokenizer
 
 RESPONSES = ("response", "completion", "output")
+TOOLS = ("tools", "functions", "tool_calls", "function_call")  # what no template is shown
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Messages = list[Mapping[str, str]]
 
@@ -58,7 +59,8 @@ def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
 
 
 def pair(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
-    """A prompt with a `chosen` and a `rejected` response; texts, or lists of messages.
+    """A prompt with a `chosen` and a `rejected` response; texts, or lists of messages, which may begin with
+    the prompt. A prompt that is a text is a user's message where a response is a list.
 
     Without a prompt both are whole conversations, and what they begin with alike is the prompt.
 
@@ -71,8 +73,15 @@ def pair(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
     if line["chosen"] == line["rejected"]:
         raise LineError("chosen and rejected are the same")
     if "prompt" in line or "instruction" in line:
-        prompt = _prompt(line)
-        return Record(tuple(_answered(tokenizer, prompt, line, n) for n in ("chosen", "rejected")))
+        prompt, names = _prompt(line), ("chosen", "rejected")
+        if isinstance(prompt, str) and any(isinstance(line[n], list) for n in names):
+            prompt = _asked(prompt)
+        if isinstance(prompt, list):
+            told = [_continued(prompt, line, n) for n in names]
+            if _same(told[0][0][: told[0][1]]) != _same(told[1][0][: told[1][1]]):
+                raise LineError("chosen and rejected answer different prompts")
+            return Record(tuple(_conversation(tokenizer, *each) for each in told))
+        return Record(tuple(_answered(tokenizer, prompt, line, n) for n in names))
     if not isinstance(line["chosen"], list):
         raise LineError(f"lacks 'prompt'; it has {_keys(line)}")
     chosen, rejected = _messages(line, "chosen"), _messages(line, "rejected")
@@ -129,17 +138,41 @@ def _prompt(line: Mapping[str, Any]) -> str | Messages:
 def _answered(
     tokenizer: Tokenizer, prompt: str | Messages, line: Mapping[str, Any], name: str
 ) -> Sequence[Piece]:
+    if isinstance(prompt, str) and isinstance(line[name], list):
+        prompt = _asked(prompt)
     if isinstance(prompt, str):
         response = _text(line, name, empty=False)
         pieces = (Piece(prompt, False), Piece(response, True), Piece(tokenizer.eos, True))
         return (*_begin(tokenizer), *pieces)
-    if isinstance(line[name], list):
-        response = _messages(line, name)
-    else:
+    return _conversation(tokenizer, *_continued(prompt, line, name))
+
+
+def _asked(prompt: str) -> Messages:
+    if not prompt.strip():
+        raise LineError("prompt: is empty")
+    return [{"role": "user", "content": prompt}]
+
+
+def _continued(prompt: Messages, line: Mapping[str, Any], name: str) -> tuple[Messages, int]:
+    """The conversation, and how many of its messages are the prompt, which the response may begin with."""
+    if not isinstance(line[name], list):
         response = [{"role": "assistant", "content": _text(line, name, empty=False)}]
+        return prompt + response, len(prompt)
+    response = _messages(line, name)
     if not any(m["role"] == "assistant" for m in response):
         raise LineError(f"{name}: no assistant's message, so there is nothing to learn")
-    return _conversation(tokenizer, prompt + response, len(prompt))
+    for start in (0, 1):  # behind a system's message, too
+        if response[0]["role"] == "system" or not start:
+            stop = start + len(prompt)
+            if _same(response[start:stop]) == _same(prompt):
+                return response, stop
+    if prompt[-1]["role"] == response[0]["role"] == "user":
+        raise LineError(f"{name}: begins with a user's message that is not the prompt")
+    return prompt + response, len(prompt)
+
+
+def _same(messages: Messages) -> list[tuple[str, str]]:
+    return [(m["role"], m["content"].strip()) for m in messages]
 
 
 def _begin(tokenizer: Tokenizer) -> tuple[Piece, ...]:
@@ -175,14 +208,22 @@ def _messages(line: Mapping[str, Any], name: str) -> Messages:
     value = line[name]
     if not isinstance(value, list) or not value:
         raise LineError(f"{name}: expected a list of messages, got {_kind(value)}")
+    _no_tools(line)
     for number, message in enumerate(value):
         where = f"{name}[{number}]"
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             raise LineError(f"{where}: expected an object with 'role' and 'content', got {_kind(message)}")
+        _no_tools(message, f"{where}.")
         told = {f"{where}.{k}": message[k] for k in ("role", "content")}
         role = _text(told, f"{where}.role", empty=False)
         _text(told, f"{where}.content", empty=role != "assistant")
     return value
+
+
+def _no_tools(told: Mapping[str, Any], where: str = "") -> None:
+    found = next((name for name in TOOLS if told.get(name)), None)
+    if found:
+        raise LineError(f"{where}{found}: tools and their calls are not learned; write them as text, or not")
 
 
 def _index(answer: Any, count: int) -> int:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from experiments.data.pieces import Piece
+from experiments.data.rendering import Messages, Rendering, rendered
 from fnshard.errors import MissingExtraError
 
-Messages = Sequence[Mapping[str, str]]
 DAY = datetime(2024, 7, 26)  # what templates that ask for the date are told: the same text every day
 
 
@@ -24,11 +23,13 @@ class Template:
         source: its text.
         names: what else it may read: `bos_token` and the like.
         ends: how turns end; what a template writes behind that is not learned: no model goes on there.
+        control: texts of control tokens, which mean nothing in what people wrote.
     """
 
     source: str
     names: tuple[tuple[str, str], ...] = ()
     ends: tuple[str, ...] = ()
+    control: tuple[str, ...] = ()
 
     def render(self, messages: Messages, *, ask: bool = False) -> str:
         """The text of `messages`; with `ask` also what opens the assistant's next turn.
@@ -50,31 +51,55 @@ class Template:
 
         Raises:
             ValueError: a rendering is not the beginning of the next one, so that nobody can tell what a
-                model would have been asked.
+                model would have been asked; or text that people wrote cannot be told from the template's.
         """
         pieces, done = [], ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < first:
                 continue
-            asked = self.render(messages[:number], ask=True)
-            whole = self.render(messages[: number + 1])
-            if not (asked.startswith(done) and whole.startswith(asked)):
-                raise ValueError(
-                    f"the chat template rewrites what stood before messages[{number}], so the assistant's "
-                    "part cannot be told (use prompt and response, or one assistant's turn a line)"
-                )
-            answer = len(asked) + self._end(whole[len(asked) :])
-            pieces += [Piece(asked[len(done) :], False, True), Piece(whole[len(asked) : answer], True, True)]
-            pieces.append(Piece(whole[answer:], False, True))
-            done = whole
+            asked = self._rendered(messages[:number], ask=True)
+            whole = self._rendered(messages[: number + 1])
+            if not (asked.text.startswith(done) and whole.text.startswith(asked.text)):
+                raise ValueError(self._uncut(messages, number, done, asked.text, whole.text))
+            answer = self._end(whole, len(asked.text))
+            pieces += asked.pieces(len(done), len(asked.text), learned=False)
+            pieces += whole.pieces(len(asked.text), answer, learned=True)
+            pieces += whole.pieces(answer, len(whole.text), learned=False)
+            done = whole.text
         return pieces
 
     def opening(self, messages: Messages) -> list[Piece]:
         """What a model is given to answer `messages`."""
-        return [Piece(self.render(messages, ask=True), False, True)]
+        asked = self._rendered(messages, ask=True)
+        return asked.pieces(0, len(asked.text), learned=False)
 
-    def _end(self, answer: str) -> int:
-        return max((at + len(e) for e in self.ends if (at := answer.rfind(e)) >= 0), default=len(answer))
+    def _rendered(self, messages: Messages, ask: bool = False) -> Rendering:
+        return rendered(partial(self.render, ask=ask), messages, self.control)
+
+    def _end(self, whole: Rendering, asked: int) -> int:
+        """Where the answer behind `asked` characters ends: behind the last end that the template wrote."""
+        text = whole.blanked
+        found = (at + len(end) for end in self.ends if (at := text.rfind(end, asked)) >= 0)
+        return max(found, default=len(text))
+
+    def _uncut(self, messages: Messages, number: int, done: str, asked: str, whole: str) -> str:
+        """Why the assistant's part cannot be told."""
+        before = self.render(messages[:number])
+        if all(text.startswith(start) for text in (asked, whole) for start in (done, before)):
+            return (
+                f"the chat template asks for messages[{number}] with {asked[len(before) :]!r}, and writes "
+                f"{_opening(whole[len(before) :])!r} there, so the assistant's part cannot be told (use "
+                "prompt and response, or mend what the template in the model's directory writes under "
+                "add_generation_prompt)"
+            )
+        return (
+            f"the chat template rewrites what stood before messages[{number}], so the assistant's part "
+            "cannot be told (use prompt and response, or one assistant's turn a line)"
+        )
+
+
+def _opening(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 @dataclass(frozen=True)

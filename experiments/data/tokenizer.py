@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from experiments.config import ConfigError
-from experiments.data.bytelevel import ByteTokenizer, tokenizer_json
-from experiments.data.pieces import Piece
+from experiments.data.bytelevel import TEMPLATE, ByteTokenizer, tokenizer_json
+from experiments.data.control import Controls, Spelled, behind_others, controls_of
+from experiments.data.pieces import CONTROL, NOTHING, TEXT, Piece
 from experiments.data.template import Plain, Template, compiled
 from fnshard.errors import MissingExtraError, report
 
@@ -42,8 +43,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids; neither begin nor end is added, and no control token is read from the text."""
 
-    def encode_many(self, texts: Sequence[str], control: bool = False) -> list[np.ndarray]:
-        """uint32 ids of each text; with `control`, text that spells a control token becomes one."""
+    def encode_many(
+        self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
+    ) -> list[np.ndarray]:
+        """uint32 ids of each text; with `control`, text that spells a control token becomes one. `behind`:
+        what the texts stand behind, as `pieces` names it."""
+
+    def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
+        """The control tokens that a stretch of a text spells."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text, control tokens left out."""
@@ -71,16 +78,25 @@ class FileTokenizer:
     key: str
     chat: Template | Plain
     file: Any = field(repr=False, compare=False)
+    behind: Mapping[str, Any] = field(repr=False, compare=False)  # what takes texts behind something
+    controls: Controls = field(repr=False, compare=False)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; control tokens are never read from it."""
         return self.encode_many([text])[0].tolist()
 
-    def encode_many(self, texts: Sequence[str], control: bool = False) -> list[np.ndarray]:
+    def encode_many(
+        self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
+    ) -> list[np.ndarray]:
         """Token ids of each text; uint32."""
-        self.file.encode_special_tokens = not control  # the library's name for: as text
-        encoded = self.file.encode_batch_fast(list(texts), add_special_tokens=False)
+        file = self.behind[behind]
+        file.encode_special_tokens = not control  # the library's name for: as text
+        encoded = file.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, np.uint32) for e in encoded]
+
+    def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
+        """The control tokens that a stretch of a text spells."""
+        return self.controls.find(text, start, stop)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; control tokens are left out."""
@@ -134,14 +150,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         )
     text = _read(folder / FILE)
     settings = _settings(folder)
-    if text == tokenizer_json():
+    source = _template(folder, settings)
+    if text == tokenizer_json() and source in (None, TEMPLATE):
         return ByteTokenizer()
     file = _open(folder / FILE, text)
     names = _special_names(settings)
     bos = _bos(file, names.get("bos_token"), settings)
     stops = _stops(file, names.get("eos_token"), settings, folder)
     pad = names.get("pad_token")
-    source = _template(folder, settings)
+    controls = controls_of(file, stops)
     told = json.dumps([text, bos, stops, source, sorted(names.items())])
     return FileTokenizer(
         folder=folder,
@@ -151,8 +168,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         stops=stops,
         pad=stops[0] if pad is None or file.token_to_id(pad) is None else file.token_to_id(pad),
         key=hashlib.sha256(told.encode()).hexdigest(),
-        chat=_chat(source, names, stops, file) if source else Plain(bos, stops[0]),
+        chat=_chat(source, names, stops, controls) if source else Plain(bos, stops[0]),
         file=file,
+        behind=dict(zip((NOTHING, CONTROL, TEXT), (file, *behind_others(file)), strict=True)),
+        controls=controls,
     )
 
 
@@ -257,14 +276,14 @@ def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> str | 
     return told or None
 
 
-def _chat(source: str, names: Mapping[str, str], stops: tuple[int, ...], file: Any) -> Template:
+def _chat(source: str, names: Mapping[str, str], stops: tuple[int, ...], controls: Controls) -> Template:
     # Every token that generation stops at may end a turn: a chat model's often is not its text's.
-    ends = tuple(text for text in map(file.id_to_token, stops) if text)
+    ends = tuple(text for stop in stops for text, i in controls.ids.items() if i == stop)
     try:
         compiled(source)
     except ValueError as error:
         raise ConfigError(f"the chat template is broken, {error}.") from error
-    return Template(source, tuple(sorted(names.items())), ends)
+    return Template(source, tuple(sorted(names.items())), ends, tuple(controls.ids))
 
 
 def _first(names: Iterable[str], most: int = 8) -> list[str]:

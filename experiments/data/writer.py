@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from experiments.config import ConfigError
+from experiments.data.arrays import Arrays
 from experiments.data.lines import LineError, parse, read_lines
 from experiments.data.pieces import encode_all
 from experiments.data.records import KINDS, Record
@@ -23,8 +23,19 @@ from experiments.data.tokenizer import Tokenizer
 
 BROKEN, TOO_LONG, TRUNCATED = "broken", "too_long", "truncated"
 BLOCK_LINES, BLOCK_BYTES = 512, 2**20  # tokenised together
-SHOWN = 8
+SHOWN = 8  # of refused lines, in the error
+LISTED = 100_000  # of them, in the file beside
 QUIET_S, EVERY_S = 2.0, 30.0  # before progress is told; between lines of it where no terminal listens
+
+
+Samples = Sequence[tuple[np.ndarray, np.ndarray]]
+
+
+class Where(NamedTuple):
+    """A line's number, and whether it is held out."""
+
+    line: int
+    side: bool
 
 
 @dataclass(frozen=True)
@@ -47,67 +58,79 @@ class Policy:
         if wrong:
             raise ConfigError("\n".join(wrong))
 
-    def takes(self, number: int) -> bool:
-        """Whether line `number` belongs to the part."""
-        return self.part is None or (number % self.part[0] == 0) == self.part[1]
+    @property
+    def sides(self) -> tuple[bool, ...]:
+        """What is written: all, as the side that is not held out; or both sides, at one go."""
+        return (False,) if self.part is None else (False, True)
+
+    def side(self, line: bytes) -> bool:
+        """Whether a line is held out: by its bytes, so that no rhythm of a file shows, and equal lines stay
+        together."""
+        if self.part is None:
+            return False
+        digest = hashlib.blake2b(line.strip(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.part[0] == 0
 
 
 @dataclass
 class Problems:
-    """Counts of what was found, and the first few that are refused; bounded, however many there are."""
+    """Counts of what was found; what is refused goes to a file, and the first few are held.
+
+    Args:
+        policy: what is refused.
+        out: takes a line each, `LISTED` at most.
+    """
 
     policy: Policy
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((BROKEN, TOO_LONG, TRUNCATED), 0))
-    refused: int = 0
-    _first: list[tuple[int, int, str]] = field(default_factory=list)
+    out: TextIO
+    counts: dict[bool, dict[str, int]] = field(init=False)
+    refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys((BROKEN, TOO_LONG), 0))
+    shown: list[str] = field(default_factory=list)
 
-    def refuses(self, reason: str) -> bool:
-        """Whether lines of this kind are refused, and there were some."""
-        return bool(self.counts[reason]) and getattr(self.policy, reason, "") == "refuse"
+    def __post_init__(self) -> None:
+        self.counts = {side: dict.fromkeys((BROKEN, TOO_LONG, TRUNCATED), 0) for side in self.policy.sides}
+        self._waiting: list[tuple[int, str]] = []
 
-    def add(self, reason: str, where: tuple[int, int], text: str) -> None:
-        """Count a line at `where`: its file's number, and its own.
+    def add(self, reason: str, where: Where, text: str) -> None:
+        """Count a line. One that is refused is told of, whatever side it belongs to: all mistakes at once."""
+        self.counts[where.side][reason] += 1
+        if getattr(self.policy, reason) == "refuse":
+            self.refused[reason] += 1
+            self._waiting.append((where.line, text))
 
-        One that is refused is told of, whatever part it belongs to: all mistakes are told at once.
-        """
-        refuse = getattr(self.policy, reason) == "refuse"
-        self.counts[reason] += refuse or self.policy.takes(where[1])
-        if refuse:
-            self.refused += 1
-            insort(self._first, (*where, text))
-            del self._first[SHOWN:]
-
-    @property
-    def shown(self) -> list[str]:
-        """The first few that are refused, in the order of files and lines."""
-        return [text for _, _, text in self._first]
+    def flush(self) -> None:
+        """Write down what has gathered, in the order of lines."""
+        gathered = [text for _, text in sorted(self._waiting)]
+        self._waiting = []
+        self.shown += gathered[: SHOWN - len(self.shown)]
+        before = sum(self.refused.values()) - len(gathered)
+        self.out.writelines(f"{text}\n" for text in gathered[: max(0, LISTED - before)])
 
 
 @dataclass
 class Writer:
-    """Writes `tokens.bin`, `learned.bin`, `starts.bin` and `answers.bin` into a folder; a context manager."""
+    """Writes the arrays of every side into folders, and what is refused into a file; a context manager."""
 
-    folder: Path
+    folders: Mapping[bool, Path]
+    refused: Path
     kind: str
     tokenizer: Tokenizer
     policy: Policy
     size: int  # bytes of all files, for the progress
 
     def __post_init__(self) -> None:
-        self.problems = Problems(self.policy)
-        self.samples = self.records = self.tokens = self.learned = 0
-        self.longest = self.longest_seen = 0
-        self.shortest = sys.maxsize
-        self._block: list[tuple[tuple[int, int], Record]] = []
-        self._bytes = self._file = 0
+        self.longest_seen = 0
+        self._block: list[tuple[Where, Record]] = []
+        self._bytes = 0
         self._path = Path()
+        self._first: tuple[Where, Record, Samples] | None = None  # waits: its side may be needed elsewhere
 
     def __enter__(self) -> Writer:
         self._stack = ExitStack()
-        names = ("tokens", "learned", "starts", "answers")
-        self._out = {n: self._stack.enter_context((self.folder / f"{n}.bin").open("wb")) for n in names}
-        self._progress = self._stack.enter_context(Progress(self.size))
-        self._put("starts", np.zeros(1, np.int64))
+        enter = self._stack.enter_context
+        self.arrays = {side: enter(Arrays(self.folders[side])) for side in self.policy.sides}
+        self.problems = Problems(self.policy, enter(self.refused.open("w", encoding="utf-8")))
+        self._progress = enter(Progress(self.size))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -118,39 +141,55 @@ class Writer:
         digest = hashlib.sha256()
         self._path = path
         for number, line in read_lines(path, digest.update):
+            where = Where(number, self.policy.side(line))
             try:
                 record = KINDS[self.kind](parse(line), self.tokenizer)
             except LineError as error:
-                self.problems.add(BROKEN, (self._file, number), f"{path}:{number}: {error}")
+                self.problems.add(BROKEN, where, f"{path}:{number}: {error}")
             else:
-                self._block.append(((self._file, number), record))
+                self._block.append((where, record))
             self._bytes += len(line)
             if len(self._block) >= BLOCK_LINES or self._bytes >= BLOCK_BYTES:
                 self._flush()
         self._flush()
-        self._file += 1
         return digest.hexdigest()
 
-    def facts(self) -> dict[str, Any]:
-        """What `Prepared` is told of them."""
-        names = ("samples", "records", "tokens", "learned", "longest", "shortest")
-        return {n: getattr(self, n) for n in names} | {"left_out": self.problems.counts}
+    def finish(self) -> None:
+        """Write the first record, which has waited: to its own side, unless the other has nothing else."""
+        if self._first is not None:
+            where, record, samples = self._first
+            rest = {side: arrays.records for side, arrays in self.arrays.items()}
+            alone = not any(rest.values())
+            other = not where.side
+            if other in rest and not rest[other] and not alone:
+                where = where._replace(side=other)
+            elif alone:
+                where = where._replace(side=False)  # one record is to be learned
+            self.arrays[where.side].write(record, samples)
+
+    def facts(self, side: bool) -> dict[str, Any]:
+        """What `Prepared` is told of a side."""
+        return self.arrays[side].facts() | {"left_out": self.problems.counts[side]}
 
     def _flush(self) -> None:
         """Tokenise what has gathered, and write it."""
         encoded = iter(encode_all(self.tokenizer, [d for _, record in self._block for d in record.drafts]))
         for where, record in self._block:
-            samples = [next(encoded) for _ in record.drafts]
-            fitting = self._fitting(where, samples)
-            if fitting and self.policy.takes(where[1]):
-                self._write(record, fitting)
+            samples = self._fitting(where, [next(encoded) for _ in record.drafts])
+            if not samples:
+                continue
+            if self._first is None and self.policy.part:
+                self._first = (where, record, samples)
+            else:
+                self.arrays[where.side].write(record, samples)
+        self.problems.flush()
         self._progress.advance(self._bytes)
         self._block, self._bytes = [], 0
 
-    def _fitting(self, where: tuple[int, int], samples: Sequence[tuple]) -> Sequence[tuple]:
+    def _fitting(self, where: Where, samples: Samples) -> Samples:
         """The samples as they are written; none where the line is left out."""
         most = self.policy.context + 1
-        line = f"{self._path}:{where[1]}"
+        line = f"{self._path}:{where.line}"
         longest = max(len(tokens) for tokens, _ in samples) - 1
         if longest >= most:
             self.longest_seen = max(self.longest_seen, longest)
@@ -168,25 +207,8 @@ class Writer:
             told = f"{line}: chosen and rejected differ only behind the context"
             self.problems.add(TOO_LONG, where, told)
             return ()
-        self.problems.counts[TRUNCATED] += longest >= most and self.policy.takes(where[1])
+        self.problems.counts[where.side][TRUNCATED] += longest >= most
         return samples
-
-    def _write(self, record: Record, samples: Sequence[tuple]) -> None:
-        for tokens, learned in samples:
-            self._put("tokens", tokens)
-            self._put("learned", learned)
-            self.tokens += len(tokens)
-            self.learned += int(learned[1:].sum())
-            self._put("starts", np.array([self.tokens], np.int64))
-            self.longest = max(self.longest, len(tokens) - 1)
-            self.shortest = min(self.shortest, len(tokens) - 1)
-        for option, size in enumerate(record.sizes):
-            self._put("answers", np.array([self.records, option == record.answer, size], np.int32))
-        self.samples += len(samples)
-        self.records += 1
-
-    def _put(self, name: str, values: np.ndarray) -> None:
-        self._out[name].write(values.tobytes())
 
 
 class Progress:

@@ -67,7 +67,7 @@ class ObjectiveConfig:
 class FinetuneDataConfig:
     """JSONL files; null: docstrings of Python's standard library.
 
-    `held_out: null` with a `train` of your own: every 20th of its samples. `choices`: a file of
+    `held_out: null` with a `train` of your own: one in 20 of its lines, by content. `choices`: a file of
     multiple-choice questions, null for none (or, without a `train`, those of the library). `rows` of the
     global batch, `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done
     about samples that are longer than the context, and about lines that cannot be read.

@@ -18,7 +18,7 @@ from experiments.finetune.config import FinetuneConfig
 
 DATA = Path("outputs", "data")
 OPENING = 32  # tokens of plain text that are shown as a prompt
-HELD_OUT_EVERY = 20  # of a file that has no other beside it, every such line
+HELD_OUT_EVERY = 20  # of a file that has no other beside it, one line in so many
 KINDS = {"sft": "samples", "dpo": "pairs"}  # of data, by objective
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"sft": sft_files, "dpo": pair_files}
 
