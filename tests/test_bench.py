@@ -131,6 +131,7 @@ def result(tmp_path_factory):
     return done.stdout, json.loads((folder / "bench.json").read_text()), folder
 
 
+@pytest.mark.long  # the whole bench; its parts are tested above
 def test_table_shows_every_contender(result):
     shown, written, folder = result
     for name in ("ddp", "fsdp2", "full_shard"):
@@ -150,6 +151,7 @@ def test_table_shows_every_contender(result):
     assert (folder / "bench.txt").read_text().strip() in shown
 
 
+@pytest.mark.long  # the whole bench; its parts are tested above
 def test_json_fields(result):
     _, written, _ = result
     for name, row in written["contenders"].items():
@@ -162,6 +164,7 @@ def test_json_fields(result):
     assert sum(phases["lines_ms"].values()) <= phases["step_ms"]
 
 
+@pytest.mark.long  # the whole bench; its parts are tested above
 def test_all_agree_with_the_reference(result):
     _, written, _ = result
     assert len(written["reference_losses"]) == 3
@@ -169,6 +172,7 @@ def test_all_agree_with_the_reference(result):
         assert row["max_loss_difference"] < 1e-5
 
 
+@pytest.mark.long  # the whole bench; its parts are tested above
 def test_state_is_as_large_as_it_must_be(result):
     """Parameters and two moments in fp32, whole or halved; DDP keeps its buckets of gradients, too."""
     _, written, _ = result

@@ -180,7 +180,7 @@ def _poisoned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("tier", ["optimizer_host", "all_host", "streamed_all", "parameters_host"])
 def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
     """Nothing is read before its transfer was waited for, nothing is given back while it is read."""

@@ -435,6 +435,7 @@ AUTO = ("strategy=auto", "model.layers=3", "run.steps=3")
 SMALL_GB = 0.00055  # of the 0.8 MB that full_shard takes: something must give
 
 
+@pytest.mark.long  # `test_fit` runs what is planned
 def test_auto_plans_within_its_budget_and_trains(tmp_path):
     done = command(tmp_path, *SMALL, *AUTO, f"run.device_gb={SMALL_GB}", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
