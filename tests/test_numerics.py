@@ -87,7 +87,9 @@ def test_training_equals_the_naive_loop(preset: str, world: int, feature: str) -
         assert min(expected.norms) > chosen.clip, "the case would not clip"
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "zero1", "hybrid_shard"])
+@pytest.mark.parametrize(
+    "preset", ["full_shard", pytest.param("zero1", marks=pytest.mark.long), "hybrid_shard"]
+)
 @pytest.mark.parametrize("name", [m for m in MODELS if m not in ("gpt", "tied", "frozen")])
 def test_every_model(name: str, preset: str) -> None:
     world = 4 if spread(name, preset) else 2

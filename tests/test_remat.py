@@ -51,7 +51,7 @@ def test_not_a_bit_changes(policy: str, accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt"}))
-@pytest.mark.parametrize("remat", ["unit", "unit+offload"])
+@pytest.mark.parametrize("remat", ["unit", pytest.param("unit+offload", marks=pytest.mark.long)])
 def test_every_model_under_unit(name: str, remat: str) -> None:
     if not model_of(name).params:
         pytest.skip("no leaves")
