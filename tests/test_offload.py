@@ -181,7 +181,14 @@ def _poisoned(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("tier", ["optimizer_host", "all_host", "streamed_all", "parameters_host"])
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "all_host",
+        "streamed_all",
+        *(pytest.param(tier, marks=pytest.mark.long) for tier in ("optimizer_host", "parameters_host")),
+    ],
+)
 def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
     """Nothing is read before its transfer was waited for, nothing is given back while it is read."""
     model = model_of("tied")

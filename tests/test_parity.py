@@ -147,7 +147,7 @@ def worst_of_cases(rank: int, world: int) -> list[tuple[float, float, list[str]]
     return out
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_lora_and_qlora_on_processes_are_one_process_that_decodes_the_same_codes(
     ranks: Any, world: int
 ) -> None:
