@@ -27,6 +27,7 @@ from experiments.finetune import bases, evaluate, job, loop, materials, sizes
 from experiments.finetune.choosing import planned
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
+from experiments.finetune.tuning import Tuning
 from experiments.job import start
 from experiments.place import place
 from experiments.report import METRICS
@@ -253,6 +254,31 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
 
 def test_auto_takes_one_that_has_what_is_exported(model, data, tmp_path):
     assert chosen(model, data, tmp_path, 1.0, "export=adapters").tuning.method.name == "lora"
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
+    """What the step is given: the loss of a batch is that of its samples, each alone."""
+    config = config_of(model, data, tmp_path, "method=full", f"data.pack={pack}")
+    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), materials.opened(config)
+    (batch,) = next(loop.Arguments(given.loader(config, mesh)))
+    assert ("documents" in batch) == pack
+    params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
+    loss, _ = loop.OBJECTIVES["sft"](Tuning(lm, config.method, lm.params), config.objective, training=True)(
+        params, batch
+    )
+    alone, count = 0.0, 0
+    documents = batch.get("documents", torch.ones_like(batch["tokens"]))
+    for row, numbers in enumerate(documents):
+        for number in set(numbers.tolist()) - {0}:
+            one = {n: batch[n][row, numbers == number][None] for n in ("tokens", "targets")}
+            alone += float(-sequence_of(lm, params, one))
+            count += int((one["targets"] != -100).sum())
+    assert float(loss.total) == pytest.approx(alone, rel=1e-5) and int(loss.count) == count
+
+
+def sequence_of(lm: Any, params: Any, batch: Any) -> torch.Tensor:
+    return loop.row_logprobs(lm, params, batch).sum()
 
 
 def test_pairs_of_padding_do_not_count():

@@ -24,7 +24,7 @@ from experiments.finetune.evaluate import accuracy, held_out_batches, mean_over
 from experiments.finetune.generate import Generator
 from experiments.finetune.lm import from_directory
 from experiments.finetune.materials import Materials, opened
-from experiments.finetune.objectives import OBJECTIVES, sequence_logprobs
+from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.plan import write_plan
@@ -125,7 +125,7 @@ def prepare(config: FinetuneConfig) -> Setup:
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), plan.specs, **how)
 
     def logprobs(params: Any, batch: Any) -> Any:
-        return sequence_logprobs(lm, params, batch)
+        return row_logprobs(lm, params, batch)
 
     choosing = fs.shard_forward(tuning.policy(logprobs), plan.specs, **how)
     count = SHOWN if run.sample_tokens else 0

@@ -46,7 +46,7 @@ def dpo(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
     """
 
     def logprobs(params: Any, batch: Batch) -> Tensor:
-        return sequence_logprobs(tuning.lm, params, batch)
+        return row_logprobs(tuning.lm, params, batch)
 
     policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
 
@@ -62,7 +62,7 @@ def dpo(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
     return loss
 
 
-def sequence_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
+def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     """log p of each row's learned tokens, fp32 [B]; rows are padded behind, not packed."""
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
