@@ -68,8 +68,9 @@ def fit_many(name: str, budgets: int) -> None:
     assert "would do; or change one thing: " in str(refused.value)
     least = min(c.peak_bytes for c in search.seen.values())
     fitted = 0
-    for _ in range(budgets):
-        budget = int(least * 0.8 + draw.random() * (1.1 * roomy.peak_bytes - least * 0.8))
+    low, high = least * 0.8, roomy.peak_bytes * 1.1
+    for nth in range(budgets):  # one from each of as many equal parts, so that few are no matter of luck
+        budget = int(low + (nth + draw.random()) / budgets * (high - low))
         try:
             plan = search.fit(budget)
         except BudgetError:
@@ -83,7 +84,7 @@ def fit_many(name: str, budgets: int) -> None:
             slower = other.seconds >= plan.seconds * (1 - 1e-9)
             assert other.peak_bytes > budget or slower, (plan, other)
         assert plan.seconds >= roomy.seconds
-    assert fitted > budgets // 2
+    assert fitted >= budgets // 2  # and the rest were refused above, rightly
 
 
 def test_the_most_frugal_budget_that_is_named_works() -> None:
