@@ -35,6 +35,7 @@ PUBLIC = [
     "adapters",
     "checkpoint",
     "codecs",
+    "debug",
     "diff",
     "errors",
     "fit",
@@ -81,9 +82,11 @@ FLOORS = {
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
-        shards held init agree batches lowered runner forward step lockstep choice fit saving checkpoint
+        shards held init agree batches compiles lowered runner forward step lockstep choice fit saving checkpoint
         reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
-    "F6: around it": "rank launch plot",
+    "F6: around it": """
+        rank launch plot debug.values debug.nodes debug.batch debug.record debug.hunt debug.truth
+        debug.layouts debug""",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]
 

@@ -53,6 +53,7 @@ def trace(
     *,
     device: torch.device,
     differentiate: bool = True,
+    sources: bool = False,
 ) -> Program:
     """Capture `fn(params, *batch)`.
 
@@ -65,6 +66,7 @@ def trace(
         specs: resolved; trainable leaves require grad while tracing.
         batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
         differentiate: `fn` is a loss; else any outputs, traced under no_grad.
+        sources: keep each node's Python stack (`meta["stack_trace"]`), which is slow.
 
     Raises:
         TraceError: `fn` does what cannot be captured; the message shows the way out.
@@ -90,7 +92,8 @@ def trace(
             collected["outputs"] = outputs
             return values
 
-        graph_module = _capture(flat, list(fakes.values()), list(tensors.values()), differentiate, device)
+        given = list(fakes.values()), list(tensors.values())
+        graph_module = _capture(flat, *given, differentiate, device, sources)
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
         values |= {Input("batch", n): v for n, v in tensors.items()}
@@ -194,11 +197,13 @@ def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
 
 
 def _capture(
-    flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool, device: torch.device
+    flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool, device: torch.device,
+    sources: bool = False,
 ) -> fx.GraphModule:
     try:
         with refusals(device), torch.set_grad_enabled(differentiate):
-            return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
+            capture = make_fx(flat, tracing_mode="fake", pre_dispatch=True, record_stack_traces=sources)
+            return capture(leaf_fakes, batch_fakes)
     except TraceError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
