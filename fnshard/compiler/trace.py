@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
+from fnshard.compiler import stacks
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.inplace import settle
 from fnshard.compiler.normalize import normalize
@@ -66,7 +67,7 @@ def trace(
         specs: resolved; trainable leaves require grad while tracing.
         batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
         differentiate: `fn` is a loss; else any outputs, traced under no_grad.
-        sources: keep each node's Python stack (`meta["stack_trace"]`), which is slow.
+        sources: keep where each node comes from (`compiler.stacks`), which is slow.
 
     Raises:
         TraceError: `fn` does what cannot be captured; the message shows the way out.
@@ -197,13 +198,17 @@ def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
 
 
 def _capture(
-    flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool, device: torch.device,
+    flat: Callable,
+    leaf_fakes: list,
+    batch_fakes: list,
+    differentiate: bool,
+    device: torch.device,
     sources: bool = False,
 ) -> fx.GraphModule:
     try:
-        with refusals(device), torch.set_grad_enabled(differentiate):
-            capture = make_fx(flat, tracing_mode="fake", pre_dispatch=True, record_stack_traces=sources)
-            return capture(leaf_fakes, batch_fakes)
+        noting = stacks.kept() if sources else nullcontext()
+        with refusals(device), torch.set_grad_enabled(differentiate), noting:
+            return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
     except TraceError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -14,10 +14,10 @@ from fnshard.batches import batch_key, micro_batch
 from fnshard.codecs import decoding
 from fnshard.compiler.context import Action, Env, Watch
 from fnshard.compiler.lower import trace_and_split
-from fnshard.compiler.schedule import Instruction, Run, Schedule
+from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
 from fnshard.compiler.trace import without_autocast
 from fnshard.debug.batch import as_arguments
-from fnshard.debug.nodes import Origin, find, user_line
+from fnshard.debug.nodes import Origin, find
 from fnshard.debug.values import Health, count, health, in_words, tensors, worst
 from fnshard.errors import StateError, report
 from fnshard.lowered import Lowered
@@ -50,10 +50,10 @@ class Arose:
     source: str = ""
 
     def __str__(self) -> str:
-        where = f"line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
+        where = f"at line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
         lines = [f"{_WORD[self.kind]} arose {where}, rank {self.rank}", f"  in {self.what}: {self.count}"]
         if self.op:
-            of = f", of the derivative of {self.of}" if self.of else ""
+            of = f", the derivative of {self.of}" if self.of else ""
             lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs}")
         return "\n".join(lines + ([f"  at {self.source}"] if self.source else []))
 
@@ -139,8 +139,9 @@ def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0
     if any(json.loads(text) for text in twin.gather_text(json.dumps(hunter.ill))):
         mine = [asdict(a) for a in _with_sources(twin, batch, hunter.found)]
         found = [Arose(**each) for text in twin.gather_text(json.dumps(mine)) for each in json.loads(text)]
+        found = _caused(_one_each(found), hunter.schedule)
     number = int(state.step) if training else rng[1]
-    return Hunted(tuple(_one_each(found)), number, float(loss))
+    return Hunted(tuple(found), number, float(loss))
 
 
 @dataclass
@@ -276,7 +277,7 @@ def _with_sources(step: Step, batch: tuple[Any, ...], found: list[Arose]) -> lis
         segment = segments.segments[lines[arose.number].segment]
         nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
         node = nodes.get(arose.source)
-        return user_line(node.meta.get("stack_trace")) if node is not None else ""
+        return node.meta.get("stack_trace", "") if node is not None else ""
 
     return [replace(a, source=line_of(a)) if a.source else a for a in found]
 
@@ -289,3 +290,13 @@ def _one_each(found: list[Arose]) -> list[Arose]:
     for each in sorted(found, key=lambda a: (a.number, a.rank)):
         out.setdefault((each.number, each.what if each.number < 0 else ""), each)
     return list(out.values())
+
+
+def _caused(found: list[Arose], schedule: Schedule) -> list[Arose]:
+    """Without what a rank received: behind another finding, a collective brings what others have sent."""
+
+    def received(arose: Arose) -> bool:
+        line = schedule.instructions[arose.number] if arose.number >= 0 else None
+        return isinstance(line, Wait) and not line.of.startswith("to_")
+
+    return [a for i, a in enumerate(found) if i == 0 or not received(a)]

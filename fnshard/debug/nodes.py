@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fnshard import errors
 from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.program import replay
 from fnshard.debug.values import Health, health, tensors, worst
@@ -142,16 +139,13 @@ def _op(node: fx.Node) -> str:
 def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str] | None:
     """The source's op whose derivative (or recomputation) a backward's node is part of.
 
-    Autograd numbers its functions, and the export keeps the number on the nodes of both ways.
+    Autograd numbers its functions, and the export keeps the number on the nodes of both ways; what is
+    recomputed keeps its name.
     """
     number = node.meta.get("seq_nr")
-    graphs = (kernel.forward.graph, kernel.backward.graph)
-    calls = {n.name: n for g in graphs for n in g.nodes if n.op == "call_function"}
-    ahead = [n for n in calls.values() if not n.meta.get("autograd_backward")]
-    if node.meta.get("autograd_backward"):
-        own = [n for n in ahead if n.meta.get("seq_nr") == number and number is not None]
-    else:
-        own = [node]
+    ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
+    again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
+    own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
     sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
     for candidate in reversed(own):
         alike = sorted((n for n in ahead if n.target == candidate.target), key=_place)
@@ -166,16 +160,3 @@ def _place(node: fx.Node) -> int:
     """Names of the same op are numbered in the order of the trace: log, log_1, log_2."""
     number = re.search(r"_(\d+)$", node.name)
     return int(number.group(1)) if number else 0
-
-
-_LIBRARIES = tuple(str(Path(m).parent) + os.sep for m in (torch.__file__, errors.__file__))
-
-
-def user_line(stack_trace: str | None) -> str:
-    """The innermost line of a Python stack that is neither torch's nor ours: `model.py:12 x = a.log()`."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]+\n?\s*([^\n]*)', stack_trace or "")
-    own = [f for f in frames if not f[0].startswith(("<", *_LIBRARIES))]
-    if not own:
-        return ""
-    file, line, text = own[-1]
-    return f"{file}:{line}" + (f"  {text.strip()}" if text.strip() else "")

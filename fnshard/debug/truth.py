@@ -242,15 +242,15 @@ def _cause(in_parts: Checked, loss: Tensor, count: int) -> str:
         return report(
             "Cause: `fn` itself. What the step gave is the mean of its losses on the "
             f"{count} parts of the batch, unsharded; that is not its loss on the whole batch.",
-            fix=f"return a mean over rows (of a sum the step gives 1/{count}); fs.Mean(total, count) where parts "
-            "count unequally. Batch statistics and contrastive losses are no means of parts.",
+            fix=f"return a mean over rows (of a sum the step gives 1/{count}); fs.Mean(total, count) where "
+            "parts count unequally. Batch statistics and contrastive losses are no means of parts.",
         )
     if not bool(torch.isfinite(loss)):
         return _NOT_FINITE
     return report(
-        f"Cause: the sharded step: `fn`, unsharded, on the {count} parts of the batch gives something else too.",
-        fix="fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names the "
-        "first kernel, collective and leaf; where a lower precision is meant, rtol=.",
+        f"Cause: the sharded step. `fn`, unsharded, on the {count} parts of the batch differs from it too.",
+        fix="fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names "
+        "the first kernel, collective and leaf; where a lower precision is meant, rtol=.",
     )
 
 
