@@ -194,9 +194,9 @@ class Hunter:
             parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
             self.kinds[name] = worst([kind for _, kind in parts.values()])
             self.ill |= bool(self.kinds[name]) and _counts(name)
-            news += [
-                (name, part, t, kind) for part, (t, kind) in parts.items() if kind and _worse(kind, before)
-            ]
+            # An infinity from a kernel that reads one may be the same one, a mask's: its ops tell.
+            asked = args is not None and before == "inf"
+            news += [(name, p, t, k) for p, (t, k) in parts.items() if k and (asked or _worse(k, before))]
         if news:
             self.note(number, line, args, news)
 
@@ -235,7 +235,7 @@ def _counts(name: str) -> bool:
 
 def _worse(kind: Health, before: Health) -> bool:
     """Whether an instruction made it: NaN of what held none, inf of what was finite."""
-    return kind == "nan" and before != "nan" if kind == "nan" else not before
+    return before != "nan" if kind == "nan" else not before
 
 
 # ------------------------------------------------------------------ the replay

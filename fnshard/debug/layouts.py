@@ -238,7 +238,9 @@ def _finding(
     atol: float,
 ) -> Finding | None:
     gap, scale = difference(a, b)
-    if rtol is None:
+    if rtol is None and entry.key[0] == "scalar":  # summed in fp64, whatever they were computed in
+        rtol = tolerance(*(s.compute_dtype for s in schedule.specs.values()))
+    elif rtol is None:
         rtol = min(tolerance(a.dtype), tolerance(b.dtype))
     if gap <= atol + rtol * scale:
         return None
@@ -271,7 +273,7 @@ def _factor(a: Tensor, b: Tensor) -> float | None:
     factor = float(x @ y) / square
     gap = difference(factor * x, y)[0]
     near = gap <= 1e-3 * float(y.abs().max())
-    return round(factor, 4) if near and factor not in (0.0, 1.0) else None
+    return round(factor, 4) if near and abs(factor - 1.0) > 1e-3 and factor else None
 
 
 def _kind(line: Instruction | None) -> str:

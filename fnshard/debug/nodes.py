@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -153,7 +154,19 @@ def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str] | None:
         if len(alike) == len(wanted):
             match = wanted[alike.index(candidate)]
             return _op(match), match.name
+        if wanted:
+            return _op(candidate), _aligned(ahead, sources, candidate)
     return None
+
+
+def _aligned(ahead: Sequence[fx.Node], sources: Sequence[fx.Node], node: fx.Node) -> str:
+    """The source's node at a forward's node's place, where the export has folded or split some of the ops."""
+    names = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
+    place = ahead.index(node)
+    for block in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
+        if block.a <= place < block.a + block.size:
+            return sources[block.b + place - block.a].name
+    return ""
 
 
 def _place(node: fx.Node) -> int:
