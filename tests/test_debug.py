@@ -225,12 +225,12 @@ def wrong_leaf_read(lines: list[Instruction]) -> None:
 
 
 def update_with_a_part_of_the_sum(lines: list[Instruction]) -> None:
-    """Hybrid: what the reduce-scatter left, before the all-reduce over the replicas."""
+    """Hybrid: what the reduce-scatter left, and the all-reduce in flight may overwrite."""
     issue = first(lines, AllReduce, unit="layers.2")
     update = first(lines, Update, unit="layers.2")
     lines[update] = replace(lines[update], reads=(lines[issue].reads[0], *lines[update].reads[1:]))
     move = lines.pop(update)
-    lines.insert(issue, move)
+    lines.insert(issue + 1, move)
 
 
 # ------------------------------------------------------------------ check
@@ -413,6 +413,27 @@ def test_bisect_of_other_micro_batches_and_of_a_spec_tree_with_itself() -> None:
         assert not fs.debug.bisect(loss, specs, specs, PARAMS, rows(), options_b={"remat": "unit"})
 
 
+def test_bisect_of_a_layout_that_rests_on_the_host() -> None:
+    host = {p: {"memory": "host", "optimizer_memory": "host"} for p in PARAMS}
+    for how in ({}, {"options_a": {"accumulate": 2}, "options_b": {"accumulate": 2}}):
+        found = bisected(policy=host, **how)
+        assert not found, found
+        with lying("reduce_scatter", 1, lambda r: r * 2):
+            found = bisected(policy=host, **how)
+        assert " wait reduce_scatter reduce/layers.1" in found.first.instruction
+
+
+def test_bisect_takes_the_state_of_one_rank_and_no_other() -> None:
+    alone, mesh = fs.make_mesh(shard=1), mesh_of()
+    specs = PRESETS["full_shard"](PARAMS, alone)
+    state = fs.shard_step(loss, specs, mesh=alone, optimizer=ADAMW, backend="eager").init(PARAMS)
+    assert not fs.debug.bisect(loss, specs, specs, state, rows())
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=ADAMW, backend="eager")
+    part = fs.simulate(mesh, lambda rank: step.init(PARAMS))[0]
+    with pytest.raises(StateError, match=r"one rank's part(.|\n)*fs.unshard"):
+        fs.debug.bisect(loss, specs, specs, part, rows())
+
+
 def test_bisect_under_an_adversary_sees_what_is_read_before_it_was_summed() -> None:
     with schedule_wrong(update_with_a_part_of_the_sum):
         found = bisected("hybrid_shard", adversary="early")
@@ -505,19 +526,20 @@ def no_key_is_seen(params: Any, x: Tensor) -> Tensor:
 
 FP16 = {"compute_dtype": torch.float16, "reduce_dtype": torch.float16}
 BIG = {**PARAMS, "layers.1.w": PARAMS["layers.1.w"] * 1e6}
+NAN = float("nan")
 HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "NaN in a stored leaf": (
-        {"spoil": spoiled("layers.1.w", float("nan"))}, -1, {}, "nan", "stored leaf 'layers.1.w'", ""),
+        {"spoil": spoiled("layers.1.w", NAN)}, -1, {}, "nan", "stored leaf 'layers.1.w'", ""),
     "inf in a stored leaf": (
         {"spoil": spoiled("layers.2.w", float("inf"), on=0)}, -1, {}, "inf", "stored leaf 'layers.2.w'", ""),
     "NaN in one replica": (
-        {"spoil": spoiled("layers.0.w", float("nan")), "preset": "no_shard"}, -1, {}, "nan",
+        {"spoil": spoiled("layers.0.w", NAN), "preset": "no_shard"}, -1, {}, "nan",
         "stored leaf 'layers.0.w'", ""),
     "NaN in a moment": (
-        {"spoil": spoiled("layers.0.w", float("nan"), "mu")}, -1, {}, "nan",
+        {"spoil": spoiled("layers.0.w", NAN, "mu")}, -1, {}, "nan",
         "optimizer state of leaf 'layers.0.w', slot 'mu'", ""),
     "NaN in the batch of one rank": (
-        {"batch": rows().index_fill(0, torch.tensor([3]), float("nan"))}, -1, {}, "nan", "batch leaf '0'", ""),
+        {"batch": rows().index_fill(0, torch.tensor([3]), NAN)}, -1, {}, "nan", "batch leaf '0'", ""),
     "log of 0": ({"fn": log_in_the_middle}, Run, {"backward": False}, "inf", "value", "aten.log"),
     "sqrt at 0": ({"fn": sqrt_at_zero}, Run, {"backward": True}, "inf", "gradient of", "aten.sqrt"),
     "0 / 0": ({"fn": zero_by_zero}, Run, {"backward": False}, "nan", "value", "aten.div.Tensor"),
@@ -623,6 +645,45 @@ def test_nan_hunt_of_an_update() -> None:
         found = hunted()
     assert " update reduce/layers.0" in found.first.instruction
     assert found.first.what == "stored leaf 'layers.0.w'"
+
+
+def test_nan_hunt_of_a_buffer_that_is_read_while_it_is_summed() -> None:
+    mesh = mesh_of(replicate=2, shard=2)
+    specs = PRESETS["hybrid_shard"](PARAMS, mesh)
+    with schedule_wrong(update_with_a_part_of_the_sum):
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=ADAMW, backend="eager")
+        part = rows()[:1]
+        ranks = fs.simulate(
+            mesh, lambda rank: fs.debug.nan_hunt(step, step.init(PARAMS), part), adversary="early"
+        )
+    assert " update reduce/layers.2" in ranks[0].first.instruction
+
+
+def test_nan_hunt_says_where_a_replay_broke_off() -> None:
+    with (
+        schedule_wrong(gather_not_waited_for),
+        pytest.raises(
+            DebugError, match=r"broke off at line \d+: forward layers.1 run k1.fwd(.|\n)*KeyError: 'p:"
+        ),
+    ):
+        hunted()
+
+
+def on_a_rank(rank: int) -> Any:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = PRESETS["full_shard"](PARAMS, mesh)
+    step = fs.shard_step(sqrt_at_zero, specs, mesh=mesh, optimizer=ADAMW, backend="eager")
+    state = step.init(PARAMS)
+    kept = state.copy()
+    step(state, rows()[rank * 2 :][:2])
+    found = fs.debug.nan_hunt(step, kept, rows()[rank * 2 :][:2])
+    return found.first.of, found.first.number, found.first.rank, step.count
+
+
+def test_nan_hunt_on_real_ranks(ranks: Any) -> None:
+    one, other = ranks(2).run(on_a_rank)
+    assert one == other
+    assert (one[0], one[2:]) == ("aten.sqrt", (0, 1))
 
 
 def test_nan_hunt_without_an_optimizer_and_with_dropout() -> None:

@@ -19,7 +19,7 @@ from fnshard.compiler.trace import without_autocast
 from fnshard.debug.batch import as_arguments
 from fnshard.debug.nodes import Origin, find
 from fnshard.debug.values import Health, count, health, in_words, tensors, worst
-from fnshard.errors import StateError, report
+from fnshard.errors import DebugError, FnshardError, StateError, report
 from fnshard.lowered import Lowered
 from fnshard.runner import Runner, items_of
 from fnshard.state import TrainState
@@ -106,6 +106,7 @@ def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0
 
     Raises:
         StateError: a consumed state; no state or batch of this step's.
+        DebugError: the replay itself broke off, and at which line.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, match_specs, shard_step
@@ -163,8 +164,13 @@ class Hunter:
         def watched(env: Env) -> None:
             if number == 0:
                 self.begin(env)
-            args = [env[n] for n in line.reads] if isinstance(line, Run) else None
-            action(env)
+            try:
+                args = [env[n] for n in line.reads] if isinstance(line, Run) else None
+                action(env)
+            except FnshardError:
+                raise
+            except Exception as error:  # a schedule or a kernel that cannot run: say where, on this rank
+                raise DebugError(_broken(number, line, error)) from error
             self.look(number, line, args, env)
 
         return watched
@@ -213,6 +219,14 @@ class Hunter:
             else:
                 arose = _named(arose, origin)
         self.found.append(arose)
+
+
+def _broken(number: int, line: Instruction, error: Exception) -> str:
+    return report(
+        f"the replay broke off at line {number}: {line.phase} {line.unit} {line.verb} {line.detail}",
+        [f"{type(error).__name__}: {error}".splitlines()[0]],
+        "fs.debug.bisect with the specs of fs.presets.no_shard shows whether the layout is to blame.",
+    )
 
 
 def _named(arose: Arose, origin: Origin) -> Arose:

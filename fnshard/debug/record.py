@@ -137,7 +137,7 @@ def _before(line: Instruction, env: Env) -> _Found:
     """Leaves that a kernel reads as they are stored: nothing was gathered or cast."""
     if isinstance(line, Run):
         for name in line.reads:
-            if name.startswith("s:") and isinstance(env.get(name), Tensor):
+            if name.removeprefix("t:").startswith("s:") and isinstance(env.get(name), Tensor):
                 yield ("leaf", leaf_of(name)), env[name], None, ""
 
 
@@ -178,7 +178,7 @@ def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule)
     value = env.get(name)
     if not name.startswith("r:") or name.endswith(".") or not isinstance(value, Reduced):
         return
-    last = name in schedule.reduced.values()
+    last = name in {n.removeprefix("h:") for n in schedule.reduced.values()}
     kind = "accumulated gradient" if isinstance(line, Accumulate) else "gradient of a micro-batch"
     micro = name.rpartition("+" if isinstance(line, Accumulate) else "#")[2]
     for path, block in value.blocks.items():
@@ -189,8 +189,8 @@ def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule)
 def _of_update(line: Update, env: Env, schedule: Schedule) -> _Found:
     for path in line.paths:
         spec = schedule.specs[path]
-        if spec.storage == spec.optimizer and f"s:{path}" in line.params.values():
-            yield ("updated leaf", path), env[f"s:{path}"], spec.storage, ""
+        if spec.storage == spec.optimizer and path in line.params:
+            yield ("updated leaf", path), env[line.params[path]], spec.storage, ""
         held = env.get(line.slots.get(path, ""))
         for slot, tensor in tensors(held) if held is not None else ():
             if tensor.dim() == len(spec.shape) and tensor.dim():
