@@ -423,6 +423,25 @@ def test_bisect_of_a_layout_that_rests_on_the_host() -> None:
         assert " wait reduce_scatter reduce/layers.1" in found.first.instruction
 
 
+def test_bisect_looks_at_every_replica_of_either_side_and_not_at_parts_of_sums() -> None:
+    def plant(context: Context) -> Context:
+        if sharded(context) or context.rank == 0:
+            return context
+        return replace(context, comm=Liar(context.comm, "all_reduce", 2, lambda r: r * 1.5))
+
+    mesh = mesh_of()
+    whole, cut = (PRESETS[name](PARAMS, mesh) for name in ("no_shard", "full_shard"))
+    for sides in ((whole, cut), (cut, whole)):
+        with planted(plant, both=True):
+            found = fs.debug.bisect(loss, *sides, PARAMS, rows(), mesh=mesh)
+        assert found.first is not None, "a replica that is wrong on rank 1 alone"
+        assert found.first.what == "reduced gradient 'layers.1.w'", found
+    mesh = mesh_of(replicate=2, shard=2)
+    hybrid = PRESETS["hybrid_shard"](PARAMS, mesh)
+    found = fs.debug.bisect(loss, hybrid, hybrid, PARAMS, rows(), mesh=mesh, options_b={"prefetch": 0})
+    assert not found, found
+
+
 def test_bisect_takes_the_state_of_one_rank_and_no_other() -> None:
     alone, mesh = fs.make_mesh(shard=1), mesh_of()
     specs = PRESETS["full_shard"](PARAMS, alone)
@@ -571,6 +590,8 @@ def test_nan_hunt_names_where_it_arose(fault: str) -> None:
         assert fields.get("unit", "") in found.first.instruction
     assert (found.first.kind, what in found.first.what) == (value, True), found
     assert op == (found.first.of or found.first.op) or not op, found
+    if kind == -1 and value == "nan":
+        assert len(found.found) == 1, found  # what comes of it elsewhere is no finding of its own
     text = str(found)
     assert value in text.lower() and what in text and "step 0: loss" in text
 
@@ -602,10 +623,25 @@ def test_nan_hunt_blames_the_fault_and_not_the_mask_beside_it() -> None:
         mask = torch.full_like(x, float("-inf")).triu(1)
         for weight in params.values():
             x = (torch.tanh(x @ weight) + mask).softmax(-1)
+        x = torch.where(x < 2, x, (x.detach() - x.detach()).log())  # infinite, and not taken
         return (x - 1).clamp(min=0).log().mean()
 
     found = hunted(fn)
     assert (found.first.kind, found.first.op) == ("inf", "aten.log"), found
+    assert "clamp" in found.first.source
+
+
+def test_nan_hunt_blames_no_mask_that_comes_with_the_batch() -> None:
+    def fn(params: Any, mask: Tensor) -> Tensor:
+        x = (run_chain(params, mask.isfinite().float()) + mask).softmax(-1)
+        return (x - 1).clamp(min=0).log().mean() if broken else x.square().mean()
+
+    mask = torch.zeros(4, 8).masked_fill(torch.ones(4, 8).triu(1) > 0, float("-inf"))
+    broken = False
+    assert not hunted(fn, batch=mask)
+    broken = True
+    found = hunted(fn, batch=mask)
+    assert (found.first.op, found.first.number > 0) == ("aten.log", True), found
 
 
 def test_nan_hunt_of_a_collective_that_brings_nan() -> None:

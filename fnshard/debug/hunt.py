@@ -34,7 +34,7 @@ class Arose:
 
     `number`: the line of the schedule, -1 for what was there before the step. `what`: the first leaf or value
     that holds it, `count` how much of it. `op`, `node`: of the kernel; `of`: the forward's op, where `op` is
-    part of a derivative; `source`: the line of the user's code.
+    part of a derivative; `gives` its result's dtype and shape; `source`: the line of the user's code.
     """
 
     kind: Health
@@ -47,6 +47,7 @@ class Arose:
     node: str = ""
     of: str = ""
     inputs: str = ""
+    gives: str = ""
     source: str = ""
 
     def __str__(self) -> str:
@@ -54,7 +55,7 @@ class Arose:
         lines = [f"{_WORD[self.kind]} arose {where}, rank {self.rank}", f"  in {self.what}: {self.count}"]
         if self.op:
             of = f", the derivative of {self.of}" if self.of else ""
-            lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs}")
+            lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs} to {self.gives}")
         return "\n".join(lines + ([f"  at {self.source}"] if self.source else []))
 
 
@@ -62,7 +63,7 @@ class Arose:
 class Hunted:
     """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
 
-    `found[0]` is the first place; those behind it arose by themselves too.
+    `found[0]` is the first place; those behind it no value brought in as it was: NaN made of an inf, or another fault.
     """
 
     found: tuple[Arose, ...]
@@ -82,7 +83,7 @@ class Hunted:
             return f"step {self.step}: loss {self.loss:g}; loss, gradients and state are finite"
         lines = [f"step {self.step}: loss {self.loss:g}; {self.first}"]
         for other in self.found[1:3]:
-            lines.append(f"and by itself: {other}")
+            lines.append(f"then {other}")
         if len(self.found) > 3:
             lines.append(f"and {len(self.found) - 3} more")
         return "\n".join(lines)
@@ -233,7 +234,7 @@ def _named(arose: Arose, origin: Origin) -> Arose:
     of = origin.of[0] if origin.of else ""
     return replace(
         arose, kind=origin.kind, op=origin.op, node=origin.node, of=of, inputs=origin.inputs,
-        source=origin.source_node or "",
+        gives=origin.gives, source=origin.source_node or "",
     )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: floa
     for side, name in ((b, "b"), (a, "a")):
         if side.failure:
             findings.append(_failed(side, name))
-    findings.sort(key=lambda f: f.number)
+    findings.sort(key=lambda f: f.number)  # stable: a failure comes behind what differs at its line
     return Bisected(tuple(findings), len(compared), rtol, note, (a.schedule, b.schedule))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.differentiate import Kernel
-from fnshard.compiler.program import replay
+from fnshard.compiler.program import describe, replay
 from fnshard.debug.values import Health, health, tensors, worst
 
 
@@ -22,6 +22,7 @@ class Origin:
     """An op of a kernel. `graph`: "source" (as `fn` calls it), "forward" or "backward" (as it is compiled).
 
     `of`: for an op of a backward, the forward's op that it belongs to, as `(op, node)` of the source.
+    `gives`: its result's dtype and shape.
     """
 
     op: str
@@ -29,6 +30,7 @@ class Origin:
     kind: Health
     graph: str
     inputs: str = ""
+    gives: str = ""
     of: tuple[str, str] | None = None
 
     @property
@@ -127,7 +129,7 @@ def _origin(
     of: tuple[str, str] | None,
 ) -> Origin:
     inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
-    return Origin(_op(node), node.name, kind, graph, inputs, of)
+    return Origin(_op(node), node.name, kind, graph, inputs, describe(node.meta.get("val")), of)
 
 
 def _op(node: fx.Node) -> str:
