@@ -63,7 +63,7 @@ class Arose:
 class Hunted:
     """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
 
-    `found[0]` is the first place; those behind it no value brought in as it was: NaN made of an inf, or another fault.
+    `found[0]` is the first place. Behind it: NaN that was made of its inf, and faults of their own.
     """
 
     found: tuple[Arose, ...]
