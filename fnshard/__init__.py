@@ -6,7 +6,20 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
 state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 """
 
-from fnshard import adapters, checkpoint, codecs, errors, hf, losses, optim, plot, presets, schedules, units
+from fnshard import (
+    adapters,
+    checkpoint,
+    codecs,
+    debug,
+    errors,
+    hf,
+    losses,
+    optim,
+    plot,
+    presets,
+    schedules,
+    units,
+)
 from fnshard.errors import (
     AgreementError,
     BudgetError,
@@ -57,6 +70,7 @@ __all__ = [
     "adapters",
     "checkpoint",
     "codecs",
+    "debug",
     "diff",
     "errors",
     "fit",

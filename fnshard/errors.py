@@ -49,6 +49,14 @@ class CheckpointWarning(UserWarning):
     """A checkpoint was passed over, and why."""
 
 
+class DebugError(FnshardError, AssertionError):
+    """What a check of `fs.debug` found: a difference, or a compilation too many. `report`: its findings."""
+
+    def __init__(self, text: str, report: object = None):
+        super().__init__(text)
+        self.report = report
+
+
 class MissingExtraError(FnshardError, ImportError):
     """An optional package is not installed."""
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from fnshard import compiles
 from fnshard.batches import batch_key, bytes_of_batch, check_arguments, check_leaves, micro_batch
 from fnshard.codecs import decoding
 from fnshard.compiler.build import AccumulateMode
@@ -306,6 +307,7 @@ class Lowering:
             if key in self.cache:
                 return self.cache[key]
             if self.on_paper is None or self.on_paper[0] != key:
+                compiles.announce(self, key)
                 keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(
                     decoding(self.fn, self.tree),
@@ -330,6 +332,8 @@ class Lowering:
             if key in self.cache:
                 self.cache.move_to_end(key)
                 return self.cache[key]
+            if self.on_paper is not None and self.on_paper[0] == key:
+                compiles.announce(self, key, adopted=True)
             lowered, self.on_paper = self.lower(batch), None
             if self.cache:
                 self._compare(key, lowered)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnshard import agree, tree
-from fnshard.compiler.context import Context
+from fnshard.compiler.context import Context, Watch
 from fnshard.compiler.execute import bind, cut_batch
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
@@ -74,10 +74,19 @@ class Rank:
 
 
 class Runner:
-    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it."""
+    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it.
 
-    def __init__(self, lowering: Lowering, optimizer: Optimizer | None = None):
-        self.lowering, self.optimizer = lowering, optimizer
+    Args:
+        watch: of a rank, what sees its instructions run; None is nobody.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        optimizer: Optimizer | None = None,
+        watch: Callable[[int], Watch] | None = None,
+    ):
+        self.lowering, self.optimizer, self.watch = lowering, optimizer, watch
         self._ranks: dict[int, Rank] = {}
         self._expected: dict[str, tuple[tuple[int, ...], Any]] | None = None
 
@@ -112,7 +121,7 @@ class Runner:
             return rank.bound[id(lowered)]
         first = rank.agreement is None
         if first:
-            rank.agreement = agree.reach(rank.comm, lowered.schedule, policy, _items(lowered.program))
+            rank.agreement = agree.reach(rank.comm, lowered.schedule, policy, items_of(lowered.program))
             agree.compare_replicas(rank.comm, self.blocks(params), self.lowering.specs)
         if first and lowered.options.backend != "eager":
             agree.compile_in_turn(rank.comm, lowered.compile)
@@ -135,6 +144,7 @@ class Runner:
             scalars,
             updater,
             transfers=rank.transfers,
+            watch=self.watch and self.watch(mesh.rank),
         )
         run = bind(context)
 
@@ -192,7 +202,7 @@ def data_rank(mesh: Mesh) -> int:
     return index
 
 
-def _items(program: Program) -> float:
+def items_of(program: Program) -> float:
     """How many items a Mean of this rank may count at most: its own word, or a guess (targets and masks
     are integers).
 

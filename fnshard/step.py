@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.compiler.build import AccumulateMode, Plan
+from fnshard.compiler.context import Watch
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.program import Program
@@ -104,15 +105,16 @@ class Step:
     """A compiled training step; made by `shard_step`."""
 
     def __init__(
-        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options
-    ):
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options,
+        watch: Callable[[int], Watch] | None = None,
+    ):  # fmt: skip
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise OptimizerError(
                 f"optimizer={optimizer!r} is no optimizer: make one with fs.optim, as adamw(3e-4)."
             )
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
-        self._runner = Runner(self._lowering, optimizer)
+        self._runner = Runner(self._lowering, optimizer, watch)
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
         self._check_optimizer()

@@ -35,6 +35,7 @@ PUBLIC = [
     "adapters",
     "checkpoint",
     "codecs",
+    "debug",
     "diff",
     "errors",
     "fit",
@@ -72,18 +73,21 @@ FLOORS = {
         measure hardware""",
     "F3: paper": """
         compiler compiler.program compiler.random compiler.refuse compiler.normalize compiler.inplace
-        compiler.causal compiler.trace compiler.source compiler.split compiler.remat compiler.differentiate
-        compiler.schedule compiler.build compiler.passes.reshard compiler.passes.updates
-        compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch compiler.passes.frees
+        compiler.causal compiler.stacks compiler.trace compiler.source compiler.split compiler.remat
+        compiler.differentiate compiler.schedule compiler.build compiler.passes.reshard
+        compiler.passes.updates compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch
+        compiler.passes.frees
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
     "F4: machinery": """
         compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
-        shards held init agree batches lowered runner forward step lockstep choice fit saving checkpoint
-        reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
-    "F6: around it": "rank launch plot",
+        shards held init agree batches compiles lowered runner forward step lockstep choice fit saving
+        checkpoint reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
+    "F6: around it": """
+        rank launch plot debug.values debug.nodes debug.batch debug.record debug.hunt debug.truth
+        debug.layouts debug""",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnshard.compiler.kernels import Boxed
 from fnshard.compiler.scalars import Scalars
-from fnshard.compiler.schedule import Schedule
+from fnshard.compiler.schedule import Instruction, Schedule
 from fnshard.compiler.update import Updater
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer
@@ -19,6 +19,7 @@ from fnshard.runtime.memory import Transfers
 
 Env = dict[str, Any]
 Action = Callable[[Env], None]
+Watch = Callable[[int, Instruction, Action], Action]  # (line number, line, what it does) -> what is done
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Reduced:
 class Context:
     """What instructions are bound to. `freed`: called with each value that dies (tests poison it).
 
-    `transfers`: needed where something rests on the host or on disk.
+    `transfers`: needed where something rests on the host or on disk. `watch`: wraps every instruction, once,
+    when it is bound (`fs.debug`).
     """
 
     schedule: Schedule
@@ -63,6 +65,7 @@ class Context:
     updater: Updater | None = None
     freed: Callable[[str, Any], None] | None = None
     transfers: Transfers | None = None
+    watch: Watch | None = None
     packers: dict[str, Packer] = field(default_factory=dict)
 
     @property

@@ -47,6 +47,8 @@ def bind(context: Context) -> Callable[[Env], Env]:
     """
     lines = context.schedule.instructions
     actions: list[Action] = [_BIND[type(line)](line, context) for line in lines]
+    if context.watch is not None:
+        actions = [context.watch(n, line, a) for n, (line, a) in enumerate(zip(lines, actions, strict=True))]
     finish = context.transfers.finish if context.transfers else None
 
     def run(env: Env) -> Env:

@@ -71,18 +71,20 @@ def trace_and_split(
     batch: Sequence[Any],
     mesh: Mesh,
     plan_of: PlanOf | None,
+    sources: bool = False,
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
         batch: one micro-batch of this rank.
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
+        sources: keep where in the user's code each node comes from.
     """
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.items()}
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             fn, shapes, structure, specs, batch,
-            device=trace_device(mesh), differentiate=plan_of is not None,
+            device=trace_device(mesh), differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
         cuts = frozenset(p for p, s in specs.items() if s.trainable or mesh.ordered(s.storage.axes))
         plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
+from fnshard.compiler import stacks
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.inplace import settle
 from fnshard.compiler.normalize import normalize
@@ -53,6 +54,7 @@ def trace(
     *,
     device: torch.device,
     differentiate: bool = True,
+    sources: bool = False,
 ) -> Program:
     """Capture `fn(params, *batch)`.
 
@@ -65,6 +67,7 @@ def trace(
         specs: resolved; trainable leaves require grad while tracing.
         batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
         differentiate: `fn` is a loss; else any outputs, traced under no_grad.
+        sources: keep where each node comes from (`compiler.stacks`), which is slow.
 
     Raises:
         TraceError: `fn` does what cannot be captured; the message shows the way out.
@@ -90,7 +93,8 @@ def trace(
             collected["outputs"] = outputs
             return values
 
-        graph_module = _capture(flat, list(fakes.values()), list(tensors.values()), differentiate, device)
+        given = list(fakes.values()), list(tensors.values())
+        graph_module = _capture(flat, *given, differentiate, device, sources)
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
         values |= {Input("batch", n): v for n, v in tensors.items()}
@@ -194,10 +198,16 @@ def _copy_written_inputs(graph: fx.Graph, inputs: Sequence[Input]) -> bool:
 
 
 def _capture(
-    flat: Callable, leaf_fakes: list, batch_fakes: list, differentiate: bool, device: torch.device
+    flat: Callable,
+    leaf_fakes: list,
+    batch_fakes: list,
+    differentiate: bool,
+    device: torch.device,
+    sources: bool = False,
 ) -> fx.GraphModule:
     try:
-        with refusals(device), torch.set_grad_enabled(differentiate):
+        noting = stacks.kept() if sources else nullcontext()
+        with refusals(device), torch.set_grad_enabled(differentiate), noting:
             return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
     except TraceError:
         raise

@@ -1,0 +1,19 @@
+"""`fs.debug`: what only pure functions allow: a step replayed, two layouts side by side, a step against `fn`.
+
+    check(fn, params, batch, specs)             every gradient against the unsharded function
+    bisect(fn, specs_a, specs_b, params, batch)  the first kernel, collective and leaf where layouts differ
+    nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
+    assert_max_compiles(n)                      a `with` in which one compilation too many is an error
+
+All of them run schedules on the eager backend with a `Watch` on the executor (`compiler.context`), which a
+step has none of otherwise.
+"""
+
+from __future__ import annotations
+
+from fnshard.compiles import assert_max_compiles
+from fnshard.debug.hunt import nan_hunt
+from fnshard.debug.layouts import bisect
+from fnshard.debug.truth import check
+
+__all__ = ["assert_max_compiles", "bisect", "check", "nan_hunt"]

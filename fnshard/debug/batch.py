@@ -1,0 +1,149 @@
+"""Batch: what the tools that run all ranks in one process are given, cut and laid out for these ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.batches import check_leaves, micro_batch
+from fnshard.errors import SpecError, StateError, report
+from fnshard.losses import Whole
+from fnshard.mesh import Mesh, make_mesh
+from fnshard.shards import leaf_paths, resolve_specs
+from fnshard.spec import LayoutSpec, block_slices
+from fnshard.state import TrainState
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+def tolerance(*dtypes: torch.dtype) -> float:
+    """How far results may lie apart, by the largest number, where these dtypes take part."""
+    return max(TOLERANCES.get(d, 0.2) if d.is_floating_point else 0.0 for d in dtypes)
+
+
+def as_arguments(batch: Any) -> tuple[Any, ...]:
+    """What `fn` takes behind the parameters; a batch that is no tuple is one argument."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def simulated_mesh(mesh: Mesh | None, *trees: Any) -> Mesh:
+    """The mesh as it is, if it is simulated; by default two ranks along every axis that specs name.
+
+    Raises:
+        SpecError: a mesh of another kind.
+    """
+    if mesh is None:
+        specs = [s for t in trees for s in leaf_paths(t)[0].values()]
+        named = [a for s in specs for p in (s.storage, s.gradient, s.optimizer) if p for a in p.axes]
+        return make_mesh(**dict.fromkeys(dict.fromkeys(named) or ["shard"], 2), simulated=True)
+    if mesh.kind != "simulated":
+        sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
+        raise SpecError(
+            report(
+                f"mesh {mesh} is {mesh.kind}; all its ranks are wanted in this process.",
+                fix=f"fs.make_mesh({sizes}, simulated=True), or smaller.",
+            )
+        )
+    return mesh
+
+
+def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
+    """The parameter tree and specs that know its shapes.
+
+    Raises:
+        StateError: a state of several ranks; not the tree that the specs are for.
+    """
+    if isinstance(source, TrainState):
+        where = source.where
+        if where is None or where[1].size > 1:
+            raise StateError(
+                report(
+                    "this TrainState is one rank's part; the full parameters are wanted.",
+                    fix="on every rank: params = fs.unshard(state.params, specs, mesh).",
+                )
+            )
+        source = source.params
+    return source, resolve_specs(specs, source)
+
+
+def cut(batch: tuple[Any, ...], parts: int) -> list[tuple[Any, ...]]:
+    """The slices of a global batch along dim 0, one for each part; `Whole` leaves and constants go to all.
+
+    Raises:
+        StateError: names every leaf that cannot be cut.
+    """
+    check_leaves(batch)
+    named, structure = tree.flatten_with_paths(batch)
+    wrong = [
+        f"batch[{n!r}] {list(v.shape)}"
+        for n, v in named.items()
+        if isinstance(v, Tensor) and (v.dim() == 0 or v.shape[0] % parts)
+    ]
+    if wrong and parts > 1:
+        raise StateError(
+            report(
+                f"{len(wrong)} leaves of the global batch cannot be cut into {parts} parts along dim 0:",
+                wrong,
+                f"give a batch whose first dim is a multiple of {parts}, a smaller mesh, or fs.Whole(...) "
+                "around what every rank sees.",
+            )
+        )
+
+    def part(index: int) -> tuple[Any, ...]:
+        sizes = {n: v.shape[0] // parts for n, v in named.items() if isinstance(v, Tensor) and v.dim()}
+        values = [
+            v.narrow(0, index * sizes[n], sizes[n]) if n in sizes and parts > 1 else v
+            for n, v in named.items()
+        ]
+        return tree.unflatten(values, structure)
+
+    return [part(index) for index in range(parts)]
+
+
+def unwrapped(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As `fn` sees it: without `Whole`."""
+    return tree.map(lambda v: v.value if isinstance(v, Whole) else v, batch)
+
+
+def micro_batches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """A rank's slice, as micro-batching cuts it."""
+    micro_batch(batch, count)  # refuses what cannot be cut
+    return cut(batch, count)
+
+
+def piece(
+    block: Tensor, spec: LayoutSpec, layout: Any, mesh: Mesh, rank: int
+) -> tuple[tuple[slice, ...], Tensor]:
+    """Where a rank's block lies in the full leaf, and the block without its padding."""
+    slices = block_slices(spec.shape, layout, mesh, mesh.coordinate(rank))
+    return slices, block[tuple(slice(0, s.stop - s.start) for s in slices)]
+
+
+def assemble(blocks: Mapping[int, Tensor], spec: LayoutSpec, layout: Any, mesh: Mesh) -> Tensor:
+    """The full leaf from its ranks' blocks; of replicas, the first rank's."""
+    first = next(iter(blocks.values()))
+    full = torch.zeros(spec.shape, dtype=first.dtype, device=first.device)
+    for rank in reversed(blocks):
+        slices, valid = piece(blocks[rank], spec, layout, mesh, rank)
+        full[slices] = valid
+    return full
+
+
+def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The largest absolute difference of two tensors, and the largest number of either.
+
+    NaN or inf at the same places is no difference; at others it is an infinite one.
+    """
+    if a.shape != b.shape:
+        return float("inf"), float("inf")
+    if a.numel() == 0:
+        return 0.0, 0.0
+    x, y = a.double(), b.double()
+    gap = (x - y).abs()
+    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap.nan_to_num(nan=float("inf")))
+    finite = [v[v.isfinite()].abs() for v in (x, y)]
+    return float(gap.max()), max(float(v.max()) if v.numel() else 0.0 for v in finite)

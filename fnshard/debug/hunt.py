@@ -1,0 +1,317 @@
+"""Hunt: a step replayed from its state and batch, which are pure values, to where NaN or inf arose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from fnshard import agree
+from fnshard.batches import batch_key, micro_batch
+from fnshard.codecs import decoding
+from fnshard.compiler.context import Action, Env, Watch
+from fnshard.compiler.lower import trace_and_split
+from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
+from fnshard.compiler.trace import without_autocast
+from fnshard.debug.batch import as_arguments
+from fnshard.debug.nodes import Origin, find
+from fnshard.debug.values import Health, count, health, in_words, tensors, worst
+from fnshard.errors import DebugError, FnshardError, StateError, report
+from fnshard.lowered import Lowered
+from fnshard.runner import Runner, items_of
+from fnshard.state import TrainState
+from fnshard.step import Step
+
+_WORD = {"nan": "NaN", "inf": "inf"}
+
+
+@dataclass(frozen=True)
+class Arose:
+    """NaN or inf that nothing before brought in.
+
+    `number`: the line of the schedule, -1 for what was there before the step. `what`: the first leaf or value
+    that holds it, `count` how much of it. `op`, `node`: of the kernel; `of`: the forward's op, where `op` is
+    part of a derivative; `gives` its result's dtype and shape; `source`: the line of the user's code.
+    """
+
+    kind: Health
+    number: int
+    instruction: str
+    what: str
+    count: str
+    rank: int = 0
+    op: str = ""
+    node: str = ""
+    of: str = ""
+    inputs: str = ""
+    gives: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f"at line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
+        lines = [f"{_WORD[self.kind]} arose {where}, rank {self.rank}", f"  in {self.what}: {self.count}"]
+        if self.op:
+            of = f", the derivative of {self.of}" if self.of else ""
+            lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs} to {self.gives}")
+        return "\n".join(lines + ([f"  at {self.source}"] if self.source else []))
+
+
+@dataclass(frozen=True)
+class Hunted:
+    """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
+
+    `found[0]` is the first place. Behind it: NaN that was made of its inf, and faults of their own.
+    """
+
+    found: tuple[Arose, ...]
+    step: int
+    loss: float
+
+    @property
+    def first(self) -> Arose | None:
+        """Where it began."""
+        return next(iter(self.found), None)
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def __str__(self) -> str:
+        if not self:
+            return f"step {self.step}: loss {self.loss:g}; loss, gradients and state are finite"
+        lines = [f"step {self.step}: loss {self.loss:g}; {self.first}"]
+        for other in self.found[1:3]:
+            lines.append(f"then {other}")
+        if len(self.found) > 3:
+            lines.append(f"and {len(self.found) - 3} more")
+        return "\n".join(lines)
+
+
+def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0)) -> Hunted:
+    """Replay a step on the eager backend and name the first instruction, leaf and op that gave NaN or inf.
+
+    On several ranks all call it together, each with its state and its slice of the batch, as they call the
+    step; all get the same answer. The state is copied (it takes twice the memory meanwhile); keep one from
+    before the step that went wrong: `kept = state.copy()`, or a checkpoint.
+
+    -inf in a batch leaf or a constant, and infinities that an op is told to write (masks), are no finding.
+    Where loss, gradients and the updated state are finite, nothing is.
+
+    Args:
+        step: what `shard_step` made; it is not changed, its counts and flags stay as they are.
+        state: a TrainState from before the step; without an optimizer this rank's blocks.
+        batch: a tuple of what `fn` takes behind the parameters, or the one argument.
+        rng: without an optimizer, as for the step.
+
+    Raises:
+        StateError: a consumed state; no state or batch of this step's.
+        DebugError: the replay itself broke off, and at which line.
+
+    >>> import torch
+    >>> from fnshard import LayoutSpec, match_specs, shard_step
+    >>> params = {"w": torch.tensor([1.0, 0.0])}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> step = shard_step(lambda p, x: (p["w"] * x).sqrt().sum(), specs, backend="eager")
+    >>> found = nan_hunt(step, params, torch.ones(2))
+    >>> found.first.kind, found.first.of
+    ('inf', 'aten.sqrt')
+    """
+    if not isinstance(step, Step):
+        raise StateError(
+            report(
+                f"nan_hunt replays what shard_step made, not {type(step).__name__}.",
+                fix="step = fs.shard_step(...).",
+            )
+        )
+    batch, hunters = as_arguments(batch), {}
+
+    def watch(rank: int) -> Watch:
+        hunters[rank] = Hunter(twin._lowering.of(batch).schedule, rank)
+        return hunters[rank].watch
+
+    twin = _twin(step, batch, watch)
+    training = isinstance(state, TrainState)
+    copy = state.copy() if training else state
+    _agree_like(step._runner, twin._runner, twin._lowering.of(batch))
+    result = twin(copy, *batch) if training else twin(copy, *batch, rng=rng)
+    loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
+    hunter, found = hunters[step.mesh.rank], []
+    if any(json.loads(text) for text in twin.gather_text(json.dumps(hunter.ill))):
+        mine = [asdict(a) for a in _with_sources(twin, batch, hunter.found)]
+        found = [Arose(**each) for text in twin.gather_text(json.dumps(mine)) for each in json.loads(text)]
+        found = _caused(_one_each(found), hunter.schedule)
+    number = int(state.step) if training else rng[1]
+    return Hunted(tuple(found), number, float(loss))
+
+
+@dataclass
+class Hunter:
+    """What one rank sees of a replay: how well each value is, and where it got worse.
+
+    `ill`: whether the loss, a gradient or the state is not finite in the end, or was not to begin with.
+    """
+
+    schedule: Schedule
+    rank: int
+    found: list[Arose] = field(default_factory=list)
+    kinds: dict[str, Health] = field(default_factory=dict)
+    ill: bool = False
+
+    def watch(self, number: int, line: Instruction, action: Action) -> Action:
+        """An instruction, watched."""
+
+        def watched(env: Env) -> None:
+            if number == 0:
+                self.begin(env)
+            try:
+                args = [env[n] for n in line.reads] if isinstance(line, Run) else None
+                action(env)
+            except FnshardError:
+                raise
+            except Exception as error:  # a schedule or a kernel that cannot run: say where, on this rank
+                raise DebugError(_broken(number, line, error)) from error
+            self.look(number, line, args, env)
+
+        return watched
+
+    def begin(self, env: Env) -> None:
+        """What was there before the step. A float batch may hold -inf: that is a mask."""
+        for name, value in env.items():
+            if name in ("flags", "info") or callable(value):
+                continue
+            parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
+            self.kinds[name] = worst([kind for _, kind in parts.values()])
+            state = name.startswith(("s:", "o:"))
+            for part, (tensor, kind) in parts.items():
+                if kind and not (_is_mask(tensor, kind) and not state):
+                    self.found.append(Arose(kind, -1, "", in_words(name, part), count(tensor), self.rank))
+                    self.ill |= state
+
+    def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
+        """What an instruction wrote, against what it read."""
+        before = worst([self.kinds.get(n, "") for n in line.reads])
+        news = []
+        for name in line.writes:
+            value = env.get(name)
+            if value is None or name.startswith("~"):  # in flight: as what was sent
+                self.kinds[name] = before
+                continue
+            parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
+            self.kinds[name] = worst([kind for _, kind in parts.values()])
+            self.ill |= bool(self.kinds[name]) and _counts(name)
+            # An infinity from a kernel that reads one may be the same one, a mask's: its ops tell.
+            asked = args is not None and before == "inf"
+            news += [(name, p, t, k) for p, (t, k) in parts.items() if k and (asked or _worse(k, before))]
+        if news:
+            self.note(number, line, args, news)
+
+    def note(self, number: int, line: Instruction, args: list[Tensor] | None, news: list[Any]) -> None:
+        """The first value that got worse; of a kernel, the op."""
+        name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
+        text = f"{line.phase} {line.unit} {line.verb} {line.detail}"
+        arose = Arose(kind, number, text, in_words(name, part), count(tensor), self.rank)
+        if args is not None:
+            origin = find(self.schedule.kernels[line.kernel], args, line.backward)
+            if origin is None:
+                if all(n[3] == "inf" for n in news):
+                    return  # an infinity that the program wrote on purpose
+            else:
+                arose = _named(arose, origin)
+        self.found.append(arose)
+
+
+def _broken(number: int, line: Instruction, error: Exception) -> str:
+    return report(
+        f"the replay broke off at line {number}: {line.phase} {line.unit} {line.verb} {line.detail}",
+        [f"{type(error).__name__}: {error}".splitlines()[0]],
+        "fs.debug.bisect with the specs of fs.presets.no_shard shows whether the layout is to blame.",
+    )
+
+
+def _named(arose: Arose, origin: Origin) -> Arose:
+    of = origin.of[0] if origin.of else ""
+    return replace(
+        arose, kind=origin.kind, op=origin.op, node=origin.node, of=of, inputs=origin.inputs,
+        gives=origin.gives, source=origin.source_node or "",
+    )  # fmt: skip
+
+
+def _is_mask(tensor: Tensor, kind: Health) -> bool:
+    return kind == "inf" and not bool((tensor == float("inf")).any())
+
+
+def _counts(name: str) -> bool:
+    """Whether a value is of what the step is for: the loss and norms, gradients, the state."""
+    plain = name.removeprefix("t:").removeprefix("h:")
+    return plain == "scalars" or plain.startswith(("r:", "a:", "s:", "o:"))
+
+
+def _worse(kind: Health, before: Health) -> bool:
+    """Whether an instruction made it: NaN of what held none, inf of what was finite."""
+    return before != "nan" if kind == "nan" else not before
+
+
+# ------------------------------------------------------------------ the replay
+
+
+def _twin(step: Step, batch: tuple[Any, ...], watch: Any) -> Step:
+    """The same step on the eager backend; it shares what was lowered, unless Inductor has rewritten that."""
+    lowering, options = step._lowering, replace(step.options, backend="eager")
+    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, options, watch)
+    known = lowering.cache.get(batch_key(batch))
+    if known is not None and step.options.backend == "eager":
+        sizes = known.batch_bytes
+        twin._lowering.cache[batch_key(batch)] = Lowered(
+            known.stages, options, known.compiled, step.optimizer, sizes
+        )
+    return twin
+
+
+def _agree_like(before: Runner, after: Runner, lowered: Lowered) -> None:
+    """What ranks have agreed on holds for the replay. Replicas are not compared: one may hold the NaN."""
+    rank = after.rank
+    agreed = before.rank.agreement
+    rank.agreement = agreed or agree.reach(rank.comm, lowered.schedule, (), items_of(lowered.program))
+
+
+def _with_sources(step: Step, batch: tuple[Any, ...], found: list[Arose]) -> list[Arose]:
+    """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
+    if not any(a.source for a in found):
+        return found
+    lowering = step._lowering
+    with without_autocast():
+        front = trace_and_split(
+            decoding(lowering.fn, lowering.tree), lowering.specs, lowering.structure,
+            micro_batch(batch, step.options.accumulate), step.mesh, lowering.plan, sources=True,
+        )  # fmt: skip
+    segments, lines = front.segments, lowering.of(batch).schedule.instructions
+
+    def line_of(arose: Arose) -> str:
+        segment = segments.segments[lines[arose.number].segment]
+        nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
+        node = nodes.get(arose.source)
+        return node.meta.get("stack_trace", "") if node is not None else ""
+
+    return [replace(a, source=line_of(a)) if a.source else a for a in found]
+
+
+def _one_each(found: list[Arose]) -> list[Arose]:
+    """In the order of the schedule, which is that of causes on all ranks: who receives NaN waits on a later
+    line than who sent it. What several ranks saw at one line is the first one's.
+    """
+    out: dict[tuple[int, str], Arose] = {}
+    for each in sorted(found, key=lambda a: (a.number, a.rank)):
+        out.setdefault((each.number, each.what if each.number < 0 else ""), each)
+    return list(out.values())
+
+
+def _caused(found: list[Arose], schedule: Schedule) -> list[Arose]:
+    """Without what a rank received: behind another finding, a collective brings what others have sent."""
+
+    def received(arose: Arose) -> bool:
+        line = schedule.instructions[arose.number] if arose.number >= 0 else None
+        return isinstance(line, Wait) and not line.of.startswith("to_")
+
+    return [a for i, a in enumerate(found) if i == 0 or not received(a)]

@@ -1,0 +1,197 @@
+"""Record: a step's run on simulated ranks, and what each of its instructions gave, by what it means.
+
+Names of values differ between layouts; what they stand for does not: a leaf as kernels see it, a value of
+the program, a leaf's reduced gradient. So runs of two layouts can be laid side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnshard.batches import batch_key
+from fnshard.compiler.context import Action, Env, Reduced, Watch
+from fnshard.compiler.schedule import Accumulate, Add, Cast, Instruction, Local, Run, Schedule, Update, Wait
+from fnshard.debug.values import leaf_of, tensors
+from fnshard.errors import CollectiveError
+from fnshard.lowered import Lowered
+from fnshard.runner import data_rank
+from fnshard.runtime.simulated import Adversary, simulate
+from fnshard.spec import P
+from fnshard.step import Step
+
+Key = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", path), ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor that a rank had behind an instruction. `layout`: of blocks of a leaf; None: whole.
+
+    `version`: which of several that mean the same (a leaf gathered twice).
+    """
+
+    number: int
+    key: Key
+    value: Tensor
+    layout: P | None = None
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a rank's run broke off."""
+
+    number: int
+    rank: int
+    error: BaseException
+
+
+@dataclass
+class Recording:
+    """A step's run: by rank, its entries in order; and where it failed, if it did."""
+
+    lowered: Lowered
+    ranks: dict[int, list[Entry]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its instructions."""
+        return self.lowered.schedule
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first rank that failed by itself, not because another one did."""
+        own = [f for f in self.failures if not isinstance(f.error, CollectiveError)]
+        return min(own or self.failures, key=lambda f: (f.number, f.rank), default=None)
+
+    def watch(self, rank: int) -> Watch:
+        """What the executor shows this rank's instructions to."""
+        entries = self.ranks.setdefault(rank, [])
+
+        def around(number: int, line: Instruction, action: Action) -> Action:
+            def watched(env: Env) -> None:
+                if number == 0:
+                    entries.extend(self._copies(-1, _stored(env, self.schedule)))
+                entries.extend(self._copies(number, _before(line, env)))
+                try:
+                    action(env)
+                except Exception as error:
+                    self.failures.append(Failure(number, rank, error))
+                    raise
+                entries.extend(self._copies(number, _after(line, env, self.schedule)))
+
+            return watched
+
+        return around
+
+    def _copies(self, number: int, found: Iterator[tuple[Key, Tensor, P | None, str]]) -> Iterator[Entry]:
+        for key, value, layout, version in found:
+            yield Entry(number, key, value.detach().to("cpu", copy=True), layout, version)
+
+
+def record(
+    step: Step, params: Any, parts: Sequence[tuple[Any, ...]], *, seed: int = 0, adversary: Adversary = None
+) -> Recording:
+    """Run a step once on all ranks of its simulated mesh.
+
+    Args:
+        step: on the eager backend; a twin of it is run, itself it stays as it was.
+        params: the full tree.
+        parts: the global batch, a slice for each data rank.
+    """
+    lowered = step.lower(params, *parts[0])
+    recording = Recording(lowered)
+    lowering = step._lowering
+    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, step.options, recording.watch)
+
+    def run(rank: int) -> None:
+        state = twin.init(params, seed=seed)
+        part = parts[data_rank(step.mesh)]
+        twin(state, *part) if step.optimizer else twin(state, *part, rng=(seed, 0))
+
+    twin._lowering.cache[batch_key(parts[0])] = lowered
+    try:
+        simulate(step.mesh, run, adversary=adversary)
+    except Exception:
+        if not recording.failures:  # before or behind the schedule: no finding, but a mistake
+            raise
+    return recording
+
+
+# ------------------------------------------------------------------ what an instruction gave
+
+_Found = Iterator[tuple[Key, Tensor, P | None, str]]
+
+
+def _stored(env: Env, schedule: Schedule) -> _Found:
+    for path, spec in schedule.specs.items():
+        if isinstance(env.get(f"s:{path}"), Tensor):
+            yield ("stored leaf", path), env[f"s:{path}"], spec.storage, ""
+
+
+def _before(line: Instruction, env: Env) -> _Found:
+    """Leaves that a kernel reads as they are stored: nothing was gathered or cast."""
+    if isinstance(line, Run):
+        for name in line.reads:
+            if name.removeprefix("t:").startswith("s:") and isinstance(env.get(name), Tensor):
+                yield ("leaf", leaf_of(name)), env[name], None, ""
+
+
+def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
+    if isinstance(line, Run):
+        yield from _of_run(line, env, schedule)
+    elif isinstance(line, Add):
+        yield ("sum", line.writes[0]), env[line.writes[0]], None, ""
+    elif isinstance(line, Cast) or (isinstance(line, Wait) and line.of == "gather"):
+        for name in line.writes:
+            yield ("leaf", leaf_of(name)), env[name], None, name.rpartition("#")[2]
+    elif isinstance(line, Wait) and line.of == "reduce_scalars":
+        for name, tensor in tensors(env[line.writes[0]]):
+            if name in ("loss", "norm", "count"):
+                yield ("scalar", name), tensor, None, ""
+    elif isinstance(line, Wait | Local | Accumulate):
+        yield from _of_reduction(line, env, schedule)
+    if isinstance(line, Update):
+        yield from _of_update(line, env, schedule)
+    if isinstance(line, Wait) and line.of == "publish":
+        for name in line.writes:
+            yield ("updated leaf", leaf_of(name)), env[name], schedule.specs[leaf_of(name)].storage, ""
+
+
+def _of_run(line: Run, env: Env, schedule: Schedule) -> _Found:
+    count = len(line.writes) if line.backward else len(schedule.kernels[line.kernel].source.outputs)
+    for name in line.writes[:count]:
+        if line.backward:
+            path = leaf_of(name)
+            yield ("gradient of leaf" if path else "gradient of value", name), env[name], None, ""
+        else:
+            yield ("value", name), env[name], None, ""
+
+
+def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule) -> _Found:
+    """A leaf's gradient that all ranks have summed; of what is summed in two stages, the second."""
+    name = line.writes[0] if line.writes else ""
+    value = env.get(name)
+    if not name.startswith("r:") or name.endswith(".") or not isinstance(value, Reduced):
+        return
+    last = name in {n.removeprefix("h:") for n in schedule.reduced.values()}
+    kind = "accumulated gradient" if isinstance(line, Accumulate) else "gradient of a micro-batch"
+    micro = name.rpartition("+" if isinstance(line, Accumulate) else "#")[2]
+    for path, block in value.blocks.items():
+        key = ("reduced gradient", path) if last else (kind, path, micro)
+        yield key, block, schedule.specs[path].gradient, ""
+
+
+def _of_update(line: Update, env: Env, schedule: Schedule) -> _Found:
+    for path in line.paths:
+        spec = schedule.specs[path]
+        if spec.storage == spec.optimizer and path in line.params:
+            yield ("updated leaf", path), env[line.params[path]], spec.storage, ""
+        held = env.get(line.slots.get(path, ""))
+        for slot, tensor in tensors(held) if held is not None else ():
+            if tensor.dim() == len(spec.shape) and tensor.dim():
+                yield ("optimizer state", path, slot), tensor, spec.optimizer, ""

@@ -1,0 +1,257 @@
+"""Truth: a sharded step against the function it was made from, whole and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.codecs import is_coded
+from fnshard.debug.batch import (
+    as_arguments,
+    cut,
+    difference,
+    full_params,
+    micro_batches,
+    piece,
+    simulated_mesh,
+    tolerance,
+    unwrapped,
+)
+from fnshard.errors import DebugError, StateError, report
+from fnshard.losses import Mean
+from fnshard.mesh import Mesh
+from fnshard.runner import data_rank
+from fnshard.runtime.simulated import simulate
+from fnshard.shards import leaf_paths, unshard
+from fnshard.spec import LayoutSpec
+from fnshard.step import Step, shard_step
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far one leaf's gradient (or the loss) is from the unsharded function's, on the worst rank.
+
+    `relative`: `absolute`, by the largest number of the leaf.
+    """
+
+    leaf: str
+    absolute: float
+    relative: float
+    rank: int
+    within: bool
+
+    def __str__(self) -> str:
+        mark = "  " if self.within else "! "
+        return f"{mark}{self.absolute:9.2e}  {self.relative:9.2e}  rank {self.rank}  {self.leaf}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `fs.debug.check` found. `leaves`: worst first; true where all are within the tolerance.
+
+    `cause`: what differs, in words, and the way out; "" where nothing does.
+    """
+
+    mesh: Mesh = field(repr=False)
+    loss: Apart
+    leaves: tuple[Apart, ...]
+    rtol: float
+    cause: str = ""
+
+    @property
+    def failed(self) -> tuple[Apart, ...]:
+        """The leaves beyond the tolerance, worst first; the loss before them."""
+        return tuple(a for a in (self.loss, *self.leaves) if not a.within)
+
+    def __bool__(self) -> bool:
+        return not self.failed
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.leaves)} gradients and the loss on mesh {self.mesh}, against the unsharded function: "
+        )
+        head += f"{len(self.failed)} beyond" if self.failed else "all within"
+        lines = [f"{head} rtol={self.rtol:g}", "  absolute   relative   worst on  leaf", str(self.loss)]
+        lines += [str(a) for a in self.leaves[:12]]
+        if len(self.leaves) > 12:
+            lines.append(f"  ... and {len(self.leaves) - 12} more")
+        return "\n".join(lines + ([self.cause] if self.cause else []))
+
+
+def check(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    specs: Any,
+    mesh: Mesh | None = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> Checked:
+    """Compare loss and gradients of the sharded step with those of `fn` on the whole batch, leaf by leaf.
+
+    All ranks are simulated in this process; nothing is compiled.
+
+    Args:
+        params: the full tree.
+        batch: the global batch: a tuple of what `fn` takes behind `params` (or the one argument); it is
+            cut along dim 0 over the data axes.
+        mesh: simulated; default two ranks along each axis that the specs name.
+        rtol: how far a gradient may be off, by the largest number of its leaf; default by dtype.
+        atol: differences below are none; default 1e-3 of rtol, by the largest gradient of all.
+        strict: raise where they differ; else the report says so.
+        options: of `shard_step` (remat, accumulate, ...).
+
+    Raises:
+        DebugError: they differ; `.report` holds what is returned otherwise.
+        StateError: the batch cannot be cut; `fn` draws random numbers.
+
+    >>> from fnshard import LayoutSpec, P, match_specs
+    >>> params = {"w": torch.ones(4, 4)}
+    >>> specs = match_specs(params, [("*", LayoutSpec(P("shard")))])
+    >>> bool(check(lambda p, x: (x @ p["w"]).square().mean(), params, torch.ones(4, 4), specs))
+    True
+    """
+    params, specs = full_params(params, specs)
+    mesh = simulated_mesh(mesh, specs)
+    batch = as_arguments(batch)
+    parts = cut(batch, mesh.data_size)
+    step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
+    if any(i.kind == "key" for i in step.lower(params, *parts[0]).program.inputs):
+        raise StateError(
+            report(
+                "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
+                fix="model.eval() before make_functional, or dropout=0; fs.debug.bisect compares two layouts "
+                "that draw the same.",
+            )
+        )
+    losses, grads, leaves = _sharded(step, params, parts)
+    named = leaf_paths(specs)[0]
+    micros = [unwrapped(m) for part in parts for m in micro_batches(part, step.options.accumulate)]
+    dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
+    rtol = tolerance(*dtypes) if rtol is None else rtol
+    found = []
+    for batches in ([unwrapped(batch)], micros):
+        loss, wanted = _unsharded(fn, leaves, named, batches)
+        found.append(_compare(mesh, losses, grads, loss, wanted, named, rtol, atol))
+        if found[0]:
+            finite = bool(torch.isfinite(loss))
+            return found[0] if finite else replace(found[0], cause=_NOT_FINITE)
+    result = replace(found[0], cause=_cause(found[1], losses[0], len(micros)))
+    if strict:
+        raise DebugError(str(result), result)
+    return result
+
+
+def _dtypes(spec: LayoutSpec) -> Sequence[torch.dtype]:
+    if not spec.trainable:
+        return [spec.compute_dtype] if spec.compute_dtype.is_floating_point else []
+    return [spec.storage_dtype, spec.compute_dtype, spec.reduce_dtype]
+
+
+def _sharded(
+    step: Step, params: Any, parts: Sequence[tuple[Any, ...]]
+) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
+    """Loss and gradient blocks of every rank; and the tree that `fn` sees, coded leaves decoded."""
+    mesh = step.mesh
+
+    def run(rank: int) -> tuple[Any, dict[str, Tensor], Any]:
+        blocks = step.init(params)
+        result, grads = step(blocks, *parts[data_rank(mesh)])
+        loss = result[0] if isinstance(result, tuple) else result
+        coded = any(is_coded(s) for s in leaf_paths(step.specs)[0].values())
+        whole = unshard(blocks, step.specs, mesh) if coded else params
+        return loss.detach(), tree.flatten_with_paths(grads)[0], whole
+
+    losses, grads, whole = zip(*simulate(mesh, run), strict=True)
+    return list(losses), list(grads), whole[0]
+
+
+def _unsharded(
+    fn: Callable[..., Any], params: Any, specs: Mapping[str, LayoutSpec], batches: Sequence[tuple[Any, ...]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by torch's own autograd: of the mean over `batches`, or of one Mean of all."""
+    given, structure = tree.flatten_with_paths(params)
+    with torch.inference_mode(False), torch.enable_grad():
+        stored = {
+            p: v.detach()
+            .to(s.storage_dtype if s.trainable else v.dtype, copy=True)
+            .requires_grad_(s.trainable)
+            for (p, s), v in zip(specs.items(), given.values(), strict=True)
+        }
+        seen = tree.unflatten(
+            [v.to(specs[p].compute_dtype) if v.is_floating_point() else v for p, v in stored.items()],
+            structure,
+        )
+        results = [fn(seen, *batch) for batch in batches]
+        losses = [r[0] if isinstance(r, tuple) else r for r in results]
+        if isinstance(losses[0], Mean):
+            counts = sum(torch.as_tensor(m.count).double() for m in losses)
+            loss = sum(m.total.double() for m in losses) / counts.clamp(min=torch.finfo(torch.float64).tiny)
+        else:
+            loss = torch.stack([each.double() for each in losses]).mean()
+        trained = {p: v for p, v in stored.items() if v.requires_grad}
+        grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    pairs = zip(trained.items(), grads, strict=True)
+    return loss.detach(), {p: torch.zeros_like(v) if g is None else g for (p, v), g in pairs}
+
+
+def _compare(
+    mesh: Mesh,
+    losses: Sequence[Tensor],
+    grads: Sequence[Mapping[str, Tensor]],
+    loss: Tensor,
+    wanted: Mapping[str, Tensor],
+    specs: Mapping[str, LayoutSpec],
+    rtol: float,
+    atol: float | None,
+) -> Checked:
+    largest = max(
+        [float(g[g.isfinite()].abs().max()) for g in wanted.values() if g.isfinite().any()] or [0.0]
+    )
+    floor = 1e-3 * rtol * largest if atol is None else atol
+    leaves = []
+    for path, truth in wanted.items():
+        worst = Apart(path, 0.0, 0.0, 0, True)
+        scale = difference(truth, truth)[1]
+        for rank, held in enumerate(grads):
+            slices, block = piece(held[path], specs[path], specs[path].gradient, mesh, rank)
+            gap, _ = difference(block, truth[slices])
+            if gap > worst.absolute:
+                worst = Apart(
+                    path, gap, gap / scale if scale else float("inf"), rank, gap <= floor + rtol * scale
+                )
+        leaves.append(worst)
+    leaves.sort(key=lambda a: (a.within, -a.relative))
+    far = max(range(len(losses)), key=lambda r: difference(losses[r], loss)[0])
+    gap, scale = difference(losses[far], loss)
+    whole = Apart("(the loss)", gap, gap / scale if scale else 0.0, far, gap <= floor + rtol * scale)
+    return Checked(mesh, whole, tuple(leaves), rtol)
+
+
+def _cause(in_parts: Checked, loss: Tensor, count: int) -> str:
+    """Whether the function or its sharding is to blame: `fn` was tried on the parts, too, unsharded."""
+    if in_parts:
+        return report(
+            "Cause: `fn` itself. What the step gave is the mean of its losses on the "
+            f"{count} parts of the batch, unsharded; that is not its loss on the whole batch.",
+            fix=f"return a mean over rows (of a sum the step gives 1/{count}); fs.Mean(total, count) where "
+            "parts count unequally. Batch statistics and contrastive losses are no means of parts.",
+        )
+    if not bool(torch.isfinite(loss)):
+        return _NOT_FINITE
+    return report(
+        f"Cause: the sharded step. `fn`, unsharded, on the {count} parts of the batch differs from it too.",
+        fix="fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names "
+        "the first kernel, collective and leaf; where a lower precision is meant, rtol=.",
+    )
+
+
+_NOT_FINITE = "The loss is not finite. fs.debug.nan_hunt(step, state, batch) names the op."

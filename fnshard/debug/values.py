@@ -1,0 +1,98 @@
+"""Values: what a running schedule holds, as tensors with names, and whether they are finite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.context import Reduced
+
+Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
+ORDER: tuple[Health, ...] = ("", "inf", "nan")
+
+
+def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a value holds, by leaf, slot or field; a tensor is itself, under "". In flight: nothing."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, Reduced):
+        yield from value.blocks.items()
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            for name, tensor in tensors(part):
+                yield "/".join(filter(None, (str(key), name))), tensor
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "wait"):
+        yield from tensors({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    elif isinstance(value, list | tuple):
+        yield from tensors(dict(enumerate(value)))
+
+
+def health(tensor: Tensor) -> Health:
+    """Whether a tensor holds NaN, or infinities, or neither."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return ""
+    tensor = wide(tensor)
+    if bool(torch.isfinite(tensor).all()):
+        return ""
+    return "nan" if bool(torch.isnan(tensor).any()) else "inf"
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """8-bit floats in fp32: they have next to no ops of their own."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def worst(kinds: Iterator[Health] | list[Health]) -> Health:
+    """NaN before inf before finite."""
+    return max(kinds, key=ORDER.index, default="")
+
+
+def count(tensor: Tensor) -> str:
+    """`3 of 64 NaN, 1 inf`."""
+    tensor = wide(tensor)
+    nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+    parts = [f"{n} {word}" for n, word in ((nan, "NaN"), (inf, "inf")) if n]
+    return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
+
+
+def leaf_of(name: str) -> str:
+    """The path of the leaf that a value's name speaks of; "" where it is none."""
+    for prefix in ("t:", "h:"):
+        name = name.removeprefix(prefix)
+    kind, _, rest = name.partition(":")
+    if kind not in ("s", "p", "g", "o"):
+        return ""
+    path = rest.rstrip("+") if kind == "g" else rest
+    for mark in {"p": "#", "g": "@#"}.get(kind, ""):
+        path = path.rpartition(mark)[0] or path
+    return path
+
+
+_WORDS = {
+    "s": "stored leaf", "p": "gathered leaf", "g": "gradient of leaf", "o": "optimizer state of leaf",
+    "r": "reduced gradient", "d": "gradient of value", "n": "squared norms", "x": "saved value",
+}  # fmt: skip
+
+
+def in_words(name: str, part: str = "") -> str:
+    """`gathered leaf 'layers.0.w'`, for a value's name and which part of it."""
+    plain = name.removeprefix("t:").removeprefix("h:")
+    kind, colon, rest = plain.partition(":")
+    path = leaf_of(name)
+    if path:
+        return f"{_WORDS[kind]} {path!r}" + (f", slot {part!r}" if part else "")
+    if colon and kind == "r":
+        return f"reduced gradient of leaf {part!r}" if part else f"reduced gradients {rest!r}"
+    if colon and kind == "a":
+        return f"accumulated gradient of leaf {part!r}"
+    if colon and kind in ("batch", "constant"):
+        return f"{'batch leaf' if kind == 'batch' else 'constant'} {rest!r}"
+    if colon and kind in _WORDS:
+        return f"{_WORDS[kind]} {rest!r}" + (f", {part}" if part else "")
+    if plain == "scalars":
+        return f"the step's {part}"
+    return {"seed": "the loss scale"}.get(plain, f"value {plain!r}")
