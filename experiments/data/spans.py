@@ -78,7 +78,7 @@ def pieces(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
 
 
 def lines(file: BinaryIO, span: Span, longest: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a span and are not blank, and where; no more than `longest` + 1 bytes of one."""
+    """The lines that begin in a span and are not blank, and where; at most `longest` + 1 bytes of one."""
     begin, end = cut(file, span.start, span.source), cut(file, span.stop, span.source)
     file.seek(begin)
     while begin < end and (line := file.readline(longest + 1)):

@@ -71,7 +71,7 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
         for side in SIDES:
             (out / side).mkdir(parents=True, exist_ok=True)
         with alone(out):
-            whole = _whole(out, asked)
+            whole = _whole(out, asked, config.broken)
             return whole or _write(out, config, tokenizer, sides, asked)
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
@@ -136,7 +136,6 @@ def _asked(
         "tokenizer": tokenizer.key,
         "files": f"{len(files)} files, {hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}",
         "shard_mb": config.shard_mb,
-        "broken": config.broken,
     }
 
 
@@ -152,12 +151,17 @@ def _check_free(out: Path) -> None:
             raise ConfigError(report(f"out={out} holds something else:", [*shown, *more], "an empty folder."))
 
 
-def _whole(out: Path, asked: Mapping[str, Any]) -> list[Shards]:
+def _whole(out: Path, asked: Mapping[str, Any], broken: str) -> list[Shards]:
     """What an earlier command has finished; nothing where something is left to do."""
     headers = [side for side in SIDES if (out / side / HEADER).exists()]
     found = [open_shards(out / side) for side in headers]
     for shards in found:
         refuse_others(out, json.loads(shards.made_from or "{}"), asked)
+        if shards.broken and broken == "refuse":
+            fix = "broken=skip, or mend the text and name another out."
+            raise ConfigError(
+                f"{shards.folder}: {shards.broken} broken places were skipped there. Fix: {fix}"
+            )
     if len(headers) < len(SIDES):
         return []
     (out / NAME).unlink(missing_ok=True)
@@ -168,6 +172,8 @@ def _whole(out: Path, asked: Mapping[str, Any]) -> list[Shards]:
 def _there(out: Path, task: Task, journal: Journal, recipe: Recipe) -> bool:
     made = journal.done.get((task.side, task.number))
     path = out / task.side / task.file
+    if made is not None and made.broken and recipe.broken == "refuse":
+        return False
     return made is not None and path.exists() and path.stat().st_size == made.tokens * recipe.width
 
 
@@ -211,7 +217,8 @@ def _refusal(refused: Mapping[tuple[str, int], Made]) -> ConfigError:
     shown = [text for _, made in sorted(refused.items()) for text in made.problems][:SHOWN]
     more = [f"and {count - len(shown)} more"] if count > len(shown) else []
     fix = (
-        "mend them, or broken=skip leaves such lines out and replaces such bytes. The other shards are kept."
+        "broken=skip leaves such lines out, replaces such bytes, and keeps the shards that are written; or "
+        "mend the text, and name another out."
     )
     several = "1 place" if count == 1 else f"{count} places"
     return ConfigError(report(f"{several} of the text cannot be used:", [*shown, *more], fix))

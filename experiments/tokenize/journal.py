@@ -15,7 +15,7 @@ from experiments.config import ConfigError
 from experiments.data.shardwriter import Made
 from fnshard.errors import report
 
-NAME, LOCK = "unfinished.jsonl", "tokenize.lock"
+NAME, LOCK = "tokenize.journal", "tokenize.lock"
 Place = tuple[str, int]  # a side, and a shard's number
 
 
