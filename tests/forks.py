@@ -70,7 +70,9 @@ def killed(out: Path, run: Callable[[], Any], draw: random.Random) -> dict[str, 
     _, status = os.waitpid(pid, 0)
     signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     torn = len(list(out.rglob("*.partial")))
-    return {"signal": signalled, "before": before, "after": written(out), "torn": torn}
+    noted = (out / NAME).read_text().split("\n")[:-1]
+    twice = len(noted) - len(set(noted))
+    return {"signal": signalled, "before": before, "after": written(out), "torn": torn, "twice": twice}
 
 
 def same(texts: Path, folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from experiments import train
 from experiments.config import ConfigError
+from experiments.data import spans
 from experiments.data.shardfolder import HEADER, check_vocab, open_shards
 from experiments.data.shards import ShardLoader
 from experiments.data.shardwriter import dtype_of
@@ -31,6 +32,7 @@ from experiments.reading import open_tokens, place_of
 from experiments.resume import Run
 from experiments.text import is_held_out
 from experiments.tokenize import __main__ as command
+from experiments.tokenize import job
 from experiments.tokenize.config import TokenizeConfig, build
 from experiments.tokenize.job import tokenize
 from experiments.tokenize.journal import NAME
@@ -47,7 +49,7 @@ PERCENT = 30
 def texts(tmp_path_factory):
     """Files of every kind and length, some 200 kB."""
     folder, draw = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
-    words = ["the", "größer", "日本語", "𝄞", "x = 1", "\r\n", "\n", "\t", "\n\n"]
+    words = ["the", "größer", "日本語", "𝄞", "x = 1", "\r\n", "\n", "\t", "\n\n", "\nä\n語"]
     for number in range(24):
         text = " ".join(words[i] for i in draw.integers(0, len(words), size=int(draw.integers(0, 3000))))
         path = folder / ("sub" if number % 3 else "") / f"{number:02d}{('.txt', '.md', '.py')[number % 3]}"
@@ -149,6 +151,22 @@ def test_the_type_holds_every_id():
     assert [dtype_of(v) for v in (264, 2**16, 2**16 + 1)] == ["<u2", "<u2", "<u4"]
 
 
+def test_text_is_cut_behind_lines_or_else_between_characters(tmp_path):
+    path = tmp_path / "a.txt"
+    for text, kind in (("ab\n日本\n" * 40, "lines"), ("日本語𝄞é" * 2000, "characters")):
+        path.write_text(text)
+        (source,) = find([str(path)])
+        with path.open("rb") as file:
+            cuts = [spans.cut(file, at, source) for at in range(source.size + 2)]
+        assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == source.size
+        assert all(at <= found for at, found in enumerate(cuts[:-1]))
+        if kind == "lines":
+            assert {path.read_bytes()[cut - 1 : cut] for cut in cuts[1:]} == {b"\n"}
+        else:
+            assert all(found - at <= 3 for at, found in enumerate(cuts))
+            assert all(path.read_bytes()[cut:].decode() is not None for cut in set(cuts[:200]))
+
+
 def test_files_are_found_once_and_named_without_the_machine(texts):
     all_of_them = find([str(texts)])
     assert [s.name for s in all_of_them] == sorted(s.name for s in all_of_them)
@@ -190,7 +208,7 @@ def test_a_job_that_is_killed_again_and_again_writes_the_same_bytes(forked):
     assert forked["killed"] == forked["by1"]
     kills = forked["kills"]
     assert [kill["signal"] for kill in kills] == [9] * 5
-    assert all(kill["before"] < kill["after"] for kill in kills)  # each start went on
+    assert all(kill["before"] < kill["after"] and not kill["twice"] for kill in kills)  # each start went on
     assert [kill["before"] for kill in kills[1:]] == [kill["after"] for kill in kills[:-1]]
 
 
@@ -233,7 +251,11 @@ def test_files_larger_than_memory(tmp_path):
 # ------------------------------------------------------------------ what is refused
 
 
-def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path):
+def full_disk(*_):
+    raise OSError(28, "disk full")
+
+
+def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo \xff\n")
     (tmp_path / "b.jsonl").write_bytes(
         b'{"text": "good"}\n\n{"txt": 1}\n{"text": "\\ud800"}\nnone\n{"text": 3}\n' + b'{"text": "x"}\n' * 9
@@ -253,6 +275,11 @@ def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path):
         assert line in told
     with pytest.raises(ConfigError, match=r"holds no shards, or not all yet"):
         open_shards(tmp_path / "out" / "train")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"cannot be written there: .*full"):
+        patch.setattr(job, "write_header", full_disk)
+        tokenize(replace(asked, broken="skip"))
+    with pytest.raises(ConfigError, match=r"5 places of the text"):  # those that were skipped are not kept
+        tokenize(asked)
     _, trained = tokenize(replace(asked, broken="skip"))
     text = bytes(t if t < 256 else 0 for t in stream_of(trained).tolist()).decode()
     assert text == "one\ntwo \N{REPLACEMENT CHARACTER}\n\0good\0" + "x\0" * 9 and trained.broken == 5
@@ -411,7 +438,11 @@ def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed)
     whole = list(range(0, (tokens - 1) // context * context, context))
     assert sorted(starts[:count]) == whole == sorted(starts[count : 2 * count])
     if count > 20:
-        assert starts[:count] != whole and starts[:count] != starts[count : 2 * count]
+        other = ShardLoader(shards, count, context, seed=seed + 1, ahead=0).batch(0)[0][:, 0].tolist()
+        assert (
+            sorted(other) == whole
+            and len({tuple(x) for x in (whole, other, starts[:count], starts[count : 2 * count])}) == 4
+        )
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -558,8 +589,8 @@ def test_shards_that_a_run_cannot_use(made, numbered, tmp_path):
         trained_on(made, "model.vocab=256")
     with pytest.raises(ConfigError, match=r"(?s)train holds no shards.*held_out holds no shards"):
         trained_on(tmp_path)
-    with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=100999 needs"):
-        trained_on(made, "model.context=100999")
+    with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=900999 needs"):
+        trained_on(made, "model.context=900999")
     for side in ("train", "tokenizer"):
         (tmp_path / side).symlink_to(made / side)
     (tmp_path / "held_out").symlink_to(numbered(400, 2).folder)
