@@ -156,6 +156,7 @@ class ScheduleConfig:
 class DataConfig:
     """Files below `root` (null: Python's standard library); `rows` of the global batch."""
 
+    name: str = "text"
     root: str | None = None
     suffix: str = ".py"
     held_out_percent: int = 10
@@ -163,9 +164,29 @@ class DataConfig:
     held_out_rows: int = 128
 
     def __post_init__(self) -> None:
+        one_of(("text",), self, "name")
         at_least(1, self, "held_out_percent", "rows", "held_out_rows")
         if self.held_out_percent > 99:
             raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
+
+
+@dataclass(frozen=True)
+class ShardsConfig:
+    """Shards of tokens in `root`/train and `root`/held_out, as `python -m experiments.tokenize` writes them;
+    `rows` of the global batch."""
+
+    name: str = "shards"
+    root: str | None = None
+    rows: int = 8
+    held_out_rows: int = 128
+
+    def __post_init__(self) -> None:
+        one_of(("shards",), self, "name")
+        at_least(1, self, "rows", "held_out_rows")
+        if not self.root:
+            raise ValueError(
+                "data=shards: needs the folder that experiments.tokenize wrote. Fix: data.root=FOLDER."
+            )
 
 
 @dataclass(frozen=True)
@@ -228,13 +249,13 @@ class TrainConfig:
     precision: PrecisionConfig
     optimizer: AdamWConfig | SGDConfig
     schedule: ScheduleConfig
-    data: DataConfig
+    data: DataConfig | ShardsConfig
     run: RunConfig
 
     def __post_init__(self) -> None:
-        if self.model.vocab < 256:
-            raise ValueError(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
         wrong = misfits(self.strategy, self.run)
+        if isinstance(self.data, DataConfig) and self.model.vocab < 256:
+            wrong.append(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
         if not self.run.prompt:
             wrong.append(f"run.prompt={self.run.prompt!r}: a sample needs at least one byte to start from.")
         if wrong:
@@ -268,6 +289,7 @@ def _node(config: object) -> str:
     return {
         "AdamWConfig": "optimizer",
         "SGDConfig": "optimizer",
+        "ShardsConfig": "data",
     }.get(type(config).__name__, type(config).__name__.removesuffix("Config").lower())
 
 
@@ -386,8 +408,9 @@ def register(
             groups.append((group, schema, *field))
     groups.sort(key=len)
     store.store(name=name, node=dataclasses.make_dataclass(kind.__name__, groups))
-    for optimizer in (AdamWConfig, SGDConfig):
-        store.store(group="optimizer", name=f"schema_{optimizer.name}", node=_schema(optimizer))
+    for group, kinds in (("optimizer", (AdamWConfig, SGDConfig)), ("data", (DataConfig, ShardsConfig))):
+        for each in kinds:
+            store.store(group=group, name=f"schema_{each.name}", node=_schema(each))
 
 
 def _schema(kind: type) -> type:

@@ -14,17 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnshard as fs
-from experiments import ngram, windows
 from experiments.config import TrainConfig
 from experiments.model import Decoder, next_token_loss
 from experiments.plan import Plan, dtypes_of, plan_of, write_plan
+from experiments.reading import Reading, reading_of
 from experiments.report import Report, Silent, comparison, metrics_beside, plot_losses
 from experiments.resume import Run
 from experiments.sample import Sampler, last_logits
 from experiments.saver import Saver, restored
 from experiments.steps import Training, make_optimizer, run_steps, start_folder, tell_resume, tell_stop
 from experiments.sweep import write_result
-from experiments.text import Corpus
 from fnshard.rank import Stop
 
 TABLES = "tables.json"
@@ -37,7 +36,7 @@ class Setup:
     config: TrainConfig
     mesh: fs.Mesh
     plan: Plan
-    corpus: Corpus
+    reading: Reading
     model: Decoder
     step: Any
     forward: Any
@@ -53,7 +52,7 @@ def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> No
     """
     setup = prepare(config)
     folder, mesh = Path(run.folder), setup.mesh
-    loader = loader_of(setup)
+    loader = setup.reading.loader(mesh)
     state, found = restored(run.root, run.source, setup.step, mesh, loader)
     if state is None:
         state = setup.step.init(setup.model, seed=config.run.seed)
@@ -79,10 +78,12 @@ def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> No
     fs.checkpoint.wait()
     if isinstance(report, Report):
         (folder / "sample.txt").write_text(sampled, encoding="utf-8")
-        plot_losses(report.rows, report.tables, folder / "loss.png")
+        unit = setup.reading.unit
+        plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
         write_result(folder, status="ok", overrides=overrides, **_summary(report, held_out))
         run.finish()
-        print(f"\n{comparison(held_out, report.tables)}\n\n{sampled}\n\nresults: {folder}", flush=True)
+        said = comparison(held_out, report.tables, unit=unit)
+        print(f"\n{said}\n\n{sampled}\n\nresults: {folder}", flush=True)
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -108,66 +109,43 @@ def prepare(config: TrainConfig) -> Setup:
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}
     forward = fs.shard_forward(loss_fn, plan.specs, **how)
-    next_byte = fs.shard_forward(last_logits(apply), plan.specs, **how)
-    sampler = Sampler(next_byte, config.model.context, mesh.device)
-    return Setup(config, mesh, plan, windows.corpus_of(config), model, step, forward, sampler)
-
-
-def loader_of(setup: Setup) -> windows.Loader:
-    """This rank's batches, from the first step on."""
-    return windows.Loader(
-        setup.corpus.train,
-        rows=setup.config.data.rows,
-        context=setup.config.model.context,
-        seed=setup.config.run.seed,
-        rank=setup.mesh.rank,
-        ranks=setup.mesh.size,
+    reading = reading_of(config)
+    sampler = Sampler(
+        fs.shard_forward(last_logits(apply), plan.specs, **how),
+        config.model.context,
+        mesh.device,
+        encode=reading.encode,
+        decode=reading.decode,
     )
-
-
-def held_out_starts(setup: Setup) -> Tensor:
-    """Where the held-out windows begin; int64 [rows]."""
-    config = setup.config
-    return windows.held_out_starts(setup.corpus.held_out, config.data.held_out_rows, config.model.context)
+    return Setup(config, mesh, plan, reading, model, step, forward, sampler)
 
 
 def evaluate(setup: Setup, params: Any) -> float:
-    """Mean loss over all held-out windows, nats per byte; all ranks call it together."""
+    """Mean loss over all held-out windows, nats per token; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
-    mine = held_out_starts(setup).chunk(mesh.size)[mesh.rank]
+    mine = setup.reading.starts.chunk(mesh.size)[mesh.rank]
     # As many rows at once as a training step holds: that much memory there is.
     rows = math.gcd(len(mine), config.data.rows // mesh.size // setup.plan.accumulate)
     losses = []
     for starts in mine.split(rows):
-        batch = windows.cut_windows(setup.corpus.held_out, starts, config.model.context)
+        batch = setup.reading.held_out(starts)
         losses.append(setup.forward(params, *(part.to(mesh.device) for part in batch)))
     mean = torch.stack(losses).double().mean().cpu()
-    if dist.is_initialized():  # every rank's mean is over equally many bytes
+    if dist.is_initialized():  # every rank's mean is over equally many tokens
         dist.all_reduce(mean)
     return mean.item() / mesh.size
 
 
-def table_losses(setup: Setup) -> dict[str, float]:
-    """Tables counted on the training bytes, at exactly the targets of `evaluate`; nats per byte.
-
-    They see the bytes before a window too, the model does not: the comparison favours the tables.
-    """
-    targets = held_out_starts(setup)[:, None] + torch.arange(1, setup.config.model.context + 1)
-    trigram = ngram.fit(setup.corpus.train, 3)
-    tables = {"bigram": trigram.shortened(2), "trigram": trigram}
-    return {name: table.loss(setup.corpus.held_out, targets.flatten()) for name, table in tables.items()}
-
-
 def known_tables(setup: Setup, folder: Path) -> dict[str, float]:
-    """`table_losses`, counted once for a run: a restart is not to wait for it."""
+    """The reading's tables, counted once for a run: a restart is not to wait for it."""
     path, config = folder / TABLES, setup.config
-    of = [setup.corpus.checksum, config.data.held_out_rows, config.model.context]
+    of = [setup.reading.checksum, config.data.held_out_rows, config.model.context]
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = {}
     if before.get("of") != of:
-        before = {"of": of, "losses": table_losses(setup)}
+        before = {"of": of, "losses": setup.reading.tables()}
         path.write_text(json.dumps(before) + "\n", encoding="utf-8")
     return before["losses"]
 

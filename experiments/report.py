@@ -183,13 +183,16 @@ def plot_losses(
     pyplot.close(figure)
 
 
-def comparison(held_out_loss: float, tables: Mapping[str, float]) -> str:
+def comparison(held_out_loss: float, tables: Mapping[str, float], *, unit: str = "byte") -> str:
     """The model beside the tables, one line.
 
     >>> comparison(2.0, {"bigram": 2.4, "trigram": 1.8})
     'held-out loss, nats per byte: model 2.000 (below the bigram table); bigram 2.400, trigram 1.800'
     """
+    told = f"held-out loss, nats per {unit}: model {held_out_loss:.3f}"
+    if not tables:
+        return told
     below = [name for name, loss in tables.items() if held_out_loss < loss]
     said = f"below the {' and the '.join(below)} table" if below else "above every table"
     others = ", ".join(f"{name} {loss:.3f}" for name, loss in tables.items())
-    return f"held-out loss, nats per byte: model {held_out_loss:.3f} ({said}); {others}"
+    return f"{told} ({said}); {others}"

@@ -25,23 +25,26 @@ def last_logits(apply: Callable[[Any, Tensor], Tensor]) -> Forward:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws bytes one by one.
+    """Draws tokens one by one.
 
     Args:
         forward: `last_logits`, sharded. All ranks call it together, each with a row of its own.
-        context: T, bytes in the window. Beyond them the oldest fall out.
-        temperature: logits are divided by it; below 1 keeps closer to the likely bytes.
+        context: T, tokens in the window. Beyond them the oldest fall out.
+        temperature: logits are divided by it; below 1 keeps closer to the likely tokens.
+        encode, decode: text to tokens and back; bytes, where nothing else is said.
     """
 
     forward: Forward
     context: int
     device: torch.device
     temperature: float = 0.8
+    encode: Callable[[str], list[int]] = lambda text: list(text.encode())
+    decode: Callable[[list[int]], str] = lambda tokens: printable(tokens)
 
     def __call__(self, params: Any, prompt: str, length: int, seed: int) -> str:
-        """`prompt` and `length` bytes after it; what cannot be printed shows as a replacement sign."""
+        """`prompt` and `length` tokens after it; what cannot be printed shows as a replacement sign."""
         random = torch.Generator().manual_seed(seed)
-        written = list(prompt.encode())
+        written = list(self.encode(prompt))
         for _ in range(length):
             window = written[-self.context :]
             last = torch.tensor([len(window) - 1], device=self.device)
@@ -50,7 +53,7 @@ class Sampler:
             logits = self.forward(params, torch.tensor([padded], device=self.device), last)  # [1, V]
             weights = torch.softmax(logits[0].float().cpu() / self.temperature, dim=-1)
             written.append(int(torch.multinomial(weights, 1, generator=random)))
-        return printable(written)
+        return self.decode(written)
 
 
 def printable(tokens: list[int]) -> str:

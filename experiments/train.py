@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from experiments.config import ConfigError, TrainConfig
+from experiments.config import TrainConfig
 from experiments.job import Job, main
 from experiments.loop import train
-from experiments.windows import corpus_of
+from experiments.reading import reading_of
 
 
 def prepare(config: TrainConfig) -> TrainConfig:
-    """As it is, if its text is there.
+    """As it is, if its text or its shards are there.
 
     Raises:
-        ConfigError: no text where the configuration says.
+        ConfigError: they are not, or not as the model needs them.
     """
-    try:
-        corpus_of(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    reading_of(config)
     return config
 
 

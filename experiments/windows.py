@@ -13,24 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.config import TrainConfig
+from experiments.config import DataConfig
 from experiments.text import Corpus, load_corpus
 
 Batch = tuple[Tensor, Tensor]
 
 
-def corpus_of(config: TrainConfig) -> Corpus:
+def corpus_of(chosen: DataConfig, context: int) -> Corpus:
     """The text that a configuration names.
 
     Raises:
-        ValueError: there is too little of it for one window of the model's context.
+        ValueError: there is too little of it for one window of `context`.
     """
-    chosen = config.data
     return load_corpus(
         Path(chosen.root) if chosen.root else None,
         suffix=chosen.suffix,
         held_out_percent=chosen.held_out_percent,
-        least=config.model.context + 3,
+        least=context + 3,
     )
 
 
@@ -45,12 +44,12 @@ def cut_windows(stream: Tensor, starts: Tensor, context: int) -> Batch:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def held_out_starts(stream: Tensor, rows: int, context: int) -> Tensor:
-    """`rows` windows spread evenly over `stream`, the same in every run; int64 [rows].
+def held_out_starts(length: int, rows: int, context: int) -> Tensor:
+    """`rows` windows spread evenly over a stream of `length`, the same in every run; int64 [rows].
 
     Starts at 2 or later, so that a trigram table has its context at every target.
     """
-    return torch.linspace(2, stream.numel() - context - 1, rows, dtype=torch.float64).long()
+    return torch.linspace(2, length - context - 1, rows, dtype=torch.float64).long()
 
 
 @dataclass

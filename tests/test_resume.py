@@ -93,10 +93,10 @@ def lowered_once() -> Iterator[None]:
         known[key] = known.get(key) or prepare(config)
         return replace(known[key], config=config)
 
-    def plotted(*args: Any) -> None:
+    def plotted(*args: Any, **options: Any) -> None:
         plots.append(args)
         if len(plots) == 1:
-            plot(*args)
+            plot(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "prepare", prepared)

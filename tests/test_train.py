@@ -63,8 +63,8 @@ GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "ru
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
 def test_every_file_of_conf_composes(choice):
-    budget = ["run.device_gb=24"] if choice == "strategy=auto" else []
-    placed = place(compose(choice, *budget), accelerators={})
+    needs = {"strategy=auto": ["run.device_gb=24"], "data=shards": ["data.root=shards"]}
+    placed = place(compose(choice, *needs.get(choice, [])), accelerators={})
     assert configs.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
     group, name = choice.split("=")
     if group in ("optimizer", "schedule") or name in configs.STRATEGIES:

@@ -152,7 +152,7 @@ def test_rows_that_do_not_divide_are_refused():
 
 def test_held_out_windows_fit_and_leave_room_for_a_trigram():
     source = stream(1000)
-    starts = held_out_starts(source, rows=10, context=50)
+    starts = held_out_starts(source.numel(), rows=10, context=50)
     assert starts[0] == 2 and starts[-1] + 50 == 999
     _, targets = cut_windows(source, starts, 50)
     assert torch.equal(targets, source[starts[:, None] + torch.arange(1, 51)].long())

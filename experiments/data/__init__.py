@@ -1,4 +1,6 @@
-"""Data for fine-tuning: JSONL files on one end, equal global batches on any number of ranks on the other.
+"""Data: files of text on one end, equal global batches on any number of ranks on the other.
+
+For fine-tuning, samples:
 
 | module | what |
 |---|---|
@@ -15,4 +17,16 @@
     tokenizer = byte_tokenizer()
     prepared = prepare([train_file], tokenizer, context=256, cache=folder)  # before any rank starts
     loader = PackedLoader(open_prepared(prepared.folder), rows=8, rank=rank, ranks=ranks)
+
+For pre-training, shards of tokens, which `python -m experiments.tokenize` writes:
+
+| module | what |
+|---|---|
+| `sources`, `spans` | the files of folders and globs, and which bytes of them a shard is made of |
+| `crew`, `shardwriter` | processes that do tasks; one shard |
+| `shardfolder` | a folder of shards, mapped; `.npy` arrays of others |
+| `shards` | windows of them in a seeded order, ready before they are asked for |
+
+    held_out, train = tokenize(TokenizeConfig(out="shards", files=("texts",)))
+    loader = ShardLoader(train, rows=8, context=256, rank=rank, ranks=ranks)
 """

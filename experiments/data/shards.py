@@ -1,0 +1,142 @@
+"""ShardLoader: windows of token shards in a seeded order, ready before they are asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.data.batches import check_rows
+from experiments.data.permutation import order
+from experiments.data.shardfolder import Shards
+
+Batch = tuple[Tensor, Tensor]
+AHEAD = 4  # batches
+
+
+def cut(shards: Shards, starts: np.ndarray, context: int) -> Batch:
+    """Inputs and the tokens that follow them; int64 [starts, T] each."""
+    rows = torch.from_numpy(shards.windows(starts, context + 1))  # [rows, T + 1]
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+@dataclass
+class ShardLoader:
+    """Windows without end: `for inputs, targets in loader`, epoch after epoch, each in an order of its own.
+
+    A window's last token is the next one's first: every token but the first is a target once an epoch; what
+    is left behind the last window is none. The global batch of step s hangs on (seed, s) alone, and rank r
+    takes its equal part of the rows: 1, 2 or 4 ranks see the same batches, a resumed run those of an
+    uninterrupted one.
+
+    Batches are cut by a thread, some steps ahead. It begins with the first batch that is asked for, and holds
+    nothing up: where the process ends, or the loader is no longer needed, so does it.
+
+    Args:
+        shards: of `open_shards`.
+        rows: of the *global* batch; a multiple of `ranks`.
+        context: T.
+        seed: of the orders.
+        rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
+        ahead: batches that are ready before they are asked for; 0 cuts them when they are.
+        step: the next step to yield: it counts what was handed out, not what is ready; told, not set.
+
+    Raises:
+        ValueError: rows that do not divide over the ranks, or no window in the shards.
+    """
+
+    shards: Shards
+    rows: int
+    context: int
+    seed: int = 0
+    rank: int = 0
+    ranks: int = 1
+    ahead: int = AHEAD
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_rows(self.rows, self.rank, self.ranks)
+        if self.windows < 1:
+            raise ValueError(
+                f"{self.shards.folder}: {self.shards.tokens} tokens, a window takes {self.context + 1}."
+            )
+        self._ready: deque[Future[Batch]] = deque()
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def windows(self) -> int:
+        """Of an epoch."""
+        return (self.shards.tokens - 1) // self.context
+
+    @property
+    def epoch(self) -> float:
+        """Windows handed out, in epochs."""
+        return self.step * self.rows / self.windows
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of one step's batch; int64 [rows / ranks, T] twice."""
+        part = self.rows // self.ranks
+        first = step * self.rows + self.rank * part
+        windows = order(self.windows, self.seed, first, first + part)
+        return cut(self.shards, windows * self.context, self.context)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.ahead:
+            self._prepare()
+            batch = self._ready[0].result()  # where it fails, so it does when asked again
+            self._ready.popleft()
+        else:
+            batch = self.batch(self.step)
+        self.step += 1
+        return batch
+
+    def close(self) -> None:
+        """End the thread; a batch that is asked for afterwards starts another."""
+        for future in self._ready:
+            future.cancel()
+        self._ready.clear()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, in JSON's values; tells nothing of the mesh, so another one can resume."""
+        return {**self._drawn_by(), "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: the saved loader drew other batches (other shards, seed, rows or context).
+        """
+        mine = self._drawn_by()
+        if set(state) != {*mine, "step"}:
+            raise ValueError(f"a loader's state has the keys {sorted([*mine, 'step'])}; got {sorted(state)}.")
+        differ = [f"{k}: saved {state[k]}, here {v}" for k, v in mine.items() if state[k] != v]
+        if differ:
+            raise ValueError(f"the saved loader drew other batches ({'; '.join(differ)}).")
+        self.close()
+        self.step = int(state["step"])
+
+    def _prepare(self) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "shards")
+        while len(self._ready) < 1 + self.ahead:
+            self._ready.append(self._thread.submit(self.batch, self.step + len(self._ready)))
+
+    def _drawn_by(self) -> dict[str, Any]:
+        return {
+            "shards": self.shards.key,
+            "context": self.context,
+            "seed": self.seed,
+            "rows": self.rows,
+        }

@@ -1,0 +1,1 @@
+"""Text to shards of tokens: `python -m experiments.tokenize`."""

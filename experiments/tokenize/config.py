@@ -1,0 +1,90 @@
+"""What the tokenising job is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.config import ConfigError
+from fnshard.errors import report
+
+BROKEN = ("refuse", "skip")
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    """All options.
+
+    Args:
+        out: the folder of the shards; new, empty, or one that the same command began.
+        files: folders (their *.txt, *.md, *.py and *.jsonl are taken), globs, files; null is Python's
+            standard library. A file is one document; a line of *.jsonl is one, its "text".
+        tokenizer: a local model directory; null is the byte tokenizer.
+        held_out_percent: of the files that are held out, about; by a hash of their names.
+        held_out: globs of names; where there are some, they alone decide.
+        shard_mb: text of a shard, in 1e6 bytes.
+        processes: null is one for each CPU core.
+        broken: "refuse" lines of JSONL without a text and bytes that are no UTF-8; or "skip" the lines, and
+            replace the bytes.
+    """
+
+    out: str
+    files: tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    held_out_percent: int = 10
+    held_out: tuple[str, ...] = ()
+    shard_mb: float = 64.0
+    processes: int | None = None
+    broken: str = "refuse"
+
+
+def schema() -> type:
+    """`TokenizeConfig` as Hydra takes it: not frozen, lists for tuples."""
+    kinds = {
+        "out": str, "files": Any, "tokenizer": str | None, "held_out_percent": int, "held_out": Any,
+        "shard_mb": float, "processes": int | None, "broken": str,
+    }  # fmt: skip
+    fields = []
+    for f in dataclasses.fields(TokenizeConfig):
+        default = "???" if f.default is dataclasses.MISSING else f.default
+        if isinstance(default, tuple):
+            field = dataclasses.field(default_factory=lambda d=default: list(d))
+        else:
+            field = dataclasses.field(default=default)
+        fields.append((f.name, kinds[f.name], field))
+    return dataclasses.make_dataclass("TokenizeSchema", fields)
+
+
+def build(values: Mapping[str, Any]) -> TokenizeConfig:
+    """The configuration from what Hydra composed.
+
+    Raises:
+        ConfigError: unknown keys or values that cannot be; all of them at once.
+    """
+    known = [f.name for f in dataclasses.fields(TokenizeConfig)]
+    problems = [f"{key}: no such key; there are {', '.join(known)}." for key in values if key not in known]
+    given = {k: v for k, v in values.items() if k in known}
+    if not given.get("out"):
+        problems.append("out: name a folder for the shards.")
+    for name in ("files", "held_out"):
+        value = given.get(name)
+        each = [value] if isinstance(value, str) else value
+        if isinstance(each, list | tuple) and all(isinstance(one, str) and one for one in each):
+            given[name] = tuple(each)
+        elif value is not None:
+            problems.append(f"{name}={value!r}: expected a name or a list of names, as in {name}=[a,b].")
+    config = TokenizeConfig(**{"out": "", **given})
+    if not 1 <= config.held_out_percent <= 99:
+        problems.append(f"held_out_percent={config.held_out_percent}: must be 1 to 99.")
+    if not 1e-6 <= config.shard_mb <= 1e6:
+        problems.append(f"shard_mb={config.shard_mb}: must be above 0.")
+    if config.processes is not None and config.processes < 1:
+        problems.append(f"processes={config.processes}: must be 1 or more.")
+    if config.broken not in BROKEN:
+        problems.append(f"broken={config.broken!r}: must be one of {', '.join(BROKEN)}.")
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(report(f"the tokenising job's configuration has {count}:", problems))
+    return config
