@@ -61,17 +61,15 @@ def in_both_backends(rank: int) -> list[reference.Trained]:
     host = sharded.specs_of(model, "full_shard", mesh, **HOST)
     return [
         sharded.train(rank, mesh, model, specs, chained, backend="eager"),
-        sharded.train(rank, mesh, model, specs, chained, backend="inductor"),
         sharded.train(rank, mesh, model, host, chained, backend="inductor", remat="unit+offload"),
     ]
 
 
 def test_inductor_follows_eager(ranks: Any) -> None:
-    """With everything on the device, and with everything on the host and recomputed."""
-    for eager, *others in ranks(2).run(in_both_backends, timeout=300.0):
-        for compiled in others:
-            sharded.assert_same(compiled, eager, atol=2e-5)
-            assert compiled.losses[-1] < compiled.losses[0]
+    """With everything on the host and recomputed; `test_codecs` compiles what rests on the device."""
+    for eager, compiled in ranks(2).run(in_both_backends, timeout=300.0):
+        sharded.assert_same(compiled, eager, atol=2e-5)
+        assert compiled.losses[-1] < compiled.losses[0]
 
 
 # ------------------------------------------------------------------ ranks that differ

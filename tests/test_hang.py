@@ -13,7 +13,7 @@ from models import MODELS
 import fnshard as fs
 from fnshard.runtime.connect import connect
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
 KINDS = {
     "all_gather": {"gather"},
     "reduce_scatter": {"reduce_scatter"},
@@ -52,5 +52,5 @@ def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str,
     assert KINDS[collective] & {verb, detail.split()[0]}, said
     (line,) = [text for text in schedule.splitlines() if text.split()[:1] == [number]]
     assert line.split()[1:4] == [phase, unit, verb] and detail.split()[0] in line
-    assert re.search(r"\n  rank 1 did not (come|answer) within 3 s", said), said
+    assert re.search(r"\n  rank 1 did not (come|answer) within 1.5 s", said), said
     assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 7
