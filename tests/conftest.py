@@ -1,6 +1,7 @@
 """What all tests share: one thread a process, and warm pools of real ranks."""
 
 import torch
+from faults import quick  # noqa: F401
 from ranks import ranks  # noqa: F401  (a fixture)
 from whole import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 

@@ -1,0 +1,70 @@
+"""`fs.debug.check`: each planted fault is found at its leaf; and nothing where there is nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults import PARAMS, PRESETS, loss, lying, mesh_of
+from torch import Tensor
+from toys import rows, run_chain
+
+import fnshard as fs
+from fnshard.errors import DebugError, SpecError, StateError
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_check_says_nothing_of_what_is_right(preset: str) -> None:
+    mesh = mesh_of(replicate=2, shard=2) if preset == "hybrid_shard" else mesh_of()
+    found = fs.debug.check(loss, PARAMS, rows(), PRESETS[preset](PARAMS, mesh), mesh)
+    assert found and not found.failed
+    assert {a.leaf for a in found.leaves} == set(PARAMS)
+    assert str(found).startswith("3 gradients and the loss on mesh ")
+
+
+def test_check_of_micro_batches_means_and_lower_precision() -> None:
+    mesh = mesh_of()
+    bf16 = PRESETS["full_shard"](PARAMS, mesh, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert fs.debug.check(loss, PARAMS, (rows(),), bf16, mesh, remat="unit")
+
+    def masked(params: Any, x: Tensor, keep: Tensor) -> fs.Mean:
+        return fs.Mean((run_chain(params, x).square().sum(-1) * keep).sum(), keep.sum())
+
+    keep = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    specs = PRESETS["full_shard"](PARAMS, mesh)
+    assert fs.debug.check(masked, PARAMS, (rows(), keep), specs, accumulate=2)
+
+
+@pytest.mark.parametrize("which", ["scaled", "own part", "one rank"])
+def test_check_names_the_leaf_whose_gradient_is_wrong(which: str) -> None:
+    lie = {"scaled": lambda r: r * 2, "own part": lambda r: r / 2, "one rank": lambda r: r + 1}[which]
+    specs = PRESETS["full_shard"](PARAMS, mesh_of())
+    # Units are reduced last to first.
+    with lying("reduce_scatter", 1, lie, 1 if which == "one rank" else None):
+        found = fs.debug.check(loss, PARAMS, rows(), specs, strict=False)
+        with pytest.raises(DebugError, match=r"1 beyond rtol=0.0001(.|\n)*layers.1.w(.|\n)*fs.debug.bisect"):
+            fs.debug.check(loss, PARAMS, rows(), specs)
+    assert [a.leaf for a in found.failed] == ["layers.1.w"] == [found.leaves[0].leaf]
+    assert found.leaves[0].relative > 0.4
+    assert which != "one rank" or found.leaves[0].rank == 1
+    assert "the sharded step" in found.cause
+
+
+def test_check_tells_a_function_that_is_no_mean_from_a_wrong_layout() -> None:
+    specs = PRESETS["full_shard"](PARAMS, mesh_of())
+    with pytest.raises(DebugError, match=r"`fn` itself(.|\n)*mean over rows \(of a sum the step gives 1/2\)"):
+        fs.debug.check(lambda p, x: run_chain(p, x).square().sum(), PARAMS, rows(), specs)
+
+
+def test_check_refuses_what_it_cannot_compare() -> None:
+    specs = PRESETS["full_shard"](PARAMS, mesh_of())
+    with pytest.raises(StateError, match=r"cannot be cut into 2 parts(.|\n)*batch\['0'\] \[3, 8\]"):
+        fs.debug.check(loss, PARAMS, rows()[:3], specs)
+    with pytest.raises(StateError, match="draws random numbers"):
+        fs.debug.check(lambda p, x: F.dropout(run_chain(p, x), 0.5).mean(), PARAMS, rows(), specs)
+    with pytest.raises(SpecError, match=r"is local(.|\n)*simulated=True|is abstract(.|\n)*simulated=True"):
+        fs.debug.check(loss, PARAMS, rows(), specs, fs.make_mesh(shard=2, abstract=True))
