@@ -1,28 +1,91 @@
-"""The README's code runs, in order, as it is printed."""
+"""The README's code runs, in order, as it is printed; and each row of its tables of other people's words."""
+
+from __future__ import annotations
 
 import re
+import shlex
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
 
 import fnshard as fs
+from experiments import train
+from experiments.config import register
+from experiments.finetune import job as finetune
+from experiments.job import asked_of
 
 README = Path(__file__).parent.parent / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+TABLES = re.findall(r"^\| (.*?)\| here \|\n\|---\|---\|\n((?:\|.*\n)+)", TEXT, re.M)
+JOBS = {"experiments.train": train.JOB, "experiments.finetune": finetune.JOB}
 
 
-def test_python_blocks_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # they save
+def run(code: str, namespace: dict[str, Any]) -> None:
+    exec(compile(code, str(README), "exec"), namespace)
+
+
+@pytest.fixture(scope="module")
+def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the blocks of the quickstart leave, in a folder of their own."""
+    patch = pytest.MonkeyPatch()
+    patch.chdir(tmp_path_factory.mktemp("readme"))  # they save
     # Compiled, each step costs 10 s; that compiled steps do the same is for other tests.
-    monkeypatch.setattr(fs, "shard_step", partial(fs.shard_step, backend="eager"))
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) >= 2
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), namespace)
+    patch.setattr(fs, "shard_step", partial(fs.shard_step, backend="eager"))
+    namespace: dict[str, Any] = {}
+    for block in BLOCKS[:2]:
+        run(block, namespace)
+    yield namespace
+    patch.undo()
+
+
+def fresh(namespace: dict[str, Any]) -> dict[str, Any]:
+    """The same names, and a state to consume."""
+    return {**namespace, "state": namespace["state"].copy()}
+
+
+def test_python_blocks_run(after_quickstart: Any, capsys: Any) -> None:
+    assert len(BLOCKS) >= 2
+    namespace = fresh(after_quickstart)
+    for block in BLOCKS[1:]:
+        run(block, namespace)
     printed = capsys.readouterr().out
     assert "reduce_scatter" in printed and "gather/layers.0" in printed
 
 
-def test_the_two_commands_are_what_ci_runs():
-    commands = re.search(r"```bash\n(.*?)```", README.read_text(), re.S).group(1).splitlines()
+def rows() -> list[Any]:
+    """A row each: what people say, and the code or command that is said here."""
+    found = []
+    for theirs, body in TABLES:
+        for line in body.splitlines():
+            said, here = (cell.strip() for cell in line.strip("|").split(" | "))
+            found.append(pytest.param(re.search(r"`(.+?)`", here).group(1), id=f"{theirs.strip()}: {said}"))
+    return found
+
+
+@pytest.mark.parametrize("here", rows())
+def test_every_row_of_coming_from_runs(here: str, after_quickstart: Any) -> None:
+    if not here.startswith("python -m "):
+        run(here, fresh(after_quickstart))
+        return
+    _, _, module, *overrides = shlex.split(here)
+    job = JOBS[module]
+    register(job.config, job.schema, job.without_files)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.conf)):
+        composed = hydra.compose(job.name, overrides=overrides)
+    asked_of(job, composed)
+
+
+def test_all_the_systems_are_there() -> None:
+    told = " ".join(theirs for theirs, _ in TABLES)
+    assert all(name in told for name in ("FSDP", "DDP", "DeepSpeed", "JAX", "Lightning", "ms-swift"))
+    assert len(rows()) > 45
+
+
+def test_the_two_commands_are_what_ci_runs() -> None:
+    commands = re.search(r"```bash\n(.*?)```", TEXT, re.S).group(1).splitlines()
     second = commands[1].split("#")[0].strip()
     assert second in (README.parent / ".ci" / "run").read_text()
