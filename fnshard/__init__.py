@@ -10,7 +10,7 @@ The map; a module imports only from lines above its own (`tests/test_house.py` h
 ground        errors, tree (pytrees), mesh (ranks on named axes)
 what you say  functional, spec (LayoutSpec, P), rules (match_specs), units, presets, codecs, lora,
               losses (with fused), optim, transform (the optimizer's contract), scaling, schedules, state
-runtime/      how bytes move: collectives (gloo, NCCL, shared memory, simulated), memory tiers, checkpoint files
+runtime/      how bytes move: collectives (gloo, NCCL, shared memory, simulated), tiers, checkpoints' files
 on paper      compiler/: trace, split, remat, differentiate, schedule, passes/, verify, lower; hardware and
               measure, cost and timeline; footprint, walk, ledger: bytes of a step before it runs
 in earnest    compiler/: kernels (the only one that calls Inductor), movement, update, execute
@@ -18,8 +18,8 @@ the step      shards, init, batches, agree, runner, step (shard_step), forward, 
               choice; checkpoint with held and saving; reshard; hf; adapters
 around it     rank and launch (processes), compiles and debug (check, bisect, nan_hunt), plot (pictures)
 
-A change to what a step does is a pass over `compiler.schedule`; a new strategy is a function in `presets`; a new
-optimizer a `transform.Optimizer`; a new storage format a codec: none of them touches the rest.
+A change to what a step does is a pass over `compiler.schedule`; a new strategy is a function in `presets`; a
+new optimizer a `transform.Optimizer`; a new storage format a codec: none of them touches the rest.
 """
 
 from fnshard import (

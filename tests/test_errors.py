@@ -292,3 +292,25 @@ def test_an_optimizer_that_cannot_see_shards_names_them() -> None:
     with pytest.raises(OptimizerError, match=r"(?s)not elementwise, and 2 leaves.*'layers.0.w'.*leaf_norms"):
         fs.shard_step(loss, specs, mesh=mesh, optimizer=blind)
     fs.shard_step(loss, fs.presets.no_shard(chain(2), mesh), mesh=mesh, optimizer=blind)
+
+
+def test_a_batch_of_another_dtype_than_the_leaves_compute_in() -> None:
+    """Tensors without values let it pass; a kernel would fail, with torch's own words."""
+    params = chain(2)
+    specs = fs.match_specs(params, [("*", LayoutSpec(compute_dtype=torch.bfloat16))])
+
+    def lowered(fn: Any) -> Any:
+        step = fs.shard_step(fn, specs, optimizer=SGD, backend="eager")
+        return step.lower(params, torch.ones(ROWS, WIDTH))
+
+    said = r"(?s)different dtypes 1 time.*matmul of batch\['0'\] f32\[.*params\['layers.0.w'\] bf16.*x.to\("
+    with pytest.raises(TraceError, match=said):
+        lowered(lambda p, x: run_chain(p, (x @ p["layers.0.w"]).bfloat16()).float().sum())
+    with pytest.raises(TraceError, match=r"(?s)linear of batch.* f32.* and params.* bf16"):
+        lowered(lambda p, x: torch.nn.functional.linear(x + 1, p["layers.0.w"]).sum())
+
+    def autocast(p: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ p["layers.0.w"]).float().sum()
+
+    assert lowered(autocast) and lowered(lambda p, x: run_chain(p, x.bfloat16()).float().sum())

@@ -73,8 +73,8 @@ FLOORS = {
         measure hardware""",
     "F3: paper": """
         compiler compiler.program compiler.random compiler.refuse compiler.normalize compiler.inplace
-        compiler.causal compiler.stacks compiler.trace compiler.source compiler.split compiler.remat
-        compiler.differentiate compiler.schedule compiler.build compiler.passes.reshard
+        compiler.causal compiler.stacks compiler.operands compiler.trace compiler.source compiler.split
+        compiler.remat compiler.differentiate compiler.schedule compiler.build compiler.passes.reshard
         compiler.passes.updates compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch
         compiler.passes.frees
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",

@@ -26,6 +26,7 @@ from fnshard.compiler import stacks
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.inplace import settle
 from fnshard.compiler.normalize import normalize
+from fnshard.compiler.operands import check_dtypes
 from fnshard.compiler.program import (
     Input,
     OpOverload,
@@ -383,6 +384,7 @@ def _check_program(program: Program, differentiate: bool) -> None:
             )
         )
     _check_written(program)
+    check_dtypes(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
         raise TraceError(
             report(
