@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.memory import live_bytes
+from experiments.checks import count
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,12 +84,12 @@ def apart(one: Cost, other: Cost) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--tokens", type=count, default=2048)
+    parser.add_argument("--width", type=count, default=512)
+    parser.add_argument("--vocabulary", type=count, default=128_256)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--frozen", action="store_true", help="the head does not train")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     args = parser.parse_args()
     costs = measure(
         args.tokens, args.width, args.vocabulary,

@@ -23,11 +23,13 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
+from experiments.checks import count
 from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives import Collectives, sum_rows
 from fnshard.runtime.connect import connect
 
 AXES = ("shard",)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,10 @@ def interleaved(by_way: dict[str, Way], c: Case, repeats: int) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--world", type=int, nargs="+", default=[2, 4], help="ranks")
+    parser.add_argument("--world", type=count, nargs="+", default=[2, 4], help="ranks")
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 8, 32, 128], help="sizes, MiB")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    parser.add_argument("--repeats", type=count, default=7)
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,38 +1,104 @@
 """The main job's configuration: frozen dataclasses, checked whole before any rank starts.
 
-Hydra composes `conf/` against `register`ed schemas; `build` checks what came out once more (keys
-added with `+`, deleted with `~`, numbers that make no sense), all problems in one error.
+Torch is not imported here: a mistake in a command line is told before that has loaded. `experiments.schema`
+makes these from plain values, `experiments.asked` from a command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.model import DecoderConfig
-from fnshard.compiler.remat import check as check_remat
-from fnshard.errors import report
-from fnshard.hardware import TABLE
+from experiments.checks import ConfigError as ConfigError
+from experiments.checks import above, at_least, fraction, one_of
 
-AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb
+AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
 NEVER = "never"  # of run.resume
 STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard", AUTO)
 TIERS = ("device", "host", "disk")
-HARDWARE = (AUTO, *TABLE, "measure")
+HARDWARE = (AUTO, "cpu", "a100", "h100", "h200", "measure")  # `fnshard.hardware.TABLE`, and two more
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
 
 
-class ConfigError(ValueError):
-    """The configuration is wrong; the message lists every problem."""
-
-
 # ------------------------------------------------------------------ one dataclass per group
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a `Decoder`.
+
+    Args:
+        width: D, features per position.
+        layers: number of blocks.
+        heads: H; D / H is the head size and must be even (rotary turns pairs).
+        kv_heads: G; divides H. G = H is multi-head, G = 1 multi-query attention.
+        context: longest T the model is trained for.
+        vocab: V; 256 for bytes.
+        mlp: M; 0 means 8/3 D, rounded up to a multiple of 32.
+        tied: the output projection is the embedding.
+        theta: base of the rotary wavelengths.
+
+    >>> DecoderConfig(width=64, layers=2, heads=4, kv_heads=2, context=128).hidden
+    192
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    context: int
+    vocab: int = 256
+    mlp: int = 0
+    tied: bool = False
+    theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "context", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1.")
+        if self.mlp < 0:
+            raise ValueError(f"model.mlp={self.mlp}: must be 0 (8/3 of the width) or more.")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ValueError(f"model.theta={self.theta}: must be a positive number.")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"model.width={self.width} and model.heads={self.heads}: the head size, width / heads, "
+                "must be a whole even number."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} and model.kv_heads={self.kv_heads}: kv_heads must divide heads."
+            )
+
+    @property
+    def head(self) -> int:
+        """K, features per head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """M, features inside the MLP."""
+        return self.mlp or math.ceil(8 * self.width / 3 / 32) * 32
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, a tied one counted once."""
+        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+        block = attention + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Multiply-adds counted as two, forward and backward: 6 N + 6 L T D (causal attention).
+
+        N leaves the embedding's lookup out; scores and their weighted sum read T / 2 positions on
+        average (PaLM, appendix B, halved for the causal mask).
+        """
+        matmul = self.parameters - (0 if self.tied else self.vocab * self.width)
+        return 6 * matmul + 6 * self.layers * self.context * self.width
 
 
 @dataclass(frozen=True)
@@ -67,9 +133,7 @@ class StrategyConfig:
         at_least(0, self, "prefetch_forward", "prefetch_backward")
         one_of(TIERS, self, "memory", "optimizer_memory")
         one_of(TIERS[:2], self, "update_on")
-        wrong = check_remat(self.remat, ())
-        if wrong:
-            raise ValueError(f"strategy.{wrong[0]}.")
+        _check_remat(self.remat)
         if self.update_on == "host" and self.optimizer_memory == "device":
             raise ValueError("strategy.update_on='host': needs strategy.optimizer_memory=host or disk.")
         chosen = [f.name for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default]
@@ -190,17 +254,35 @@ class ShardsConfig:
 
 
 @dataclass(frozen=True)
+class TrackerConfig:
+    """Who is told of a run beside its `metrics.jsonl`; several may be: `tracker=[tensorboard,wandb]`.
+
+    `project`: what wandb calls the project, MLflow the experiment; `store`: MLflow's, a folder below the one
+    that the job is started in, or a URI.
+    """
+
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+    project: str = "fnshard"
+    store: str = "mlruns"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """How long, on what, and what is told of it.
 
-    `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `hardware`: whose speed it
-    plans for, "measure" takes a few seconds on this machine; `disk_dir`: for what rests on disk.
+    `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
+    on disk.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
     `resume`: "auto" goes on with the unfinished run of the same configuration, "never" begins anew, a path
     (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
     what SIGTERM leaves the ranks to finish a step and save.
+
+    `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
+    and says where it arose, "stop" only ends it, "off" does nothing, nor tells of spikes and slow ranks.
     """
 
     steps: int = 600
@@ -214,7 +296,6 @@ class RunConfig:
     prompt: str | None = "def "
     timeout_s: float = 600.0
     device_gb: float | None = None
-    hardware: str = AUTO
     disk_dir: str | None = None
     save_every: int = 100
     async_save: bool = False
@@ -224,19 +305,37 @@ class RunConfig:
     resume: str = AUTO
     max_restarts: int = 2
     stop_grace_s: float = 120.0
+    profile: int = 0
+    watch: str = "hunt"
 
     def __post_init__(self) -> None:
         at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every")
         above(0, self, "device_gb", "stop_grace_s")
-        one_of(HARDWARE, self, "hardware")
-        at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts")
+        at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile")
         if not self.resume:
             raise ValueError("run.resume='': must be auto, never, or a path.")
         if self.seed >= 2**63:
             raise ValueError(f"run.seed={self.seed}: must be below 2**63.")
         above(0, self, "timeout_s")
         one_of(("inductor", "eager"), self, "backend")
+        one_of(("hunt", "stop", "off"), self, "watch")
         one_of(("reduce", "local"), self, "accumulate_mode")
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Whose speed is planned for and compared with: a name of `fnshard.hardware.TABLE`; "auto" is what the
+    job runs on, "measure" takes a few seconds to find out.
+
+    `price_per_hour`: of one device, in a currency of your own; null leaves costs out.
+    """
+
+    name: str = AUTO
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of(HARDWARE, self, "name")
+        at_least(0, self, "price_per_hour")
 
 
 @dataclass(frozen=True)
@@ -251,6 +350,8 @@ class TrainConfig:
     schedule: ScheduleConfig
     data: DataConfig | ShardsConfig
     run: RunConfig
+    hardware: HardwareConfig
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         wrong = misfits(self.strategy, self.run)
@@ -276,8 +377,6 @@ def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False)
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
     if not (auto or budgeted) and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
-    if not auto and run.hardware != AUTO:
-        wrong.append(f"run.hardware={run.hardware}: only strategy=auto plans for a hardware.")
     if "disk" in tiers and run.disk_dir is None:
         wrong.append("run.disk_dir=None: what rests on disk needs a directory. Fix: run.disk_dir=/fast/disk.")
     if "disk" not in tiers and run.disk_dir is not None:
@@ -285,141 +384,11 @@ def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False)
     return wrong
 
 
-def _node(config: object) -> str:
-    return {
-        "AdamWConfig": "optimizer",
-        "SGDConfig": "optimizer",
-        "ShardsConfig": "data",
-    }.get(type(config).__name__, type(config).__name__.removesuffix("Config").lower())
+def _check_remat(remat: Any) -> None:
+    if remat == "none":  # nothing to look up, and no torch to wait for
+        return
+    from fnshard.compiler.remat import check
 
-
-def _each(config: object, names: tuple[str, ...], good: Any, wanted: str) -> None:
-    bad = [n for n in names if getattr(config, n) is not None and not good(getattr(config, n))]
-    if bad:
-        shown = " and ".join(f"{_node(config)}.{n}={getattr(config, n)!r}" for n in bad)
-        raise ValueError(f"{shown}: must be {wanted}.")
-
-
-def at_least(least: int, config: object, *names: str) -> None:
-    _each(config, names, lambda v: v >= least, f"{least} or more")
-
-
-def above(bound: int, config: object, *names: str) -> None:
-    _each(config, names, lambda v: v > bound, f"above {bound}")
-
-
-def fraction(config: object, *names: str) -> None:
-    _each(config, names, lambda v: 0 <= v < 1, "0 or more and below 1")
-
-
-def one_of(choices: tuple[str, ...], config: object, *names: str) -> None:
-    _each(config, names, lambda v: v in choices, f"one of {', '.join(choices)}")
-
-
-# ------------------------------------------------------------------ from plain values to dataclasses
-
-
-def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
-    """Make the dataclasses from nested dicts.
-
-    Raises:
-        ConfigError: unknown or missing keys, wrong types, values out of range; all of them at once.
-    """
-    problems: list[str] = []
-    config = _build(kind, values, "", problems)
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(report(f"the configuration has {count}:", problems))
-    return config
-
-
-def _build(kind: type, values: Any, path: str, problems: list[str]) -> Any:
-    """`kind(**values)`, or None with something added to `problems`."""
-    if not isinstance(values, Mapping):
-        problems.append(f"{path or 'the configuration'}={values!r}: expected keys below it.")
-        return None
-    before = len(problems)
-    hints = typing.get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind)]
-    at = f"{path}." if path else ""
-    for key in values:
-        if key not in known:
-            problems.append(f"{at}{key}: no such key; {path or 'the top'} has {', '.join(known)}.")
-    made = {}
-    for name in known:
-        if name not in values:
-            problems.append(f"{at}{name}: is missing.")
-            continue
-        made[name] = _value(hints[name], values[name], f"{at}{name}", problems)
-    if len(problems) > before:
-        return None
-    try:
-        return kind(**made)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
-
-
-def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
-    if hint is Any:  # the dataclass looks at it
-        return value
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    groups = [option for option in options if dataclasses.is_dataclass(option)]
-    if groups:
-        name = value.get("name") if isinstance(value, Mapping) else None
-        named = [g for g in groups if getattr(g, "name", None) == name]
-        return _build((named or groups)[0], value, path, problems)
-    if value is None and types.NoneType in options:
-        return None
-    wanted = next(option for option in options if option is not types.NoneType)
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        problems.append(f"{path}={value!r}: expected {wanted.__name__}, got {type(value).__name__}.")
-    elif wanted is float and not math.isfinite(value):
-        problems.append(f"{path}={value!r}: expected a finite number.")
-    return value
-
-
-def register(
-    kind: type = TrainConfig, name: str = "schema", without_files: tuple[str, ...] = ("mesh",)
-) -> None:
-    """Tell Hydra's `ConfigStore` the schemas, so that it refuses wrong keys and types by itself.
-
-    Args:
-        kind: a job's configuration.
-        name: of its schema.
-        without_files: groups that have no files to choose from, and start from their defaults.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    hints = typing.get_type_hints(kind)
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    groups: list[Any] = []
-    for group, hint in hints.items():
-        if isinstance(hint, types.UnionType) and any(map(dataclasses.is_dataclass, typing.get_args(hint))):
-            groups.append((group, Any))
-        elif not dataclasses.is_dataclass(hint):
-            groups.append((group, hint, dataclasses.field(default=defaults[group])))
-        else:
-            schema = _schema(hint)
-            field = (dataclasses.field(default_factory=schema),) if group in without_files else ()
-            groups.append((group, schema, *field))
-    groups.sort(key=len)
-    store.store(name=name, node=dataclasses.make_dataclass(kind.__name__, groups))
-    for group, kinds in (("optimizer", (AdamWConfig, SGDConfig)), ("data", (DataConfig, ShardsConfig))):
-        for each in kinds:
-            store.store(group=group, name=f"schema_{each.name}", node=_schema(each))
-
-
-def _schema(kind: type) -> type:
-    """The same fields, not frozen: OmegaConf would make frozen ones read-only, to overrides too."""
-    hints = typing.get_type_hints(kind)
-    fields = [
-        (f.name, hints[f.name], dataclasses.field(default=f.default))
-        if f.default is not dataclasses.MISSING
-        else (f.name, hints[f.name])
-        for f in sorted(dataclasses.fields(kind), key=lambda f: f.default is not dataclasses.MISSING)
-    ]
-    return dataclasses.make_dataclass(kind.__name__, fields)
+    wrong = check(remat, ())
+    if wrong:
+        raise ValueError(f"strategy.{wrong[0]}.")

@@ -1,7 +1,7 @@
 """Job: what a command line starts that ranks do together: `python -m experiments.train`, `.finetune`.
 
-Hydra composes and checks the configuration; then this process starts the ranks and waits for them, or is one
-itself where `torchrun` started it.
+`experiments.asked` has looked at the command line, Hydra composes the configuration; then this process starts
+the ranks and waits for them, or is one itself where `torchrun` started it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,103 +25,121 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from experiments import config as configs
-from experiments.command import answer, is_mistake, message
+from experiments import schema
+from experiments.asked import Asked
+from experiments.command import application, is_mistake, is_outside, message
+from experiments.compare.outcome import jobs_of
 from experiments.config import NEVER, ConfigError
+from experiments.form import ROOT, Job
+from experiments.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
 from experiments.place import place, ranks_of
 from experiments.resume import finished, sweep_taken, taken
-from experiments.sweep import RESULT, STOPPED, read_result, write_result
+from experiments.sweep import RESULT, STOPPED, TABLE, objective, read_result, tell, write_result
 from experiments.worker import REFUSAL, run_job
 from fnshard.launch import LaunchError, launch, under_launcher
+from fnshard.nodes import Nodes, under_slurm
+from fnshard.rank import end_with_parent
 
-ROOT = Path(__file__).resolve().parents[1]
-CONF = ROOT / "conf"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One kind of job.
-
-    Args:
-        name: of its configuration, `NAME.yaml`.
-        module: where it is, as `JOB`.
-        config: the configuration's dataclass; has `run`, `mesh` and `data`, as `TrainConfig` does.
-        work: what that rank does: (placed config, `Run`, overrides, `Stop`).
-        prepare: what is done before ranks start, with the placed configuration; gives the one for the ranks.
-            Mistakes in what the configuration names (files, directories) are found here.
-        conf: the folder of its configuration.
-        without_files: groups of the configuration with no files to choose from.
-    """
-
-    name: str
-    module: str
-    config: type
-    work: Callable[..., None]
-    prepare: Callable[[Any], Any]
-    conf: Path = CONF
-    without_files: tuple[str, ...] = ("mesh",)
-
-    @property
-    def schema(self) -> str:
-        """What `ConfigStore` calls the configuration's schema."""
-        return "schema" if self.name == "train" else f"{self.name}_schema"
+BY_SLURM = "hydra.run.dir=outputs/slurm/"
 
 
-def main(job: Job) -> None:
-    """Run the command line; a user's mistake is one message and exit code 1."""
-    configs.register(job.config, job.schema, job.without_files)
-    answer(lambda: _run(job))
-
-
-def _run(job: Job) -> None:
+def run(job: Job, asked: Asked) -> None:
+    """What the command line asks for, once it has been looked at."""
     if under_launcher():
-        record(be_a_rank)(job, sys.argv[1:])  # torchrun shows the error, whichever rank ends first
+        record(be_a_rank)(job, sys.argv[1:], asked)  # torchrun shows the error, whichever rank ends first
         return
+    where = _on_nodes(sys.argv[1:])
+    if asked.config is not None and not where:
+        with asked.told():  # before Hydra makes a folder
+            place(asked.config, accelerators=accelerators())
+    with (
+        sweep_taken(sys.argv[1:], job.name) as arguments,
+        every_job_awaited(arguments),
+        _table_in_any_case(arguments),
+    ):
+        sys.argv[1:] = [*arguments, *where]
+        application(job.form, lambda composed: _one(job, composed))()
 
-    @hydra.main(version_base="1.3", config_path=str(job.conf), config_name=job.name)
-    def command_line(composed: DictConfig) -> None:
-        _one(job, composed)
 
-    with sweep_taken(sys.argv[1:], job.name) as arguments:
-        sys.argv[1:] = arguments
-        command_line()
+@contextmanager
+def _table_in_any_case(arguments: list[str]) -> Iterator[None]:
+    """What breaks a whole sweep (a launcher, a search in which every trial failed) hides none of its runs."""
+    try:
+        yield
+    except Exception:
+        named = [a.partition("=")[2].strip("'") for a in arguments if a.startswith("hydra.sweep.dir=")]
+        if named and Path(named[-1]).is_dir() and not Path(named[-1], TABLE).exists():
+            sweep = Path(named[-1]).resolve()
+            jobs = jobs_of(sweep)
+            if jobs:
+                tell(sweep, finished=False)
+            if jobs and all(read_result(job)["status"] == "failed" for job in jobs):
+                raise SystemExit(1) from None  # a search without a single result; the table says why
+        raise
 
 
-def _one(job: Job, composed: DictConfig) -> None:
-    """One run; called once for each run of a `--multirun`."""
+def _on_nodes(arguments: list[str]) -> list[str]:
+    """Where a single run on several nodes goes if nobody says so: their clocks differ."""
+    nodes = under_slurm(os.environ)
+    if nodes is None:
+        return []
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(
+            f"a sweep inside of a job step on {nodes.count} nodes. Fix: the same command with launcher=slurm "
+            f"hydra.launcher.nodes={nodes.count} outside of srun: each job gets nodes of its own."
+        )
+    if any(a.startswith("hydra.run.dir=") for a in arguments):
+        return []
+    return [f"{BY_SLURM}{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"]
+
+
+def _one(job: Job, composed: DictConfig) -> float | None:
+    """One run; called once for each run of a `--multirun`, wherever it runs, and then gives what a search is
+    after.
+    """
     here = HydraConfig.get()
     folder = Path(here.runtime.output_dir).resolve()
-    overrides = list(here.overrides.task)
+    overrides, launcher = list(here.overrides.task), here.runtime.choices["hydra/launcher"]
     if here.mode != RunMode.MULTIRUN:
+        check_used(launcher)
         start(job, asked_of(job, composed), folder, overrides, chosen=_names_folder(here.overrides.hydra))
-        return
+        return None
+    if launcher == SIDE_BY_SIDE:
+        end_with_parent(signal.SIGTERM)  # a worker would finish its job, unseen
     try:  # a run that fails must not take the table of all runs with it
         asked = asked_of(job, composed)
         if asked.run.resume != NEVER and finished(folder, asked):
             print(f"resume: {folder} is finished", flush=True)
-        elif start(job, asked, folder, overrides, chosen=True) == STOPPED:
+        elif start(job, asked, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
             raise SystemExit(0)  # so is the sweep
     except Exception as error:
-        told = message(error) if is_mistake(error) else traceback.format_exc()
-        print(told, file=sys.stderr, flush=True)
-        write_result(folder, status="failed", overrides=overrides, error=told)
+        _note_failure(error, folder, overrides)
+    return objective(folder, here.callbacks.table.metric)
+
+
+def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
+    known = is_mistake(error) or is_outside(error)
+    told = message(error) if known else "".join(traceback.format_exception(error))
+    print(told, file=sys.stderr, flush=True)
+    reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
+    write_result(folder, status="failed", overrides=overrides, error=told, reason=reason)
 
 
 def _names_folder(overrides: Iterable[str]) -> bool:
-    return any(o.startswith("hydra.run.dir=") for o in overrides)
+    return any(o.startswith("hydra.run.dir=") and not o.startswith(BY_SLURM) for o in overrides)
 
 
 def asked_of(job: Job, composed: DictConfig) -> Any:
     """The composed configuration as dataclasses, as the command says it.
 
     Raises:
-        ConfigError: see `experiments.config.build`.
+        ConfigError: see `experiments.schema.build`.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from None
-    return configs.build(values, job.config)
+    return schema.build(values, job.config)
 
 
 def accelerators() -> dict[str, int]:
@@ -145,30 +164,62 @@ def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bo
             into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
+    nodes = under_slurm(os.environ)
+    if nodes is not None:
+        return _start_on_nodes(job, asked, fresh, overrides, nodes, chosen=chosen)
     config = job.prepare(place(asked, accelerators=accelerators()))
     with taken(asked, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
         told = folder / "job.json"
-        values = {**job_values(config, overrides), "run": dataclasses.asdict(run)}
-        told.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        _write_job(told, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
         try:
-            launch(
-                [sys.executable, "-u", "-m", "experiments.worker", job.module, str(told)],
-                ranks=ranks_of(config),
-                logs=folder / "ranks",
-                env={"PYTHONPATH": path},
-                max_restarts=config.run.max_restarts,
-                grace_s=config.run.stop_grace_s,
-            )
-        except LaunchError:
+            _launch(job, config, told, folder / "ranks", ranks_of(config))
+        except LaunchError as error:
             refusal = folder / REFUSAL
-            if not refusal.exists():
-                raise
-            raise ConfigError(refusal.read_text(encoding="utf-8")) from None
+            known = ConfigError(refusal.read_text(encoding="utf-8")) if refusal.exists() else error
+            write_result(folder, status="failed", overrides=overrides, error=str(known))
+            raise known from None
         return read_result(folder)["status"]
+
+
+def _start_on_nodes(
+    job: Job, asked: Any, fresh: Path, overrides: list[str], nodes: Nodes, *, chosen: bool
+) -> str:
+    """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
+    config = place(asked, accelerators=accelerators(), nodes=nodes.count)
+    told = fresh / f"job.{nodes.number}.json"
+    values = {**job_values(config, overrides), "asked": dataclasses.asdict(asked)}
+    _write_job(told, {**values, "fresh": str(fresh), "chosen": chosen})
+    for name in (REFUSAL, RESULT) if nodes.number == 0 else ():
+        (fresh / name).unlink(missing_ok=True)  # nobody writes them before all nodes have met
+    try:
+        _launch(job, config, told, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
+    except LaunchError:
+        refusal = fresh / REFUSAL
+        if not refusal.exists():
+            raise
+        raise ConfigError(refusal.read_text(encoding="utf-8")) from None
+    return read_result(fresh)["status"]
+
+
+def _launch(job: Job, config: Any, told: Path, logs: Path, ranks: int, nodes: Nodes | None = None) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    launch(
+        [sys.executable, "-u", "-m", "experiments.worker", job.module, str(told)],
+        ranks=ranks,
+        logs=logs,
+        env={"PYTHONPATH": path},
+        max_restarts=config.run.max_restarts,
+        grace_s=config.run.stop_grace_s,
+        nodes=nodes,
+    )
+
+
+def _write_job(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
@@ -176,17 +227,19 @@ def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
     return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 
-def be_a_rank(job: Job, arguments: list[str]) -> NoReturn:
+def be_a_rank(job: Job, arguments: list[str], looked_at: Asked) -> NoReturn:
     """Compose without Hydra's command line: every rank would make a folder of its own."""
     flags = [a for a in arguments if a.startswith("-")]
     if flags:
         raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.conf)):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.form.conf)):
         composed = hydra.compose(job.name, overrides=arguments, return_hydra_config=True)
+    check_used(composed.hydra.runtime.choices["hydra/launcher"])
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")
     asked = asked_of(job, OmegaConf.create(with_hydra))
-    config = place(asked, accelerators=accelerators(), world=int(os.environ["WORLD_SIZE"]))
+    with looked_at.told():
+        config = place(asked, accelerators=accelerators(), world=int(os.environ["WORLD_SIZE"]))
     values = {**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)}
     run_job(job, values)

@@ -10,13 +10,11 @@ import statistics
 import time
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
-from experiments import config as configs
 from experiments.command import answer
 from experiments.config import ConfigError, ShardsConfig, TrainConfig
-from experiments.job import CONF, accelerators, asked_of
+from experiments.job import accelerators, asked_of
 from experiments.loop import prepare
 from experiments.place import place
 from experiments.train import JOB
@@ -26,12 +24,10 @@ STEPS = 5  # the first compiles, and is not counted
 
 
 def main() -> None:
-    """Run the command line; a mistake is one message and exit code 1."""
-    configs.register()
-    answer(_command_line)
+    """Run the command line; a mistake is one message and exit code 2."""
+    answer(JOB.form, _command_line)
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _command_line(composed: DictConfig) -> None:
     asked = asked_of(JOB, composed)
     if not isinstance(asked.data, ShardsConfig):

@@ -18,11 +18,12 @@ from experiments.config import TrainConfig
 from experiments.model import Decoder, next_token_loss
 from experiments.plan import Plan, dtypes_of, plan_of, write_plan
 from experiments.reading import Reading, reading_of
-from experiments.report import Report, Silent, comparison, metrics_beside, plot_losses
+from experiments.record import varying
+from experiments.report import Report, comparison, plot_losses
 from experiments.resume import Run
 from experiments.sample import Sampler, last_logits
 from experiments.saver import Saver, restored
-from experiments.steps import Training, make_optimizer, run_steps, start_folder, tell_resume, tell_stop
+from experiments.steps import Training, begin_report, make_optimizer, run_steps, tell_resume, tell_stop
 from experiments.sweep import write_result
 from fnshard.rank import Stop
 
@@ -52,38 +53,56 @@ def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> No
     """
     setup = prepare(config)
     folder, mesh = Path(run.folder), setup.mesh
-    loader = setup.reading.loader(mesh)
-    state, found = restored(run.root, run.source, setup.step, mesh, loader)
-    if state is None:
-        state = setup.step.init(setup.model, seed=config.run.seed)
-    report: Report | Silent = Silent()
+    state, loader, found = begin(setup, run)
     if mesh.rank == 0:
         tell_resume(config.run, state, found)
-        start_folder(folder, config)
+    report = begin_report(
+        "train", config, run, setup.step, overrides, int(state.step), found,
+        tokens=config.data.rows * config.model.context, tables=lambda: known_tables(setup, folder),
+    )  # fmt: skip
+    if mesh.rank == 0:
         write_plan(setup.plan, folder)
-        tokens = config.data.rows * config.model.context
-        earlier = metrics_beside(folder, found)
-        tables = known_tables(setup, folder)
-        report = Report(folder, config.run.steps, tokens, tables, int(state.step), earlier)
     saver = Saver(config, run.root, mesh.rank)
-    training = Training(config.run, mesh, setup.step, loader, lambda params: evaluate(setup, params))
-    state, held_out = run_steps(training, state, report, saver, stop)
-    report.close()
-    if held_out is None:
-        if mesh.rank == 0:
-            tell_stop(config.run, state, run, overrides)
-        return
-    seed = config.run.seed + mesh.rank
-    sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
-    fs.checkpoint.wait()
-    if isinstance(report, Report):
-        (folder / "sample.txt").write_text(sampled, encoding="utf-8")
-        unit = setup.reading.unit
-        plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
-        write_result(folder, status="ok", overrides=overrides, **_summary(report, held_out))
-        run.finish()
-        said = comparison(held_out, report.tables, unit=unit)
-        print(f"\n{said}\n\n{sampled}\n\nresults: {folder}", flush=True)
+    training = Training.of(
+        config, setup.plan, setup.step, lambda params: evaluate(setup, params), loader,
+        lambda: begin(setup, run)[:2], report, folder,
+    )  # fmt: skip
+    with report:
+        state, held_out = run_steps(training, state, report, saver, stop)
+        report.close()
+        if held_out is None:
+            tell_stop(config.run, state, run, overrides, report)
+            return
+        seed = config.run.seed + mesh.rank
+        sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
+        fs.checkpoint.wait()
+        if isinstance(report, Report):
+            (folder / "sample.txt").write_text(sampled, encoding="utf-8")
+            tell_end(report, setup, run, overrides, held_out, sampled)
+
+
+def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
+    """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
+    loader = setup.reading.loader(setup.mesh)
+    state, found = restored(run.root, run.source, setup.step, setup.mesh, loader)
+    if state is None:
+        state = setup.step.init(setup.model, seed=setup.config.run.seed)
+    return state, loader, found
+
+
+def tell_end(
+    report: Report, setup: Setup, run: Run, overrides: list[str], held_out: float, sampled: str
+) -> None:
+    """What is left of a finished run."""
+    folder, unit = Path(run.folder), setup.reading.unit
+    plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
+    summary = _summary(report, held_out)
+    artifacts = [folder / name for name in ("loss.png", "sample.txt", "config.yaml", "schedule.txt")]
+    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
+    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
+    run.finish()
+    said = comparison(held_out, report.tables, unit=unit)
+    print(f"\n{said}\n\n{sampled}\n\n{report.closing(totals)}\nresults: {folder}", flush=True)
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -105,6 +124,7 @@ def prepare(config: TrainConfig) -> Setup:
         config.strategy, run, loss_fn, params, mesh, optimizer,
         batch=(tokens, tokens),
         specs=lambda preset, **policy: preset(params, mesh, **dtypes, **policy),
+        hardware=config.hardware.name,
     )  # fmt: skip
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}

@@ -9,22 +9,26 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.config import ConfigError
+from experiments.tracking.tracker import check_installed
 from fnshard.errors import report
 
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
 
 
-def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None) -> Any:
+def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None, nodes: int = 1) -> Any:
     """`config` with `run.device` and `mesh.shard` filled in from what there is.
 
     Args:
         accelerators: devices by type, `{"cuda": 8}`; empty on a machine without.
         world: ranks that already run (under `torchrun`); None: they are to be started here.
+        nodes: machines like this one that the ranks are to be started on, equally many on each.
 
     Raises:
-        ConfigError: more ranks than devices, axes that do not multiply to the ranks there are, a
-            batch that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
+        ConfigError: a tracker that is not installed; more ranks than devices, axes that do not multiply to
+            the ranks there are, or do not divide over the machines, a batch that does not divide over ranks
+            and micro-batches, a `run.disk_dir` that is not there.
     """
+    check_installed(config.tracker)
     device = config.run.device
     disk_dir = config.run.disk_dir
     if disk_dir is not None and not os.path.isdir(disk_dir):
@@ -35,7 +39,7 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         has = ", ".join(["cpu", *accelerators])
         raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
     replicate, shard = config.mesh.replicate, config.mesh.shard
-    there = world or (CPU_RANKS if device == "cpu" else accelerators[device])
+    there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
     if shard is None:
         if there % replicate and (world or replicate < there):
             raise ConfigError(
@@ -47,9 +51,12 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
     asked = f"mesh.replicate={replicate} times mesh.shard={shard} asks for {_count(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{asked}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
-    if device != "cpu" and not world and ranks > accelerators[device]:
-        has = _count(accelerators[device], f"{device} device")
-        raise ConfigError(f"{asked}; this machine has {has}. Fix: a smaller mesh, or run.device=cpu.")
+    if device != "cpu" and not world and ranks > nodes * accelerators[device]:
+        has = _count(nodes * accelerators[device], f"{device} device")
+        where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
+        raise ConfigError(f"{asked}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
+    if ranks % nodes:
+        raise ConfigError(f"{asked}, which do not divide over {nodes} nodes. Fix: mesh.shard={there}.")
     _check_rows(config, ranks)
     return replace(
         config,

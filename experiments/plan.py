@@ -22,12 +22,15 @@ PLAN, MEMORY = "plan.json", "memory.txt"
 
 @dataclass(frozen=True)
 class Plan:
-    """`shard_step(fn, specs, mesh=..., optimizer=..., **options)`; `found`: the search, if there was one."""
+    """`shard_step(fn, specs, mesh=..., optimizer=..., **options)`.
+
+    `found`: the search, if there was one; `hardware`: what it planned for.
+    """
 
     specs: Any
     options: Mapping[str, Any]
     found: fs.Fit | None = None
-    hardware: str = ""
+    hardware: fs.Hardware | None = None
 
     @property
     def accumulate(self) -> int:
@@ -50,12 +53,14 @@ def plan_of(
     *,
     batch: tuple[Any, ...],
     specs: Callable[..., Any],
+    hardware: str = AUTO,
 ) -> Plan:
     """A strategy as specs and options of the step; the same on every rank, as its inputs are.
 
     Args:
         batch: this rank's of one step; may be meta.
         specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
+        hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
 
     Raises:
         BudgetError: `strategy=auto`, and nothing fits.
@@ -66,12 +71,12 @@ def plan_of(
         "grad_norm": True,
     }  # fmt: skip
     if strategy.name == AUTO:
-        hardware = hardware_of(run.hardware, mesh)
+        planned_for = hardware_of(hardware, mesh)
         found = _agreed(
-            fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=hardware,
+            fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
             optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
-        return Plan(found.specs, found.options, found, hardware.name)
+        return Plan(found.specs, found.options, found, planned_for)
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     options |= {
         "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
@@ -115,9 +120,9 @@ def write_plan(plan: Plan, folder: Path) -> None:
     """Print what was chosen and why, and leave it in `plan.json`; nothing where nothing was chosen."""
     if plan.found is None:
         return
-    values = {"hardware": plan.hardware, **plan.found.as_dict()}
+    values = {"hardware": plan.hardware.name, **plan.found.as_dict()}
     (folder / PLAN).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    print(f"planned for {plan.hardware}: {plan.found}", flush=True)
+    print(f"planned for {plan.hardware.name}: {plan.found}", flush=True)
 
 
 def write_memory(lowered: Lowered, folder: Path) -> None:

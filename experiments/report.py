@@ -1,26 +1,39 @@
-"""What a person sees of a run: a progress line, `metrics.jsonl`, `loss.png`, and the closing words."""
+"""What is seen of a run: a progress line, `metrics.jsonl`, trackers, `loss.png`, and the closing words."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from experiments.progress import Progress
+from experiments.record import Record, Work, in_words, peak_memory
+from experiments.tracking.feed import Feed
+from experiments.tracking.tracker import Tracker
+from experiments.watchdog import Spikes
+
 METRICS = "metrics.jsonl"
 HELD_OUT = "held_out_loss"
 WINDOW = 20  # steps that the shown speed is a mean of
-PLAIN_LINES = 20  # in a run whose output is no terminal
+FLUSH_s, FINISH_s = 20.0, 60.0  # what trackers get before a checkpoint, and at the end
 
 
 class Silent:
     """The report of every rank but 0."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing."""
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Nothing."""
@@ -28,11 +41,18 @@ class Silent:
     def held_out(self, number: int, loss: float) -> None:
         """Nothing."""
 
+    def say(self, text: str) -> None:
+        """Nothing."""
+
     def sync(self) -> None:
         """Nothing."""
 
     def close(self) -> None:
         """Nothing."""
+
+    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
 
 @dataclass
@@ -48,6 +68,10 @@ class Report:
         tables: n-gram losses, nats per byte, to compare with.
         made: steps that were made before; what an earlier process told of later ones is forgotten.
         earlier: the file that tells of them.
+        record: `run.json`; it knows the facts that trackers are told.
+        trackers: who is told of all rows, too.
+        spikes: looks at every loss; what it finds is told, and in the row.
+        device_type: whose memory is measured.
     """
 
     folder: Path
@@ -57,10 +81,15 @@ class Report:
     made: int = 0
     earlier: Path | None = None
     stream: TextIO = field(default_factory=lambda: sys.stderr)
+    record: Record | None = None
+    trackers: Sequence[Tracker] = ()
+    spikes: Spikes | None = None
+    device_type: str = "cpu"
     rows: list[dict[str, Any]] = field(default_factory=list)
+    work: Work | None = field(default=None, init=False)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _seconds: list[float] = field(default_factory=list)
     _loss: float = math.nan
-    _after_first: float = 0.0
 
     def __post_init__(self) -> None:
         self.rows.extend(read_rows(self.earlier, self.made))
@@ -70,30 +99,35 @@ class Report:
         os.replace(partial, path)
         self._file = path.open("a", encoding="utf-8")
         self._loss = next((r[HELD_OUT] for r in reversed(self.rows) if HELD_OUT in r), math.nan)
-        self._bar = None
-        if self.stream.isatty():
-            from tqdm import tqdm
+        if self.spikes is not None:
+            self.spikes.remember([row["loss"] for row in self.rows if "loss" in row])
+        self._progress = Progress(self.stream, self.steps, self.made)
+        self._feeds = [Feed(tracker, self.folder, self.say) for tracker in self.trackers]
+        for feed in self._feeds:
+            feed.start(self.record.facts if self.record else {}, list(self.rows))
+        self._finished = False
 
-            self._bar = tqdm(
-                total=self.steps, initial=self.made, unit="step", dynamic_ncols=True, file=self.stream
-            )
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """A run that breaks off has failed."""
+        self.close()
+        if not self._finished:
+            self.finish("failed")
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Step `number` (from 1) took `seconds` and gave `values`."""
         speed = float(f"{self.tokens / seconds:.8g}")
-        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"))
+        spike = self.spikes.look(number, values["loss"]) if self.spikes is not None else None
+        marks = {} if spike is None else {"spike": spike.deviations}
+        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"), **marks)
+        if spike is not None and spike.told:
+            self.say(str(spike))
         first = number == self.made + 1  # it compiles, and tells nothing of those to come
-        if first:
-            self._after_first = time.perf_counter()
         self._recent.append(seconds)
-        shown = first or number == self.steps or number % max(1, self.steps // PLAIN_LINES) == 0
-        text = self._text(values)
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(number - self._bar.n)
-        elif shown:
-            left = self._left(number)
-            print(f"step {number}/{self.steps}, {text}, left {left}", file=self.stream, flush=True)
+        self._seconds.append(seconds)
+        self._progress.step(number, self._text(values))
         if first:
             self._recent.clear()
 
@@ -102,20 +136,74 @@ class Report:
         self._loss = loss
         self._row(step=number, held_out_loss=loss)
 
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._progress.say(text)
+
     def sync(self) -> None:
-        """Make the rows outlive a power cut, as the checkpoint does that comes now."""
+        """Make the rows outlive a power cut, as the checkpoint does that comes now; trackers hear all."""
         os.fsync(self._file.fileno())
+        until = time.monotonic() + FLUSH_s
+        for feed in self._feeds:
+            feed.flush(until)
+        self._write("running")
 
     def close(self) -> None:
         """Leave the last line standing."""
-        if self._bar is not None:
-            self._bar.close()
+        self._progress.close()
         self._file.close()
+
+    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
+        """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
+
+        Args:
+            artifacts: files that trackers are given.
+            summary: numbers that they are told beside the totals.
+
+        Returns:
+            What `run.json` says in total.
+        """
+        self._finished = True
+        totals = self._write(status)
+        for feed in self._feeds:
+            for path in artifacts:
+                feed.artifact(path)
+            feed.close(status, {**totals, **summary})
+        until = time.monotonic() + FINISH_s
+        for feed in self._feeds:
+            feed.join(until)
+        return totals
+
+    def closing(self, totals: Mapping[str, Any]) -> str:
+        """What a person is told of the totals."""
+        return in_words(totals, peak_memory(self.device_type)[1])
+
+    def _write(self, status: str) -> dict[str, Any]:
+        if self.record is None:
+            return {}
+        later = self._seconds[1:]
+        usual = statistics.median(later) if later else 0.0
+        speeds = [row["seconds"] for row in self.rows if "seconds" in row]
+        seconds = statistics.median(speeds) if speeds else None
+        return self.record.write(
+            status,
+            max((row["step"] for row in self.rows), default=self.made),
+            max(0.0, self._seconds[0] - usual) if self._seconds else 0.0,
+            tokens_per_s=seconds and self.tokens / seconds,
+            loss=next((row["loss"] for row in reversed(self.rows) if "loss" in row), None),
+            mfu=seconds and self.work and self.work.mfu(seconds),
+            flops_per_token=self.work and self.work.model_flops * self.work.ranks / self.tokens,
+            predicted_peak_bytes=self.work and self.work.peak_bytes,
+            measured_peak_bytes=peak_memory(self.device_type)[0],
+            spikes=sum("spike" in row for row in self.rows),
+        )
 
     def _row(self, **row: Any) -> None:
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()  # a run that dies leaves all its rows
+        for feed in self._feeds:
+            feed.row(row)
 
     def _text(self, values: Mapping[str, float]) -> str:
         shown = [f"loss {values['loss']:.3f}"]
@@ -124,14 +212,10 @@ class Report:
         shown += [f"lr {values['lr']:.1e}"]
         if "grad_norm" in values:
             shown.append(f"grad norm {values['grad_norm']:.2f}")
-        return ", ".join([*shown, f"{self.tokens * len(self._recent) / sum(self._recent):,.0f} tokens/s"])
-
-    def _left(self, number: int) -> str:
-        made = number - self.made - 1
-        if made == 0:
-            return "?"
-        left = round((time.perf_counter() - self._after_first) / made * (self.steps - number))
-        return f"{left // 60}:{left % 60:02d}"
+        seconds = sum(self._recent) / len(self._recent)
+        mfu = self.work.mfu(seconds) if self.work is not None else None
+        shown.append(f"{self.tokens / seconds:,.0f} tokens/s")
+        return ", ".join(shown if mfu is None else [*shown, f"MFU {mfu:.1%}"])
 
 
 def read_rows(path: Path | None, made: int) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ UNFINISHED, SWEEPS = Path("outputs", "unfinished"), Path("multirun")
 # Options of `run` that may change between two starts of one run: they do not change its results.
 FREE = (
     "timeout_s", "save_every", "async_save", "keep", "keep_every", "keep_best", "resume", "max_restarts",
-    "stop_grace_s",
+    "stop_grace_s", "profile", "watch",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
     given = None if resume in (AUTO, NEVER) else str(Path(resume).resolve())
     identity = identity_of(asked, given)
     with ExitStack() as stack:
-        folder, note = fresh, None
+        folder, note, found = fresh, None, None
         if not chosen:
             note = note_of(identity)
             found = None if resume == NEVER else unfinished(note, stack)
@@ -89,7 +89,7 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
             elif found is not None:
                 folder = found
                 _remove_unused(fresh)
-        if folder == fresh:
+        if folder == fresh and found != fresh:  # else it is held already
             fresh.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(held(fresh)):
                 raise ConfigError(
@@ -108,6 +108,8 @@ def identity_of(asked: Any, source: str | None = None) -> dict[str, Any]:
     """What a run's results depend on, as JSON has it."""
     values = dataclasses.asdict(asked)
     values["run"] = {k: v for k, v in values["run"].items() if k not in FREE}
+    values["hardware"] = asked.hardware.name  # prices change no results
+    values.pop("tracker", None)  # who is told of a run does not change it
     return json.loads(json.dumps(values | {"starts_from": source}))
 
 
@@ -248,7 +250,14 @@ def sweep_taken(arguments: Sequence[str], job: str = "train") -> Iterator[list[s
     if named or not {"-m", "--multirun"} & set(arguments):
         yield list(arguments)
         return
-    free = tuple(f"run.{name}=" for name in FREE)
+    free = (
+        *(f"run.{name}=" for name in FREE),
+        "launcher=",
+        "hydra/launcher=",
+        "hydra.launcher.",
+        "tracker=",
+        "tracker.",
+    )
     note = note_of({"sweep": sorted(a for a in arguments if not a.startswith(free)), "job": job})
     with ExitStack() as stack:
         anew = f"run.resume={NEVER}" in arguments

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from omegaconf import OmegaConf
 
 import fnshard as fs
 from experiments.config import AUTO, AdamWConfig, RunConfig, ScheduleConfig, SGDConfig
-from experiments.plan import MEMORY, append_compiled, write_memory
-from experiments.report import Report, Silent
+from experiments.plan import MEMORY, Plan, append_compiled, hardware_of, write_memory
+from experiments.record import Record, Spent, Work, command_of, facts_of
+from experiments.report import Report, Silent, metrics_beside
 from experiments.resume import Run
 from experiments.saver import Saver
 from experiments.sweep import STOPPED, write_result
+from experiments.tracing import Tracer
+from experiments.tracking.tracker import chosen
+from experiments.watchdog import Begin, Spikes, Watch
 from fnshard import tree
+from fnshard.hardware import TABLE
 from fnshard.rank import Stop
 
 
@@ -33,6 +39,10 @@ class Training:
         step: the compiled step, on `mesh`.
         loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
         evaluate: the held-out loss of parameters; all ranks call it together.
+        watch: looks at what every step gives.
+        tracer: of `run.profile` steps.
+        planned: whose hardware the step was planned for, if it was.
+        spent: where this process's time goes.
     """
 
     run: RunConfig
@@ -40,6 +50,32 @@ class Training:
     step: Any
     loader: Iterator[tuple[Any, ...]]
     evaluate: Callable[[Any], float]
+    watch: Watch
+    tracer: Tracer
+    planned: Plan
+    spent: Spent = field(default_factory=Spent)
+
+    @staticmethod
+    def of(
+        config: Any,
+        plan: Plan,
+        step: Any,
+        evaluate: Callable[[Any], float],
+        loader: Any,
+        begin: Begin,
+        report: Report | Silent,
+        folder: Path,
+    ) -> Training:
+        """As a job's configuration says.
+
+        Args:
+            begin: the state to go on from, and a loader that stands there, made anew.
+        """  # fmt: skip
+        run = config.run
+        spent = report.record.spent if isinstance(report, Report) and report.record else Spent()
+        tracer = Tracer(step, run.profile, folder, report.say, spent)
+        watch = Watch(step, run.watch, begin, report.say, tracer.range)
+        return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent)
 
 
 def run_steps(
@@ -49,6 +85,9 @@ def run_steps(
 
     Returns:
         The last state, and its held-out loss: None if a rank was asked to stop.
+
+    Raises:
+        DivergedError: a step was not finite; on all ranks.
     """
     run, first = training.run, int(state.step) + 1
     held_out = None
@@ -58,14 +97,23 @@ def run_steps(
         if stop.asked:
             training.step.tell("stop")
         state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
-        if training.step.heard("stop"):
+        stops = training.step.heard("stop")
+        if (stops or saver.due(number)) and not training.watch.fault:
+            training.watch.before_save(state)
+        if training.watch.fault:
+            del state  # its memory is wanted
+            raise training.watch.diverged(number)
+        if stops:
             report.sync()
-            saver.save_last(number, state, training.loader, None)
+            with training.spent.on("saves"):
+                saver.save_last(number, state, training.loader, None)
             return state, None
         held_out = _held_out(training, state, report, number)
         if saver.due(number):
             report.sync()
-            saver.save(number, state, training.loader, held_out)
+            with training.spent.on("saves"):
+                saver.save(number, state, training.loader, held_out)
+    training.tracer.close()
     return state, held_out
 
 
@@ -73,20 +121,29 @@ def one_step(
     training: Training, state: fs.TrainState, report: Report | Silent, number: int, here: int, folder: Path
 ) -> fs.TrainState:
     """Step `number` of the run, the `here`th of this process."""
-    mesh, step = training.mesh, training.step
-    batch = tree.map(lambda part: part.to(mesh.device), next(training.loader))
-    tells = here == 1 and mesh.rank == 0
+    mesh, step, spent = training.mesh, training.step, training.spent
+    began = time.perf_counter()
+    with spent.on("data"):
+        batch = tree.map(lambda part: part.to(mesh.device), next(training.loader))
+    waited = time.perf_counter() - began
+    tells = here == 1 and isinstance(report, Report)
     if tells:
         lowered = step.lower(state, *batch)
         (folder / "schedule.txt").write_text(lowered.as_text() + "\n", encoding="utf-8")
         write_memory(lowered, folder)
+        planned = training.planned.hardware
+        report.work = Work.of(lowered, peak_of(planned, mesh))
+        training.tracer.know(lowered, planned or hardware_of(AUTO, mesh))
     watched = here == 2 and mesh.device_type == "cuda"
     if watched:
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    state, metrics = step(state, *batch)
-    values = {name: value.item() for name, value in told(metrics).items()}
-    report.step(number, values, time.perf_counter() - began)
+    with training.watch.on(here), training.tracer.on(here):
+        began = time.perf_counter()
+        state, metrics = step(state, *batch)
+        values = {name: value.item() for name, value in told(metrics).items()}
+        seconds = time.perf_counter() - began
+    report.step(number, values, seconds)
+    training.watch.after(here, values, seconds, waited)
     if tells:
         append_compiled(lowered, folder)
     if watched and mesh.rank == 0:
@@ -106,7 +163,8 @@ def _held_out(training: Training, state: fs.TrainState, report: Report | Silent,
     run = training.run
     if number % run.held_out_every and number != run.steps:
         return None
-    loss = training.evaluate(state.params)
+    with training.spent.on("evaluation"):
+        loss = training.evaluate(state.params)
     report.held_out(number, loss)
     return loss
 
@@ -155,6 +213,50 @@ def start_folder(folder: Path, config: Any) -> None:
     (folder / "config.yaml").write_text(resolved, encoding="utf-8")
 
 
+def begin_report(
+    job: str,
+    config: Any,
+    run: Run,
+    step: Any,
+    overrides: list[str],
+    made: int,
+    found: str,
+    *,
+    tokens: int,
+    tables: Callable[[], Mapping[str, float]] = dict,
+) -> Report | Silent:
+    """A run's folder and what is told in it, on rank 0; all ranks call it together.
+
+    Args:
+        job: the module of `experiments` that was started.
+        made: steps that were made before.
+        found: the checkpoint that is gone on from, or nothing.
+        tokens: of one step, of all ranks.
+        tables: what the losses are compared with.
+    """  # fmt: skip
+    hosts, folder, mesh = step.gather_text(socket.gethostname()), Path(run.folder), step.mesh
+    if mesh.rank != 0:
+        return Silent()
+    start_folder(folder, config)
+    record = Record(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made)
+    return Report(
+        folder, config.run.steps, tokens, tables(), made, metrics_beside(folder, found),
+        record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
+        spikes=None if config.run.watch == "off" else Spikes(),
+    )  # fmt: skip
+
+
+def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
+    """The hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table knows."""
+    if planned is not None and planned.name not in TABLE:
+        return planned
+    if mesh.device_type != "cuda":
+        return None  # the table's CPU is nobody's
+    called = torch.cuda.get_device_name().lower()
+    known = next((name for name in TABLE if name in called), None)
+    return known and fs.Hardware.named(known)
+
+
 def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
     """Where the run goes on from."""
     if found:
@@ -163,9 +265,14 @@ def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
         print("resume: nothing to go on from, a new run", flush=True)
 
 
-def tell_stop(run: RunConfig, state: fs.TrainState, where: Run, overrides: list[str]) -> None:
+def tell_stop(
+    run: RunConfig, state: fs.TrainState, where: Run, overrides: list[str], report: Report | Silent
+) -> None:
     """That the run has stopped before its end, and how it is gone on with."""
+    if not isinstance(report, Report):
+        return
     number = int(state.step)
+    report.finish(STOPPED)
     write_result(Path(where.folder), status=STOPPED, overrides=overrides, step=number)
     print(
         f"stopped: step {number} of {run.steps} is saved; the same command goes on from there, "

@@ -1,56 +1,23 @@
-"""After a `--multirun`: one table of all its runs."""
+"""Sweep: what each run of a `--multirun` leaves, and what is told of all of them in the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-RESULT, TABLE = "result.json", "table.txt"
+RESULT, TABLE, STEM = "result.json", "table.txt", "sweep"
 STOPPED = "stopped"  # the status of a run that can be gone on with
-COLUMNS = {
-    "loss": ".3f",
-    "held_out_loss": ".3f",
-    "bigram": ".3f",
-    "trigram": ".3f",
-    "perplexity": ".3f",
-    "accuracy": ".3f",
-    "tokens_per_s": ",.0f",
-    "seconds": ".0f",
-}
+METRIC = "held_out_loss"
 
 
 def write_result(folder: Path, **values: Any) -> None:
-    """What the table says of the run in `folder`: `status`, `overrides`, and numbers of `COLUMNS`."""
+    """What the table says of the run in `folder`: `status`, `overrides`, and numbers by name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def sweep_table(folders: Sequence[Path]) -> tuple[str, int]:
-    """The table, a row per run, and how many runs failed or left no result.
-
-    Of the overrides only those are shown that not all runs have in common.
-    """
-    results = [read_result(folder) for folder in folders]
-    common = set.intersection(*(set(r["overrides"]) for r in results)) if len(results) > 1 else set()
-    columns = {key: form for key, form in COLUMNS.items() if any(key in r for r in results)}
-    rows: list[tuple[str, ...]] = [("run", "overrides", "status", *columns)]
-    for folder, result in zip(folders, results, strict=True):
-        own = " ".join(o for o in result["overrides"] if o not in common) or "-"
-        numbers = (format(result[key], form) if key in result else "-" for key, form in columns.items())
-        rows.append((folder.name, own, result["status"], *numbers))
-    failed = sum(result["status"] != "ok" for result in results)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        texts = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
-        lines.append("  ".join(texts + numbers).rstrip())
-    return "\n".join(lines), failed
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -61,17 +28,45 @@ def read_result(folder: Path) -> dict[str, Any]:
         return {"status": "no result", "overrides": []}
 
 
+def objective(folder: Path, metric: str = METRIC) -> float | None:
+    """What a search is told of the run in `folder`; None if it did not finish, or has no such number."""
+    result = read_result(folder)
+    value = result.get(metric) if result["status"] == "ok" else None
+    return float(value) if type(value) in (int, float) else None
+
+
+def tell(sweep: Path, metric: str = METRIC, *, finished: bool = True) -> int:
+    """Print the table of all jobs; leave it in the sweep's folder, with a CSV and a picture of their curves.
+
+    Args:
+        metric: what jobs are sorted by, if any has it.
+        finished: the sweep is; one without `TABLE` is gone on with.
+
+    Returns:
+        How many did not finish.
+    """
+    from experiments.compare.files import write
+    from experiments.compare.outcome import jobs_of, outcome_of
+
+    outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
+    unknown = not any(metric in outcome.numbers for outcome in outcomes)
+    told, ranking = write(outcomes, METRIC if unknown else metric, sweep, STEM, TABLE if finished else None)
+    print(f"\n{told}\nresults: {sweep}", flush=True)
+    if unknown and metric != METRIC:
+        print(f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {METRIC}.", flush=True)
+    return ranking.failed
+
+
 class SweepTable(Callback):
-    """Prints the table, and makes the exit code 1 if a run failed."""
+    """Tells of a sweep in its end, and makes the exit code 1 if a run failed.
+
+    Args:
+        metric: what runs are sorted by, and what a search is after.
+    """
+
+    def __init__(self, metric: str = METRIC) -> None:
+        self._metric = metric
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        base = Path(config.hydra.sweep.dir).resolve()
-        folders = sorted(
-            (f for f in base.iterdir() if f.is_dir()),
-            key=lambda f: (int(f.name) if f.name.isdigit() else -1, f.name),
-        )
-        text, failed = sweep_table(folders)
-        (base / TABLE).write_text(text + "\n", encoding="utf-8")
-        print(f"\n{text}\nresults: {base}", flush=True)
-        if failed:
+        if tell(Path(config.hydra.sweep.dir).resolve(), self._metric):
             raise SystemExit(1)  # Hydra turns a callback's Exception into a warning

@@ -1,11 +1,51 @@
-"""The main job: `python -m experiments.train`, or the same under `torchrun`."""
+"""The main job: `python -m experiments.train`, or the same under `torchrun`.
+
+What needs torch is imported where it is used: a mistake in a command line is told before that has loaded.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from experiments.command import main
 from experiments.config import TrainConfig
-from experiments.job import Job, main
-from experiments.loop import train
-from experiments.reading import reading_of
+from experiments.form import Form, Help, Job
+
+if TYPE_CHECKING:
+    from experiments.resume import Run
+    from fnshard.rank import Stop
+
+HELP = Help(
+    about="Train a small language model from text, sharded over ranks: as many as there are GPUs, or two on "
+    "the CPU. The same command again goes on with what was not finished.",
+    options={
+        "run.steps": "optimizer steps",
+        "run.device": "cpu, cuda; auto takes the GPUs if there are some",
+        "run.backend": "inductor compiles, eager does not",
+        "run.accumulate": "micro-batches of a step",
+        "run.device_gb": "of one rank, for strategy=auto: what its plan may take, in 1e9 bytes",
+        "run.save_every": "steps between checkpoints; 0: only at the end, and when stopped",
+        "run.resume": "auto goes on, never begins anew, a path starts from that run or checkpoint",
+        "run.seed": "of weights, batches and samples",
+        "mesh.shard": "ranks that share one copy of the model; null: all that are left",
+        "mesh.replicate": "copies of the model",
+        "data.rows": "rows of the global batch",
+        "data.root": "a folder of text files, or with data=shards of shards; null: Python's own library",
+        "optimizer.lr": "the peak rate",
+        "strategy.remat": "what the backward computes again: none, unit, offload, or a fraction to keep",
+        "hydra.run.dir": "the folder of the results",
+    },
+    examples={
+        "python -m experiments.train experiment=laptop": "a whole recipe; what follows it changes it",
+        "python -m experiments.train model=25m strategy=zero2 precision=bf16 mesh.shard=4 run.steps=2000": (
+            "choices of groups and single keys"
+        ),
+        "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard run.steps=100": (
+            "a sweep: three runs, and a table of them"
+        ),
+    },
+)
+FORM = Form("train", TrainConfig, HELP)
 
 
 def prepare(config: TrainConfig) -> TrainConfig:
@@ -14,11 +54,20 @@ def prepare(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError: they are not, or not as the model needs them.
     """
+    from experiments.reading import reading_of
+
     reading_of(config)
     return config
 
 
-JOB = Job("train", "experiments.train", TrainConfig, train, prepare)
+def work(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+    """What a rank does, see `experiments.loop.train`."""
+    from experiments.loop import train
+
+    train(config, run, overrides, stop)
+
+
+JOB = Job(FORM, "experiments.train", work, prepare)
 
 if __name__ == "__main__":
     main(JOB)

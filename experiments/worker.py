@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from experiments.config import ConfigError, build
+from experiments.config import ConfigError
 from experiments.resume import Run, taken
+from experiments.schema import build
+from experiments.watchdog import DivergedError
 from fnshard.errors import BudgetError, CheckpointError, OptimizerError, SpecError, TraceError
 from fnshard.rank import LOGS, Stop, leave_group, run_rank
 
 if TYPE_CHECKING:
-    from experiments.job import Job
+    from experiments.form import Job
 
 ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on what all ranks are told alike
 REFUSAL = "refused.txt"  # why the ranks ended together; the process that started them reads it
@@ -38,15 +40,15 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
 
     def main() -> None:
         with _run_of(job, values) as run:
-            if int(os.environ.get("RANK", "0")) == 0:
-                Path(run.folder, REFUSAL).unlink(missing_ok=True)  # an earlier attempt's
+            if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
+                _refusal().unlink(missing_ok=True)  # an earlier attempt's
             try:
                 config = placed if "run" in values else _prepared(job, placed)
                 job.work(config, run, list(values["overrides"]), stop)
             except BudgetError as error:
-                _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", run)
-            except (CheckpointError, ConfigError, *ALIKE) as error:
-                _end_together(str(error), run)
+                _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}")
+            except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
+                _end_together(str(error))
 
     run_rank(main, device_type=placed.run.device, timeout_s=placed.run.timeout_s, stop=stop)
 
@@ -73,7 +75,7 @@ def _prepared(job: Job, config: Any) -> Any:
 
 @contextmanager
 def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
-    """The run that this rank works on: as told, or (under `torchrun`) as rank 0 finds it."""
+    """The run that this rank works on: as told, or (under `torchrun`, on many nodes) as rank 0 finds it."""
     if "run" in values:
         yield Run(**values["run"])
         return
@@ -90,21 +92,25 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
         if dist.is_initialized():
             dist.broadcast_object_list(told, src=0)
         if told[0] is None:
-            _end_together(told[1], None)
+            _end_together(told[1])
         yield Run(**told[0])
 
 
-def _end_together(refusal: str, run: Run | None) -> NoReturn:
+def _end_together(refusal: str) -> NoReturn:
     """All ranks know the reason, and end with exit code 1; it is left to who started this rank, or said here
     where nobody of ours did."""
     if int(os.environ.get("RANK", "0")) == 0:
-        if run is not None:
-            Path(run.folder).mkdir(parents=True, exist_ok=True)
-            Path(run.folder, REFUSAL).write_text(refusal, encoding="utf-8")
-        if LOGS not in os.environ:
+        if LOGS in os.environ:
+            _refusal().write_text(refusal, encoding="utf-8")
+        else:
             print(f"error: {refusal}", file=sys.stderr, flush=True)
     leave_group()  # nobody ends before it has been told
     sys.exit(1)
+
+
+def _refusal() -> Path:
+    """Beside the ranks' logs."""
+    return Path(os.environ[LOGS]).parent / REFUSAL
 
 
 if __name__ == "__main__":

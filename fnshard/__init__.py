@@ -16,7 +16,8 @@ on paper      compiler/: trace, split, remat, differentiate, schedule, passes/, 
 in earnest    compiler/: kernels (the only one that calls Inductor), movement, update, execute
 the step      shards, init, batches, agree, runner, step (shard_step), forward, lowered, lockstep; fit with
               choice; checkpoint with held and saving; reshard; hf; adapters
-around it     rank and launch (processes), compiles and debug (check, bisect, nan_hunt), plot (pictures)
+around it     rank, launch and nodes (processes, machines), compiles and debug (check, bisect, nan_hunt),
+              profile (what a trace says of the schedule's lines), plot (pictures, in a terminal too)
 
 A change to what a step does is a pass over `compiler.schedule`; a new strategy is a function in `presets`; a
 new optimizer a `transform.Optimizer`; a new storage format a codec: none of them touches the rest.
@@ -33,6 +34,7 @@ from fnshard import (
     optim,
     plot,
     presets,
+    profile,
     schedules,
     units,
 )
@@ -100,6 +102,7 @@ __all__ = [
     "optim",
     "plot",
     "presets",
+    "profile",
     "reshard",
     "reshard_cost",
     "schedules",

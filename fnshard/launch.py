@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.errors import FnshardError
+from fnshard.nodes import Ending, Nodes, Peers, meet
 from fnshard.rank import ATTEMPT, LAUNCHER, LOGS, RENDEZVOUS, run_rank, under_launcher
 
 __all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank", "under_launcher"]
@@ -65,6 +66,7 @@ def launch(
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
     grace_s: float = GRACE_S,
+    nodes: Nodes | None = None,
 ) -> None:
     """Run `command` in `ranks` processes on this machine and wait until all have ended well.
 
@@ -80,40 +82,72 @@ def launch(
             answering. An exception, or an exit code, is the program's own doing and ends the job.
         env: more environment variables for the ranks.
         grace_s: seconds between SIGTERM and the end of who has not ended by itself.
+        nodes: the machines of the job, where there are several: each calls this, with as many `ranks`. They
+            restart, and end, together.
 
     Raises:
         LaunchError: the rank that failed first, its traceback or last line, and where its log lies.
+        fnshard.nodes.NodesError: the machines did not meet.
         KeyboardInterrupt, SystemExit: a signal ended this process; the ranks were ended first.
     """
     logs = Path(logs).resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    for old in logs.glob("rank*.log"):  # restarts append, another launch starts afresh
-        old.unlink()
+    if nodes is None or nodes.number == 0:
+        for old in logs.glob("rank*.log"):  # restarts append, another launch starts afresh
+            old.unlink()
     meeting = Path(tempfile.mkdtemp(prefix="fnshard-"))
     added = {
-        RENDEZVOUS: str(meeting),
         LOGS: str(logs),
         LAUNCHER: str(os.getpid()),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "NCCL_SOCKET_IFNAME": LOOPBACK,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpu_threads(ranks)),
+        **(_alone(meeting) if nodes is None else nodes.environment),
         **(env or {}),
     }
+    peers = None
     try:
         with _notice(grace_s) as notice:
             for number in range(max_restarts + 1):
-                ended = _attempt(command, ranks, number, meeting, added, notice)
-                if not ended.failures:
-                    return
+                if nodes is not None:
+                    peers = meet(nodes, number, notice.give_up)
+                team = _Team(ranks, nodes, peers)
+                ended = _attempt(command, team, number, meeting, added, notice)
+                ending = _ending(ended, team, logs, notice)
                 notice.refuse(ended)
-                message = _describe(ended, ranks, logs)
-                if number == max_restarts or not ended.may_go_on:
+                if not ending.message:
+                    return
+                if number == max_restarts or not ending.may_go_on:
                     break
-                head = message.splitlines()[0]
+                head = ending.message.splitlines()[0]
                 print(f"restart {number + 1} of {max_restarts}: {head}", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
-    raise LaunchError(message)
+    raise LaunchError(ending.message)
+
+
+def _alone(meeting: Path) -> dict[str, str]:
+    """On one machine nothing listens on a network."""
+    return {RENDEZVOUS: str(meeting), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
+
+@dataclass(frozen=True)
+class _Team:
+    """The ranks of this machine among all."""
+
+    ranks: int
+    nodes: Nodes | None
+    peers: Peers | None
+
+    @property
+    def node(self) -> int:
+        return 0 if self.nodes is None else self.nodes.number
+
+    @property
+    def world(self) -> int:
+        return self.ranks * (1 if self.nodes is None else self.nodes.count)
+
+    @property
+    def members(self) -> range:
+        return range(self.node * self.ranks, (self.node + 1) * self.ranks)
 
 
 # ------------------------------------------------------------------ what this process is told
@@ -152,13 +186,16 @@ class _Notice:
             )  # fmt: skip
             raise SystemExit(128 + signal.SIGTERM)
 
+    def give_up(self) -> None:
+        """End at once: no rank runs."""
+        if self.end is not None or self.asked_at is not None:
+            raise SystemExit(128 + (self.end or signal.SIGTERM))
+
     def refuse(self, ended: _Ended) -> None:
-        """After SIGTERM nobody is started anew; ranks that simply died of it are no failure."""
-        if self.asked_at is None:
-            return
-        if all(failure.exitcode == -signal.SIGTERM for failure in ended.failures.values()):
+        """After SIGTERM, ranks that simply died of it are no failure."""
+        codes = {failure.exitcode for failure in ended.failures.values()}
+        if self.asked_at is not None and codes == {-signal.SIGTERM}:
             raise SystemExit(128 + signal.SIGTERM)
-        ended.may_go_on = False
 
 
 @contextmanager
@@ -198,39 +235,45 @@ class _Ended:
 
 
 def _attempt(
-    command: Sequence[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str], notice: _Notice
+    command: Sequence[str], team: _Team, number: int, meeting: Path, env: Mapping[str, str], notice: _Notice
 ) -> _Ended:
-    """Start all ranks and wait: until all have ended well, or one has not."""
-    errors = [meeting / f"error-{number}-{rank}.json" for rank in range(ranks)]
-    processes: list[subprocess.Popen[bytes]] = []
+    """Start all ranks and wait: until all have ended well, or one, here or on another node, has not."""
+    errors = {rank: meeting / f"error-{number}-{rank}.json" for rank in team.members}
+    processes: dict[int, subprocess.Popen[bytes]] = {}
     notice.told = False
     try:
-        for rank in range(ranks):
+        for local, rank in enumerate(team.members):
             own = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "GROUP_RANK": 0, ATTEMPT: number, "TORCHELASTIC_ERROR_FILE": errors[rank],
+                "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": team.world, "LOCAL_WORLD_SIZE": team.ranks,
+                "GROUP_RANK": team.node, ATTEMPT: number, "TORCHELASTIC_ERROR_FILE": errors[rank],
             }  # fmt: skip
-            processes.append(_start(command, {**os.environ, **env, **{k: str(v) for k, v in own.items()}}))
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            notice.act(processes)
+            own = {key: str(value) for key, value in own.items()}
+            processes[rank] = _start(command, {**os.environ, **env, **own})
+        running = list(processes.values())
+        while any(p.poll() is None for p in running) and not _in_trouble(running, team):
+            notice.act(running)
             time.sleep(POLL_S)
         ended = _Ended()
-        if any(p.poll() for p in processes):
-            _farewell(processes, notice)
-            ended.killed = [r for r, p in enumerate(processes) if p.poll() is None]
+        if _in_trouble(running, team):
+            _farewell(running, notice)
+            ended.killed = [r for r, p in processes.items() if p.poll() is None]
             ended.stopped = [r for r in ended.killed if _stands_still(processes[r].pid)]
-        ended.failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
+        ended.failures = {r: _failure(r, p, errors[r]) for r, p in processes.items() if p.poll()}
     finally:
-        for process in processes:
+        for process in processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started itself
-        for process in processes:
+        for process in processes.values():
             with suppress(subprocess.TimeoutExpired):  # one that sleeps in the kernel stays behind
                 process.wait(KILLED_S)
     if ended.failures:
         cause = ended.failures[ended.cause]
         ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or _echo(cause) > 1
     return ended
+
+
+def _in_trouble(processes: Sequence[subprocess.Popen[bytes]], team: _Team) -> bool:
+    return any(p.poll() for p in processes) or (team.peers is not None and team.peers.trouble())
 
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -266,6 +309,19 @@ def _failure(rank: int, process: subprocess.Popen[bytes], error: Path) -> Proces
         return ProcessFailure(rank, process.pid, process.returncode, str(error))
     except Exception:  # it died while it wrote the file
         return ProcessFailure(rank, process.pid, process.returncode, "")
+
+
+def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
+    """How the attempt ended, here and on all nodes."""
+    mine = Ending(may_go_on=ended.may_go_on and notice.asked_at is None)
+    if ended.failures:
+        echo = 0 if ended.stopped else _echo(ended.failures[ended.cause])
+        mine = replace(mine, message=_describe(ended, team.world, logs), echo=echo)
+    if team.peers is None:
+        return mine
+    common = team.peers.settle(mine, lambda: notice.act([]))
+    team.peers.leave()
+    return common
 
 
 def _describe(ended: _Ended, ranks: int, logs: Path) -> str:

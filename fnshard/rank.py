@@ -174,14 +174,21 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
+def end_with_parent(number: int) -> None:
+    """Ask Linux to send this process a signal when the one that started it dies; nothing elsewhere."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
+    if not sys.platform.startswith("linux"):
+        return
+    end_with_parent(signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):  # it died while this process was importing
         os._exit(1)

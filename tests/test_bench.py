@@ -54,7 +54,7 @@ def test_no_gpu_is_said_so():
 @pytest.mark.parametrize("override", ["+mesh.z=1", "rounds=many", "contenders=[horovod]"])
 def test_bad_overrides_end_with_one_message(tmp_path, override):
     done = run(tmp_path, override)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert override.lstrip("+").split("=")[0].split(".")[0] in done.stderr
     assert not (tmp_path / "ranks").exists()

@@ -19,8 +19,7 @@ import torch
 from omegaconf import OmegaConf
 
 import fnshard as fs
-from experiments import config as configs
-from experiments import steps
+from experiments import schema, steps
 from experiments.config import ConfigError
 from experiments.data.bytelevel import ByteTokenizer
 from experiments.finetune import bases, evaluate, job, loop, materials, sizes
@@ -46,12 +45,10 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
 
 
 def compose(*overrides: str) -> FinetuneConfig:
-    configs.register(FinetuneConfig, job.JOB.schema, job.JOB.without_files)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.JOB.conf)):
+    job.FORM.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.FORM.conf)):
         composed = hydra.compose("finetune", overrides=list(overrides))
-    return configs.build(
-        OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig
-    )
+    return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_an_unknown_part_names_the_parts():
 @pytest.mark.parametrize("override", ["+mesh.z=1", "rounds=many", "targets=[speed]"])
 def test_bad_overrides_end_with_one_message(tmp_path, override):
     done = command(tmp_path, override)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     assert override.lstrip("+").split("=")[0].split(".")[0] in done.stderr
     assert not (tmp_path / "ranks").exists()
 

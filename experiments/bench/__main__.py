@@ -8,43 +8,20 @@ import os
 import sys
 from pathlib import Path
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.bench.config import BenchConfig, build
+from experiments.bench.config import FORM, BenchConfig, build
 from experiments.command import answer
+from experiments.form import ROOT
 from fnshard.launch import launch
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one message and exit code 1."""
-    answer(_command_line, bench_schema=schema())
+    """Run the command line; a user's mistake is one message and exit code 2."""
+    answer(FORM, _command_line)
 
 
-def schema() -> type:
-    """`BenchConfig` as Hydra takes it: not frozen, lists for tuples."""
-    fields = []
-    for f in dataclasses.fields(BenchConfig):
-        if f.name == "contenders":
-            default = list(f.default)
-            fields.append((f.name, list[str], dataclasses.field(default_factory=lambda d=default: list(d))))
-        else:
-            fields.append((f.name, f.type, dataclasses.field(default=f.default)))
-    hints = {
-        "str": str,
-        "int": int,
-        "float": float,
-        "bool": bool,
-        "str | None": str | None,
-        "int | None": int | None,
-    }
-    return dataclasses.make_dataclass("BenchSchema", [(n, hints.get(t, t), d) for n, t, d in fields])
-
-
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="bench")
 def _command_line(composed: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)

@@ -12,9 +12,9 @@ import torch
 import yaml
 
 from experiments.bench.contenders import CONTENDERS
-from experiments.config import ConfigError
+from experiments.checks import refusal
+from experiments.form import Form, Help
 from experiments.model import DecoderConfig
-from fnshard.errors import report
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -104,8 +104,7 @@ def build(values: Mapping[str, Any]) -> BenchConfig:
         config = replace(config, **given)
         problems += _problems(config)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(report(f"the bench's configuration has {count}:", problems))
+        raise refusal(problems)
     return config
 
 
@@ -141,3 +140,22 @@ def _problems(config: BenchConfig) -> list[str]:
         elif config.ranks != 1:
             out.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
     return out
+
+
+HELP = Help(
+    about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",
+    options={
+        "device": "cpu: gloo ranks of one thread each; cuda: one GPU",
+        "ranks": "how many; null: 2 on the CPU, 1 GPU",
+        "size": "a file of conf/model; null: 25m, or 1b on a GPU",
+        "dtype": "of compute: fp32 or bf16",
+        "rounds": "timed steps of each contender",
+        "contenders": "who takes part",
+    },
+    examples={
+        "python -m experiments.bench": "everything, as this machine can",
+        "python -m experiments.bench size=5m rounds=5 losses=0": "a short look",
+        "python -m experiments.bench size=5m dtype=bf16 rows=4": "other sizes, in bf16",
+    },
+)
+FORM = Form("bench", BenchConfig, HELP, build=build)

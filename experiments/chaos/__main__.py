@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.chaos.campaign import Campaign
-from experiments.chaos.config import ChaosConfig, build
+from experiments.chaos.config import FORM, ChaosConfig, build
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
 from experiments.command import answer
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def main() -> None:
-    """Run the command line; a mistake, and a run that failed unasked, is one message and exit code 1."""
-    answer(_command_line, ChaosError, chaos_schema=schema())
+    """Run the command line; a mistake is one message and exit code 2, a run that failed unasked 1."""
+    answer(FORM, _command_line, ChaosError)
 
 
-def schema() -> type:
-    """`ChaosConfig` as Hydra takes it: not frozen, lists for tuples."""
-    kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": list[str]}
-    fields = []
-    for f in dataclasses.fields(ChaosConfig):
-        default = dataclasses.field(default=f.default)
-        if isinstance(f.default, tuple):
-            default = dataclasses.field(default_factory=lambda d=f.default: list(d))
-        fields.append((f.name, kinds[f.type], default))
-    return dataclasses.make_dataclass("ChaosSchema", fields)
-
-
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="chaos")
 def _command_line(composed: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     if failed(start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)):

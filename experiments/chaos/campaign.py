@@ -14,11 +14,12 @@ from typing import Any
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
 from experiments.chaos.job import ROOT, SLOW_S, STOPPED, Job, gone, rows_of
+from experiments.record import VARIES
 from experiments.resume import CHECKPOINTS
 from experiments.sweep import read_result
 from fnshard.errors import CheckpointError
 
-TIMES = ("tokens_per_s", "seconds")  # what two equal runs differ in
+TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in
 TINY = (
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
     "data.held_out_rows=8", "run.backend=eager", "run.device=cpu", "run.sample_tokens=4", "run.keep=2",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.config import ConfigError
-from fnshard.errors import report
+from experiments.checks import refusal
+from experiments.form import Form, Help
 
 MODES = ("kill_rank", "kill_all", "kill_launcher", "term_launcher", "term_rank")
 MOMENTS = ("start", "step", "save")
@@ -62,6 +62,23 @@ def build(values: Mapping[str, Any]) -> ChaosConfig:
         if getattr(config, name) < bound:
             problems.append(f"{name}={getattr(config, name)}: must be {bound} or more.")
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(report(f"the kill campaign's configuration has {count}:", problems))
+        raise refusal(problems)
     return config
+
+
+HELP = Help(
+    about="The kill campaign: runs are killed at random moments and started again; nothing may be lost.",
+    options={
+        "kills": "how many, in as many runs as it takes",
+        "ranks": "of every run",
+        "async_save": "whether runs save in the background",
+        "modes": "who is killed, and how",
+        "moments": "when",
+    },
+    examples={
+        "python -m experiments.chaos kills=5": "a short campaign",
+        "python -m experiments.chaos kills=200 async_save=true": "a long one",
+        "python -m experiments.chaos modes=[kill_rank] moments=[save]": "one way to die",
+    },
+)
+FORM = Form("chaos", ChaosConfig, HELP, build=build)

@@ -17,9 +17,12 @@ import tempfile
 from pathlib import Path
 
 from experiments.checkpoint.job import Job
+from experiments.checks import count
 from fnshard.launch import launch
+from fnshard.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
+SIZES = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
 
 
 def main() -> None:
@@ -27,27 +30,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", default="both", choices=("throughput", "async", "both"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2])
     parser.add_argument("--folder", help="on the disk to be measured; default: below the output folder")
-    parser.add_argument("--size", default=Job.size, help="a file of conf/model")
-    parser.add_argument("--preset", default=Job.preset)
+    parser.add_argument("--size", default=Job.size, choices=SIZES, help="a file of conf/model")
+    parser.add_argument("--preset", default=Job.preset, choices=sorted(PRESETS))
     parser.add_argument("--backend", default=Job.backend, choices=("inductor", "eager"))
     numbers = {"rounds": "of each", "steps": "of a window", "every": "steps a save", "rows": "of a rank"}
     for name, told in (numbers | {"length": "in tokens"}).items():
-        parser.add_argument(f"--{name}", type=int, default=getattr(Job, name), help=told)
+        parser.add_argument(f"--{name}", type=count, default=getattr(Job, name), help=told)
     parser.add_argument("--out", type=Path, default=Path("outputs") / "checkpoint")
     args = vars(parser.parse_args())
     ranks, out, folder = args.pop("ranks"), args.pop("out").resolve(), args.pop("folder")
     out.mkdir(parents=True, exist_ok=True)
     env = {"OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for count in ranks:
+    for number in ranks:
         with tempfile.TemporaryDirectory(dir=folder or out) as place:
             told = {"job": dataclasses.asdict(Job(folder=place, **args)), "out": str(out)}
             job = out / "job.json"
             job.write_text(json.dumps(told) + "\n", encoding="utf-8")
             command = [sys.executable, "-u", "-m", "experiments.checkpoint.rank", str(job)]
-            launch(command, ranks=count, logs=out / "ranks", env=env)
+            launch(command, ranks=number, logs=out / "ranks", env=env)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from experiments.command import main
 from experiments.finetune.job import JOB
-from experiments.job import main
 
 if __name__ == "__main__":
     main(JOB)

@@ -79,8 +79,9 @@ def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any,
     loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
     specs = partial(tuning.specs, mesh, config.precision)
     return plan_of(
-        config.strategy, config.run, loss, tuning.params, mesh, optimizer, batch=(batch,), specs=specs
-    )
+        config.strategy, config.run, loss, tuning.params, mesh, optimizer,
+        batch=(batch,), specs=specs, hardware=config.hardware.name,
+    )  # fmt: skip
 
 
 def _peak(

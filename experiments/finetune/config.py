@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from experiments.checks import above, at_least, fraction, one_of
 from experiments.config import (
     AUTO,
     AdamWConfig,
+    HardwareConfig,
     MeshConfig,
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
     SGDConfig,
     StrategyConfig,
-    above,
-    at_least,
-    fraction,
+    TrackerConfig,
     misfits,
-    one_of,
 )
 
 METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
@@ -108,10 +107,12 @@ class FinetuneConfig:
     optimizer: AdamWConfig | SGDConfig
     schedule: ScheduleConfig
     run: RunConfig
+    hardware: HardwareConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     model: str = "stdlib"
     export: str = AUTO
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         auto = self.method.name == AUTO

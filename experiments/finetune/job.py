@@ -1,4 +1,7 @@
-"""The fine-tuning job, as command lines and ranks know it."""
+"""The fine-tuning job, as command lines and ranks know it.
+
+What needs torch is imported where it is used: a mistake in a command line is told before that has loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,48 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments.config import ConfigError
-from experiments.finetune.bases import PRETRAINED, RANDOM, directory_of
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.loop import finetune
-from experiments.finetune.materials import prepared
-from experiments.job import CONF, Job, start
-from experiments.sweep import STOPPED
-from fnshard.launch import under_launcher
+from experiments.form import CONF, Form, Help, Job
+
+if TYPE_CHECKING:
+    from experiments.resume import Run
+    from fnshard.rank import Stop
 
 MOST = 1e-3  # a rate that is told of, for a model of one's own
+HELP = Help(
+    about="Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses "
+    "(or of pairs, objective=dpo). With nothing said: a tiny base and docstrings of Python's own library.",
+    options={
+        "model": "a Hugging Face model directory; stdlib: a tiny base made here",
+        "data.train": "a JSONL file; null: docstrings of Python's library",
+        "data.held_out": "a JSONL file; null: one in 20 lines of data.train",
+        "data.context": "tokens of a row",
+        "data.rows": "rows of the global batch",
+        "method.rank": "of the adapters",
+        "method.targets": "globs of what gets adapters, joined by |",
+        "optimizer.lr": "the peak rate; some 2e-4 for a model that has learned",
+        "run.steps": "optimizer steps",
+        "run.device": "cpu, cuda; auto takes the GPUs if there are some",
+        "run.device_gb": "of one rank, for method=auto and strategy=auto, in 1e9 bytes",
+        "mesh.shard": "ranks that share one copy of the model; null: all that are left",
+        "export": "what is written at the end: adapters, merged, both, none",
+        "hydra.run.dir": "the folder of the results",
+    },
+    examples={
+        "python -m experiments.finetune experiment=sft_lora run.steps=50": (
+            "a whole recipe; what follows it changes it"
+        ),
+        "python -m experiments.finetune model=FOLDER data.train=my.jsonl method=qlora4 optimizer.lr=2e-4": (
+            "a model and data of your own, the base as 4-bit codes"
+        ),
+        "python -m experiments.finetune --multirun method=full,lora,qlora8 run.steps=100": (
+            "a sweep: three runs, and a table of them"
+        ),
+    },
+)
 
 
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
@@ -25,6 +59,9 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     Raises:
         ConfigError: see `bases.directory_of`, `materials.prepared`.
     """
+    from experiments.finetune.bases import PRETRAINED, RANDOM, directory_of
+    from experiments.finetune.materials import prepared
+
     rate = config.optimizer.lr
     if config.model not in (PRETRAINED, *RANDOM) and rate > MOST and os.environ.get("RANK", "0") == "0":
         print(f"optimizer.lr={rate:g} is much for a model that has learned: try 2e-4.", file=sys.stderr)
@@ -33,6 +70,10 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
 
 def _pretrain(config: FinetuneConfig, folder: Path) -> None:
     """Make a base by a job of its own."""
+    from experiments.job import start
+    from experiments.sweep import STOPPED
+    from fnshard.launch import under_launcher
+
     if under_launcher():
         raise ConfigError(
             "model=stdlib is made by a job of its own, which cannot be started under torchrun. Fix: run "
@@ -43,17 +84,17 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
             raise SystemExit(0)
     except ConfigError as error:
         if "another process is at work" in str(error):
-            raise ConfigError(f"model={PRETRAINED}: another process makes it. Fix: wait for that.") from None
+            raise ConfigError("model=stdlib: another process makes it. Fix: wait for that.") from None
         raise
 
 
+def work(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+    """What a rank does, see `experiments.finetune.loop.finetune`."""
+    from experiments.finetune.loop import finetune
+
+    finetune(config, run, overrides, stop)
+
+
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.
-JOB = Job(
-    "finetune",
-    "experiments.finetune.job",
-    FinetuneConfig,
-    finetune,
-    prepare,
-    CONF / "finetune",
-    ("mesh", "data"),
-)
+FORM = Form("finetune", FinetuneConfig, HELP, CONF / "finetune", ("mesh", "data"))
+JOB = Job(FORM, "experiments.finetune.job", work, prepare)

@@ -28,10 +28,11 @@ from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.plan import write_plan
-from experiments.report import Report, Silent, metrics_beside, plot_losses
+from experiments.record import varying
+from experiments.report import Report, plot_losses
 from experiments.resume import Run
 from experiments.saver import Saver, restored
-from experiments.steps import Training, run_steps, start_folder, tell_resume, tell_stop
+from experiments.steps import Training, begin_report, run_steps, tell_resume, tell_stop
 from experiments.sweep import write_result
 from fnshard.hf.files import read_config
 from fnshard.rank import Stop
@@ -69,45 +70,77 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
     """
     setup = prepare(config)
     folder, mesh = Path(run.folder), setup.mesh
-    loader = Arguments(setup.materials.loader(config, mesh))
-    state, found = restored(run.root, run.source, setup.step, mesh, loader)
-    if state is None:
-        specs = setup.planned.plan.specs
-        state = first_state(setup.tuning, setup.step, specs, mesh, config.model, config.run.seed)
-    report: Report | Silent = Silent()
+    state, loader, found = begin(setup, run)
     if mesh.rank == 0:
         tell_resume(config.run, state, found)
-        start_folder(folder, config)
+    sides = 2 if setup.materials.train.kind == "pairs" else 1
+    report = begin_report(
+        "finetune", config, run, setup.step, overrides, int(state.step), found,
+        tokens=config.data.rows * loader.loader.width * sides,
+    )  # fmt: skip
+    if mesh.rank == 0:
         print(
             f"{setup.planned.why}\n{setup.tuning.codes(state.params)}data: {setup.materials.train}",
             flush=True,
         )
         write_plan(setup.planned.plan, folder)
-        sides = 2 if setup.materials.train.kind == "pairs" else 1
-        tokens = config.data.rows * loader.loader.width * sides
-        report = Report(folder, config.run.steps, tokens, {}, int(state.step), metrics_beside(folder, found))
-    before = told_before(setup, state, folder)
     saver = Saver(config, run.root, mesh.rank)
-    training = Training(config.run, mesh, setup.step, loader, lambda params: held_out_loss(setup, params)[0])
-    state, held_out = run_steps(training, state, report, saver, stop)
-    report.close()
-    if held_out is None:
-        if mesh.rank == 0:
-            tell_stop(config.run, state, run, overrides)
-        return
-    after = told(setup, state)
-    written = export(setup, state, folder)
-    fs.checkpoint.wait()
-    if isinstance(report, Report):
-        table = setup.shown.table(before["answers"], after["answers"])
-        (folder / SAMPLES).write_text(table, encoding="utf-8")
-        plot_losses(report.rows, {}, folder / "loss.png", unit="token")
-        write_result(folder, status="ok", overrides=overrides, **_summary(report, after))
-        run.finish()
-        lines = [
-            _changed(name, before.get(name), value) for name, value in after.items() if name != "answers"
-        ]
-        print(f"\n{table}\n" + "\n".join([*lines, *written, f"results: {folder}"]), flush=True)
+    with report:
+        before = told_before(setup, state, folder)
+        training = Training.of(
+            config, setup.planned.plan, setup.step, lambda params: held_out_loss(setup, params)[0], loader,
+            lambda: begin(setup, run)[:2], report, folder,
+        )  # fmt: skip
+        state, held_out = run_steps(training, state, report, saver, stop)
+        report.close()
+        if held_out is None:
+            tell_stop(config.run, state, run, overrides, report)
+            return
+        after = told(setup, state)
+        written = export(setup, state, folder)
+        fs.checkpoint.wait()
+        if isinstance(report, Report):
+            tell_end(report, setup, run, overrides, before, after, written)
+
+
+def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
+    """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
+    config, mesh = setup.config, setup.mesh
+    loader = Arguments(setup.materials.loader(config, mesh))
+    state, found = restored(run.root, run.source, setup.step, mesh, loader)
+    if state is None:
+        specs = setup.planned.plan.specs
+        state = first_state(setup.tuning, setup.step, specs, mesh, config.model, config.run.seed)
+    return state, loader, found
+
+
+def tell_end(
+    report: Report,
+    setup: Setup,
+    run: Run,
+    overrides: list[str],
+    before: dict[str, Any],
+    after: dict[str, Any],
+    written: list[str],
+) -> None:
+    """What is left of a finished run.
+
+    Args:
+        before, after: what `told` measured.
+        written: of `export`.
+    """  # fmt: skip
+    folder = Path(run.folder)
+    table = setup.shown.table(before["answers"], after["answers"])
+    (folder / SAMPLES).write_text(table, encoding="utf-8")
+    plot_losses(report.rows, {}, folder / "loss.png", unit="token")
+    summary = _summary(report, after)
+    artifacts = [folder / name for name in ("loss.png", SAMPLES, "config.yaml", "schedule.txt")]
+    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
+    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
+    run.finish()
+    lines = [_changed(name, before.get(name), value) for name, value in after.items() if name != "answers"]
+    lines += [*written, report.closing(totals), f"results: {folder}"]
+    print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
 
 def prepare(config: FinetuneConfig) -> Setup:

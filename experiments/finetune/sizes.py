@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import fnshard as fs
+from experiments.checks import count
 from experiments.config import PrecisionConfig
 from experiments.finetune.config import MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_config
@@ -109,9 +110,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Print the table."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8])
-    asked.add_argument("--layers", type=int, default=LLAMA_70B["num_hidden_layers"])
-    asked.add_argument("--lora", type=int, default=64, help="rank of the adapters")
+    asked.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 8])
+    asked.add_argument("--layers", type=count, default=LLAMA_70B["num_hidden_layers"])
+    asked.add_argument("--lora", type=count, default=64, help="rank of the adapters")
     asked.add_argument("--json", type=Path, help="write the rows there, too")
     told = asked.parse_args()
     lm = model_of({**LLAMA_70B, "num_hidden_layers": told.layers})

@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.command import answer
 from experiments.memory import recipe, sizes, targets, zero
-from experiments.memory.config import MemoryConfig, build
+from experiments.memory.config import FORM, MemoryConfig, build
 
-ROOT = Path(__file__).resolve().parents[2]
 Part = tuple[Callable[[MemoryConfig, Path], dict[str, Any]], Callable[[Mapping[str, Any]], str]]
 PARTS: dict[str, Part] = {
     "zero": (zero.run, zero.table),
@@ -27,24 +25,10 @@ PARTS: dict[str, Part] = {
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one message and exit code 1."""
-    answer(_command_line, memory_schema=schema())
+    """Run the command line; a user's mistake is one message and exit code 2."""
+    answer(FORM, _command_line)
 
 
-def schema() -> type:
-    """`MemoryConfig` as Hydra takes it: not frozen, lists for tuples."""
-    kinds = {"str": str, "int": int, "float": float, "str | None": str | None, "int | None": int | None,
-             "tuple[int, ...]": list[int], "tuple[str, ...]": list[str]}  # fmt: skip
-    fields = []
-    for f in dataclasses.fields(MemoryConfig):
-        default = dataclasses.field(default=f.default)
-        if isinstance(f.default, tuple):
-            default = dataclasses.field(default_factory=lambda d=f.default: list(d))
-        fields.append((f.name, kinds[f.type], default))
-    return dataclasses.make_dataclass("MemorySchema", fields)
-
-
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="memory")
 def _command_line(composed: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)

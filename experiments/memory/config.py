@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from experiments.config import ConfigError
+from experiments.checks import refusal
+from experiments.form import Form, Help
 from experiments.memory.plans import LLAMA
 from experiments.model import DecoderConfig
-from fnshard.errors import report
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 TARGETS = ("remat", "offload", "resident", "fit")
@@ -87,8 +87,7 @@ def build(values: Mapping[str, Any]) -> MemoryConfig:
         config = replace(config, **given)
         problems += _problems(config)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(report(f"the memory experiment's configuration has {count}:", problems))
+        raise refusal(problems)
     return config
 
 
@@ -114,3 +113,21 @@ def _problems(config: MemoryConfig) -> list[str]:
             if each < bound:
                 out.append(f"{name}={each}: must be {bound} or more.")
     return out
+
+
+HELP = Help(
+    about="What saves memory: predicted by lowering, and measured where it runs here.",
+    options={
+        "part": "zero: ZeRO 1, 2, 3 beside DDP; recipe; sizes: what fits where; targets",
+        "size": "a file of conf/model, for what runs here",
+        "rows": "of a rank's batch",
+        "length": "of a row, in tokens",
+        "backend": "inductor compiles, eager does not",
+    },
+    examples={
+        "python -m experiments.memory part=zero": "ZeRO 1, 2 and 3 beside DDP",
+        "python -m experiments.memory part=sizes models=[8b] ranks=[8,64]": "what an 8B model takes",
+        "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": "all of it",
+    },
+)
+FORM = Form("memory", MemoryConfig, HELP, build=build)

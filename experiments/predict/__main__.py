@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+from experiments.checks import count
 from experiments.predict.plans import PLANS
 from fnshard.launch import launch
 
@@ -23,8 +24,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
     parser.add_argument(
         "--clock", default="wall", choices=("wall", "cpu"), help="cpu: what other processes took is left out"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.config import ConfigError
-from fnshard.errors import report
+from experiments.checks import refusal
+from experiments.form import Form, Help
 
 BROKEN = ("refuse", "skip")
 
@@ -31,30 +31,13 @@ class TokenizeConfig:
     """
 
     out: str
-    files: tuple[str, ...] | None = None
+    files: tuple[str, ...] | str | None = None
     tokenizer: str | None = None
     held_out_percent: int = 10
-    held_out: tuple[str, ...] = ()
+    held_out: tuple[str, ...] | str = ()
     shard_mb: float = 64.0
     processes: int | None = None
     broken: str = "refuse"
-
-
-def schema() -> type:
-    """`TokenizeConfig` as Hydra takes it: not frozen, lists for tuples."""
-    kinds = {
-        "out": str, "files": Any, "tokenizer": str | None, "held_out_percent": int, "held_out": Any,
-        "shard_mb": float, "processes": int | None, "broken": str,
-    }  # fmt: skip
-    fields = []
-    for f in dataclasses.fields(TokenizeConfig):
-        default = "???" if f.default is dataclasses.MISSING else f.default
-        if isinstance(default, tuple):
-            field = dataclasses.field(default_factory=lambda d=default: list(d))
-        else:
-            field = dataclasses.field(default=default)
-        fields.append((f.name, kinds[f.name], field))
-    return dataclasses.make_dataclass("TokenizeSchema", fields)
 
 
 def build(values: Mapping[str, Any]) -> TokenizeConfig:
@@ -85,6 +68,24 @@ def build(values: Mapping[str, Any]) -> TokenizeConfig:
     if config.broken not in BROKEN:
         problems.append(f"broken={config.broken!r}: must be one of {', '.join(BROKEN)}.")
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(report(f"the tokenising job's configuration has {count}:", problems))
+        raise refusal(problems)
     return config
+
+
+HELP = Help(
+    about="Text files to shards of tokens, for data=shards of the main job; goes on where it was stopped.",
+    options={
+        "out": "the folder of the shards",
+        "files": "folders, globs and files; null: Python's own library",
+        "tokenizer": "a model directory; null: bytes",
+        "held_out_percent": "of the files that are held out",
+        "shard_mb": "text of a shard, in 1e6 bytes",
+        "processes": "null: one for each CPU core",
+    },
+    examples={
+        "python -m experiments.tokenize out=shards": "Python's own library, as bytes",
+        "python -m experiments.tokenize out=shards 'files=[texts, more/*.jsonl]'": "texts of your own",
+        "python -m experiments.tokenize out=shards tokenizer=DIRECTORY": "with a model's tokenizer",
+    },
+)
+FORM = Form("tokenize", TokenizeConfig, HELP, build=build)

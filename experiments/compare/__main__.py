@@ -1,0 +1,38 @@
+"""`python -m experiments.compare RUN_DIR...`: table, CSV and curves of any runs, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.command import concluded
+from experiments.compare.files import write
+from experiments.compare.outcome import found
+from experiments.report import HELD_OUT
+
+OUT = "outputs/compare"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, and write `compare.txt`, `compare.csv` and `compare.png`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.compare",
+        description="Compare runs of train and of finetune, finished or not: a table, a CSV, their curves.",
+        epilog="example: python -m experiments.compare multirun/2030-01-31/* outputs/2030-01-31/12-00-00",
+    )
+    parser.add_argument("run_dir", nargs="+", help="the folder of a run, of a sweep, or above them; a glob")
+    parser.add_argument("--metric", default=HELD_OUT, help="what they are sorted by (default: %(default)s)")
+    parser.add_argument("--out", default=OUT, help="folder for the files (default: %(default)s)")
+    asked = parser.parse_args(arguments)
+    concluded(lambda: compare(asked.run_dir, asked.metric, Path(asked.out)))
+
+
+def compare(places: Sequence[str], metric: str, out: Path) -> None:
+    """Compare the runs that lie in folders, or below them."""
+    told, _ = write(found(places), metric, out, "compare", "compare.txt")
+    print(f"{told}\nresults: {out.resolve()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

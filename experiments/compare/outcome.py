@@ -1,0 +1,154 @@
+"""Outcome: what one run has come to, read from its folder, wherever and however it ran."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.config import ConfigError
+from experiments.report import HELD_OUT, METRICS, read_rows
+from experiments.sweep import RESULT, STOPPED, read_result
+from fnshard.errors import report
+
+IDENTITY, JOB, OVERRIDES = "identity.json", "job.json", Path(".hydra", "overrides.yaml")
+MARKS = (RESULT, METRICS, IDENTITY, JOB)  # a folder with any of these is a run's
+OK, FAILED, UNFINISHED, NOTHING = "ok", "failed", "unfinished", "no result"
+RECENT = 20  # rows that an unfinished run's loss is the mean of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run.
+
+    Args:
+        status: "ok", "stopped", "failed", "unfinished" (at work, or killed), "no result".
+        overrides: of the command line.
+        numbers: what it has measured, by name.
+        rows: of its metrics, by step.
+        reason: why it failed, or how far it is; one line.
+    """
+
+    folder: Path
+    name: str
+    status: str
+    overrides: tuple[str, ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
+    rows: tuple[dict[str, Any], ...] = ()
+    reason: str = ""
+
+
+def found(places: Sequence[str]) -> list[Outcome]:
+    """The runs that lie in folders, or below them; globs are expanded.
+
+    Raises:
+        ConfigError: a place where there is none; all such places are named.
+    """
+    folders: dict[Path, None] = {}
+    empty = []
+    for place in places:
+        paths = [Path(place)] if os.path.lexists(place) else sorted(map(Path, glob.glob(place)))
+        runs = [run for path in paths if path.is_dir() for run in runs_below(path.resolve())]
+        folders |= dict.fromkeys(runs)
+        if not runs:
+            there = "a folder without runs" if any(p.is_dir() for p in paths) else "no such folder"
+            empty.append(f"{place}: {there}")
+    if empty:
+        raise ConfigError(
+            report(
+                "there is nothing to compare:",
+                empty,
+                "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*.",
+            )
+        )
+    common = Path(os.path.commonpath([str(f.parent) for f in folders]))
+    return [outcome_of(folder, str(folder.relative_to(common))) for folder in folders]
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """A run's folder, or those of all runs below a folder."""
+    if is_run(folder):
+        yield folder
+        return
+    for below in sorted(folder.iterdir(), key=_in_order):
+        if below.is_dir() and not below.name.startswith("."):
+            yield from runs_below(below)
+
+
+def jobs_of(sweep: Path) -> list[Path]:
+    """The folders of a sweep's jobs, those that left nothing but what Hydra writes, too."""
+    below = (f for f in sweep.iterdir() if f.is_dir() and not f.name.startswith("."))
+    return sorted((f for f in below if is_run(f) or (f / ".hydra").is_dir()), key=_in_order)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a job has worked there."""
+    return any((folder / mark).exists() for mark in MARKS)
+
+
+def outcome_of(folder: Path, name: str) -> Outcome:
+    """Read what a run has left, finished or not."""
+    result = read_result(folder)
+    rows = tuple(read_rows(folder / METRICS, 2**63))
+    numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}
+    status, reason = result["status"], result.get("reason") or _first_line(result.get("error", ""))
+    if status not in (OK, FAILED):
+        numbers = _so_far(rows)
+        if rows:
+            status = STOPPED if status == STOPPED else UNFINISHED
+            reason = f"step {rows[-1]['step']} of {_steps(folder)}"
+    overrides = result["overrides"] or _overrides(folder)
+    return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason)
+
+
+def _so_far(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    losses = [row["loss"] for row in rows if "loss" in row][-RECENT:]
+    held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row][-1:]
+    numbers = {"loss": math.fsum(losses) / len(losses)} if losses else {}
+    return numbers | ({HELD_OUT: held_out[0]} if held_out else {})
+
+
+def _steps(folder: Path) -> Any:
+    for file, path in ((JOB, ("config", "run", "steps")), (IDENTITY, ("run", "steps"))):
+        try:
+            value = json.loads((folder / file).read_text(encoding="utf-8"))
+            for key in path:
+                value = value[key]
+            return value
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return "?"
+
+
+def _overrides(folder: Path) -> list[str]:
+    for read, file in ((json.loads, JOB), (yaml.safe_load, OVERRIDES)):
+        try:
+            told = read((folder / file).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        listed = told.get("overrides") if isinstance(told, dict) else told
+        if isinstance(listed, list):
+            return listed
+    return []
+
+
+def _first_line(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    if lines[0].startswith("Traceback"):
+        return lines[-1]
+    more = f" {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else ""
+    return lines[0].removeprefix("error: ") + more
+
+
+def _in_order(folder: Path) -> tuple[float, str]:
+    """Job 2 before job 10."""
+    return (int(folder.name) if folder.name.isdigit() else math.inf, folder.name)

@@ -1,0 +1,133 @@
+"""What `experiments.explain` is told: the groups of the main job, and on what the step would run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments.checks import above
+from experiments.config import (
+    AUTO,
+    AdamWConfig,
+    DecoderConfig,
+    HardwareConfig,
+    MeshConfig,
+    PrecisionConfig,
+    SGDConfig,
+    StrategyConfig,
+)
+from experiments.form import Form, Help
+
+PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """`rows` of the global batch; null: one for each rank and micro-batch."""
+
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"data.rows={self.rows}: must be 1 or more, or null.")
+
+
+@dataclass(frozen=True)
+class PaperRunConfig:
+    """`accumulate`: micro-batches of a step. `device_gb`: what the step may take of a rank's device, in 1e9
+    bytes; null: all that the hardware has."""
+
+    accumulate: int = 1
+    device_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"run.accumulate={self.accumulate}: must be 1 or more.")
+        if self.device_gb is not None and not self.device_gb > 0:
+            raise ValueError(f"run.device_gb={self.device_gb:g}: must be above 0, or null.")
+
+
+@dataclass(frozen=True)
+class ExplainConfig:
+    """Everything that `experiments.explain` is told.
+
+    `tokens`: what the whole training would read; null: 20 a parameter. `fit`: ask `fnshard.fit` for a plan
+    where this one does not fit.
+    """
+
+    model: DecoderConfig
+    mesh: MeshConfig
+    strategy: StrategyConfig
+    precision: PrecisionConfig
+    optimizer: AdamWConfig | SGDConfig
+    data: RowsConfig
+    run: PaperRunConfig
+    hardware: HardwareConfig
+    tokens: float | None = None
+    fit: bool = False
+
+    def __post_init__(self) -> None:
+        above(0, self, "tokens")
+        wrong = []
+        if self.hardware.name == AUTO:
+            wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
+        if self.strategy.name == AUTO and self.run.accumulate != 1:
+            told = f"run.accumulate={self.run.accumulate}"
+            wrong.append(f"{told}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
+        if self.mesh.shard is None:
+            wrong.append("mesh.shard=null: say how many ranks, as in mesh.shard=64; none have to exist.")
+        else:
+            wrong += self._uncut()
+        if wrong:
+            raise ValueError("\n  ".join(wrong))
+
+    def _uncut(self) -> list[str]:
+        """Why the batch cannot be cut into the ranks' micro-batches."""
+        parts = self.ranks * self.run.accumulate
+        rows = self.data.rows
+        if rows is None or rows % parts == 0:
+            return []
+        more = f" times run.accumulate={self.run.accumulate}" if self.run.accumulate > 1 else ""
+        near = -(-rows // parts) * parts
+        return [f"data.rows={rows} does not divide over {self.ranks} ranks{more}. Fix: data.rows={near}."]
+
+    @property
+    def ranks(self) -> int:
+        """In the mesh."""
+        return self.mesh.replicate * (self.mesh.shard or 1)
+
+    @property
+    def rows(self) -> int:
+        """Of one rank's batch, all micro-batches."""
+        return self.run.accumulate if self.data.rows is None else self.data.rows // self.ranks
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the whole training."""
+        return int(self.tokens or PER_PARAMETER * self.model.parameters)
+
+
+GROUPS = ("mesh", "data", "run")  # that have no files to choose from
+HELP = Help(
+    about="What a configuration comes to, without training and without the devices: bytes, traffic, time, "
+    "tokens a day, cost; printed, and as one HTML file with pictures.",
+    options={
+        "mesh.shard": "ranks that share one copy of the model",
+        "mesh.replicate": "copies of the model",
+        "data.rows": "rows of the global batch; null: one for each rank and micro-batch",
+        "run.accumulate": "micro-batches of a step",
+        "run.device_gb": "what a step may take of a device, in 1e9 bytes; null: all of it",
+        "hardware.price_per_hour": "of one device, in the currency you pay in",
+        "tokens": "of the whole training; null: 20 a parameter",
+        "fit": "look for a plan where this one does not fit",
+    },
+    examples={
+        "python -m experiments.explain model=7b mesh.shard=64": "a model on so many GPUs",
+        "python -m experiments.explain model=70b mesh.shard=128 mesh.replicate=8 strategy=hybrid_shard": (
+            "eight copies, each over 128"
+        ),
+        "python -m experiments.explain model=7b strategy=auto mesh.shard=8 hardware=a100": (
+            "the fastest plan that fits, and why"
+        ),
+    },
+)
+FORM = Form("explain", ExplainConfig, HELP, without_files=GROUPS)

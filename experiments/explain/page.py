@@ -1,0 +1,213 @@
+"""Page: the report, one HTML file that asks nothing of anyone: pictures inlined, no script, no link."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from experiments.explain import words
+from experiments.explain.paper import Paper
+from fnshard import plot
+from fnshard.plot.leaves import leaves_of
+from fnshard.plot.scales import byte_text, time_text
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { color-scheme: light; }
+body { margin: 0 auto; padding: 1rem; max-width: 70rem; color: #1a1a1a; background: #fff;
+  font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #999; }
+p.verdict { padding: .6rem .8rem; border-left: .4rem solid #009e73; background: #eef7f3; }
+p.bad { border-color: #d55e00; background: #fdf1e8; }
+.wide { overflow-x: auto; margin: .5rem 0; }
+.wide img { display: block; width: 100%; min-width: 44rem; height: auto; }
+.wide.narrow img { width: auto; max-width: 100%; min-width: 26rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+table.summary th { white-space: nowrap; font-weight: 600; }
+table.summary td { overflow-wrap: anywhere; }
+pre { overflow-x: auto; font-size: .8rem; line-height: 1.35; padding: .6rem; margin: .5rem 0;
+  background: #f4f4f4; }
+summary { cursor: pointer; padding: .4rem 0; }
+figure { margin: .5rem 0 1rem; }
+figcaption { color: #444; font-size: .9rem; }
+@media (max-width: 40rem) {
+  table.summary th, table.summary td { display: block; border: 0; padding: 0; }
+  table.summary td { margin-bottom: .6rem; padding-bottom: .4rem; border-bottom: 1px solid #ddd; }
+}
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<p class="verdict $mood">$verdict</p>
+$body
+</body>
+</html>
+""")
+TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
+
+
+def page(paper: Paper, name: str, configuration: str) -> str:
+    """The report as HTML.
+
+    Args:
+        name: of the configuration, in a few words.
+        configuration: as YAML.
+    """
+    title = f"{name} on {paper.config.ranks:,} × {paper.hardware.name}"
+    with tempfile.TemporaryDirectory() as folder:
+        body = "\n".join(
+            f'<section id="{key}">\n<h2>{escape(head)}</h2>\n{inner}\n</section>'
+            for key, (head, inner) in _sections(paper, Path(folder), configuration).items()
+        )
+    told = f"{words.fits_line(paper)}; {words.summary(paper)['step time']} (predicted, nothing was run)."
+    return PAGE.substitute(
+        title=escape(title),
+        body=body,
+        verdict=escape(f"Peak memory {told}"),
+        mood="" if paper.fits else "bad",
+    )
+
+
+def _sections(paper: Paper, folder: Path, configuration: str) -> dict[str, tuple[str, str]]:
+    schedule = paper.lowered.as_text()
+    count = len(paper.lowered.schedule.instructions)
+    plan = [_table(words.units_table(paper)), _pre(plot.text.tree(paper.specs, paper.mesh, width=16))]
+    if paper.found is not None:
+        plan.append(_details("what the search looked at", _pre(str(paper.found))))
+    if words.advice(paper):
+        plan.append(_pre(words.advice(paper)))
+    return {
+        "summary": ("Summary", _summary(words.summary(paper))),
+        "plan": ("Plan", "\n".join(plan)),
+        "layout": ("Layout", _layout(paper, folder)),
+        "memory": ("Memory", _memory(paper, folder)),
+        "timeline": ("Timeline", _timeline(paper, folder)),
+        "traffic": ("Traffic", _traffic(paper, folder)),
+        "schedule": ("Schedule", _details(f"{count:,} instructions of one rank's step", _pre(schedule))),
+        "config": ("Configuration", _details("as it was composed", _pre(configuration))),
+    }
+
+
+# ------------------------------------------------------------------ sections
+
+
+def _layout(paper: Paper, folder: Path) -> str:
+    leaves = leaves_of(paper.specs, paper.mesh)
+    largest = max(leaves, key=lambda leaf: leaf.bytes)
+    spec = paper.lowered.schedule.specs[largest.path]
+    return "\n".join([
+        _picture(
+            folder / "layout.png",
+            lambda path: plot.tree(paper.specs, paper.mesh, path),
+            f"Treemap of {len(leaves)} leaves by bytes, coloured by layout",
+            "Every leaf as a box, as large as its bytes, coloured by how it is stored.",
+        ),
+        _picture(
+            folder / "leaf.svg",
+            lambda path: plot.leaf(spec, paper.mesh, path),
+            f"Which rank holds which rows and columns of {largest.path}",
+            f"The largest leaf, {largest.path}, {byte_text(largest.bytes)}: which rank holds what.",
+            narrow=True,
+        ),
+        _picture(
+            folder / "mesh.svg",
+            lambda path: plot.mesh(paper.mesh, path),
+            f"The {paper.mesh.size} ranks of the mesh on its axes",
+            "The mesh.",
+            narrow=True,
+        ),
+    ])  # fmt: skip
+
+
+def _memory(paper: Paper, folder: Path) -> str:
+    memory = paper.memory
+    return "\n".join([
+        _picture(
+            folder / "memory.svg",
+            lambda path: plot.memory(paper.over, path, limit=paper.device_bytes),
+            f"Bytes on one rank's device over the schedule, {byte_text(memory.peak_bytes)} at the peak",
+            f"The peak is in instruction {memory.at}: {memory.line}",
+        ),
+        _table(words.memory_table(paper)),
+    ])  # fmt: skip
+
+
+def _timeline(paper: Paper, folder: Path) -> str:
+    line = paper.timeline
+    return _picture(
+        folder / "timeline.png",
+        lambda path: plot.timeline(line, path),
+        f"What runs when in a step of {time_text(line.step_seconds)}, lane by lane",
+        f"A predicted step on {paper.hardware.name}; {words.summary(paper)['step time']}.",
+    )
+
+
+def _traffic(paper: Paper, folder: Path) -> str:
+    return "\n".join([
+        _picture(
+            folder / "traffic.svg",
+            lambda path: plot.traffic(paper.traffic, path),
+            f"Bytes by collective; one rank sends {byte_text(paper.traffic.sent_bytes)} in a step",
+            "What one rank sends in a step.",
+            narrow=True,
+        ),
+        _table(words.traffic_table(paper)),
+    ])  # fmt: skip
+
+
+# ------------------------------------------------------------------ HTML; all text is escaped here
+
+
+def _picture(
+    path: Path, draw: Callable[[Path], Path], alt: str, caption: str, *, narrow: bool = False
+) -> str:
+    data = base64.b64encode(draw(path).read_bytes()).decode("ascii")
+    source = f"data:{TYPES[path.suffix]};base64,{data}"
+    return (
+        f'<figure><div class="wide{" narrow" if narrow else ""}" tabindex="0">'
+        f'<img src="{source}" alt="{escape(alt)}"></div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _summary(rows: Mapping[str, str]) -> str:
+    lines = [f'<tr><th scope="row">{escape(k)}</th><td>{escape(v)}</td></tr>' for k, v in rows.items()]
+    return '<table class="summary">\n' + "\n".join(lines) + "\n</table>"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Its first row is the head; a column with digits in front is one of numbers."""
+    head, *rest = rows
+    right = [
+        bool(rest) and all(r[i][:1].isdigit() or r[i] in ("-", "") for r in rest) for i in range(len(head))
+    ]
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = [' class="number"' if number else "" for number in right]
+        return "".join(f"<{tag}{kind}>{escape(c)}</{tag}>" for kind, c in zip(kinds, cells, strict=True))
+
+    body = "\n".join(f"<tr>{row(r, 'td')}</tr>" for r in rest)
+    return f'<div class="wide" tabindex="0"><table>\n<tr>{row(head, "th")}</tr>\n{body}\n</table></div>'
+
+
+def _pre(text: str) -> str:
+    return f'<pre tabindex="0">{escape(text)}</pre>'
+
+
+def _details(summary: str, inner: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>\n{inner}\n</details>"

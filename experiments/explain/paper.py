@@ -1,0 +1,162 @@
+"""Paper: a configuration as a lowered step on a mesh that does not exist, and all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.config import AUTO, ScheduleConfig
+from experiments.explain.config import ExplainConfig
+from experiments.model import Decoder, next_token_loss
+from experiments.plan import dtypes_of
+from experiments.steps import make_optimizer
+from fnshard.compiler.ledger import MemoryAnalysis, MemoryTimeline
+from fnshard.compiler.timeline import Timeline
+from fnshard.compiler.traffic import Traffic
+from fnshard.lowered import Lowered
+
+UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A step on paper.
+
+    Args:
+        specs, options: what `shard_step` was given.
+        found: the search, if `strategy=auto` made one.
+        advice: what `fnshard.fit` would do where the plan does not fit, if it was asked.
+    """
+
+    config: ExplainConfig
+    hardware: fs.Hardware
+    mesh: fs.Mesh
+    specs: Any
+    options: Mapping[str, Any]
+    lowered: Lowered
+    memory: MemoryAnalysis
+    over: MemoryTimeline
+    traffic: Traffic
+    timeline: Timeline
+    found: fs.Fit | None = None
+    advice: str | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """What the step may take of a rank's device."""
+        return _budget(self.config, self.hardware)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it takes no more."""
+        return self.memory.peak_bytes <= self.device_bytes
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.config.rows * self.config.model.context * self.config.ranks
+
+    @property
+    def tokens_per_day(self) -> float:
+        """Of all ranks, predicted."""
+        return 86_400 * self.tokens_per_step / self.timeline.step_seconds
+
+    @property
+    def device_hours(self) -> float:
+        """Of the whole training, all ranks together."""
+        return 24 * self.config.ranks * self.config.budget / self.tokens_per_day
+
+    @property
+    def cost(self) -> float | None:
+        """Of the whole training, if a price is known."""
+        price = self.config.hardware.price_per_hour
+        return None if price is None else price * self.device_hours
+
+
+def explain(config: ExplainConfig) -> Paper:
+    """Lower the configuration's step; nothing is compiled, nothing runs.
+
+    Raises:
+        BudgetError: `strategy=auto`, and nothing fits.
+    """
+    name = config.hardware.name
+    hardware = fs.Hardware.measure() if name == "measure" else fs.Hardware.named(name)
+    axes = {"replicate": config.mesh.replicate} if config.mesh.replicate > 1 else {}
+    # "cpu" in name only: an abstract mesh stands for accelerators, and needs none here.
+    mesh = fs.make_mesh(**axes, shard=config.mesh.shard, device="cpu", abstract=True)
+    with torch.device("meta"):
+        model = Decoder(config.model)
+        tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
+    apply, params = fs.make_functional(model)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(apply(params, tokens), targets)
+
+    optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
+    task = _Task(loss_fn, params, mesh, (tokens, tokens), optimizer, dtypes_of(config.precision))
+    if config.strategy.name == AUTO:
+        found = task.fit(config, hardware)
+        return _paper(config, hardware, mesh, found.specs, found.options, found.lowered, found=found)
+    strategy = config.strategy
+    tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    specs = fs.presets.PRESETS[strategy.name](params, mesh, **task.dtypes, **tiers)
+    options = {
+        "accumulate": config.run.accumulate, "remat": strategy.remat,
+        "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
+    }  # fmt: skip
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
+    paper = _paper(config, hardware, mesh, specs, options, step.lower(params, tokens, tokens))
+    return paper if paper.fits or not config.fit else _advised(paper, task)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a plan is searched for."""
+
+    fn: Any
+    params: Any
+    mesh: fs.Mesh
+    batch: tuple[Tensor, ...]
+    optimizer: fs.optim.Optimizer
+    dtypes: Mapping[str, torch.dtype]
+
+    def fit(self, config: ExplainConfig, hardware: fs.Hardware) -> fs.Fit:
+        """The fastest plan that fits.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        specs = fs.presets.full_shard(self.params, self.mesh, **self.dtypes)
+        return fs.fit(
+            self.fn, self.params, self.mesh, batch=self.batch, device_bytes=_budget(config, hardware),
+            hardware=hardware, optimizer=self.optimizer, specs=specs, grad_norm=True,
+        )  # fmt: skip
+
+
+def _budget(config: ExplainConfig, hardware: fs.Hardware) -> int:
+    gigabytes = config.run.device_gb
+    return hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
+
+
+def _paper(
+    config: ExplainConfig, hardware: fs.Hardware, mesh: fs.Mesh, specs: Any, options: Any, lowered: Lowered,
+    found: fs.Fit | None = None,
+) -> Paper:  # fmt: skip
+    # CPU ranks talk through shared memory, as the main job's do; a plan was found without it.
+    shared = "shared" if not hardware.overlap and mesh.size > 1 and found is None else None
+    return Paper(
+        config, hardware, mesh, specs, options, lowered, lowered.memory_analysis(transport=shared),
+        lowered.memory_timeline(transport=shared), lowered.comm_analysis(), lowered.timeline(hardware), found,
+    )  # fmt: skip
+
+
+def _advised(paper: Paper, task: _Task) -> Paper:
+    try:
+        return replace(paper, advice=str(task.fit(paper.config, paper.hardware)))
+    except fs.BudgetError as error:
+        return replace(paper, advice=str(error))

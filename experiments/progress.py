@@ -1,0 +1,113 @@
+"""Progress: how far a run is: on a terminal one live line that other output goes around, else plain lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+PLAIN_LINES = 20  # in a run whose output is no terminal
+
+
+@dataclass
+class Progress:
+    """Steps of a run, `made` of them by earlier processes.
+
+    Args:
+        stream: where it is shown; what it says of itself (a terminal or not) decides how.
+    """
+
+    stream: TextIO
+    steps: int
+    made: int = 0
+    _after_first: float = 0.0
+    _around: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._bar: Any = None
+        if self.stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=self.steps, initial=self.made, unit="step", dynamic_ncols=True, file=self.stream
+            )
+            self._around.enter_context(_printing_around(self._bar))
+
+    def step(self, number: int, text: str) -> None:
+        """Step `number` is done, `text` tells of it; of plain lines only some are printed."""
+        first = number == self.made + 1  # it compiles, and tells nothing of those to come
+        if first:
+            self._after_first = time.perf_counter()
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(number - self._bar.n)
+        elif first or number == self.steps or number % max(1, self.steps // PLAIN_LINES) == 0:
+            left = self._left(number)
+            print(f"step {number}/{self.steps}, {text}, left {left}", file=self.stream, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._bar is None:
+            print(text, file=self.stream, flush=True)
+        else:
+            self._bar.write(text, file=self.stream)
+
+    def close(self) -> None:
+        """Leave the last line standing; may be called again."""
+        if self._bar is not None:
+            self._bar.close()
+        self._around.close()
+
+    def _left(self, number: int) -> str:
+        made = number - self.made - 1
+        if made == 0:
+            return "?"
+        left = round((time.perf_counter() - self._after_first) / made * (self.steps - number))
+        return f"{left // 60}:{left % 60:02d}"
+
+
+@contextmanager
+def _printing_around(bar: Any) -> Iterator[None]:
+    """In here, whole lines that are printed or logged to a terminal go above the bar."""
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Above(each, bar) if each.isatty() else each for each in before)
+    try:
+        with logging_redirect_tqdm():
+            yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _Above):
+                stream.finish()
+        sys.stdout, sys.stderr = before
+
+
+class _Above:
+    """A terminal's stream that is written to a line at a time, with the bar out of the way."""
+
+    def __init__(self, stream: TextIO, bar: Any):
+        self._stream, self._bar, self._begun = stream, bar, ""
+
+    def write(self, text: str) -> int:
+        whole, newline, self._begun = (self._begun + text).rpartition("\n")
+        if newline:
+            with self._bar.external_write_mode(file=self._bar.fp):
+                self._stream.write(whole + newline)
+                self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """A line that has only begun waits for its end."""
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Let go of a line without an end."""
+        self._stream.write(self._begun)
+        self._begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,112 @@
+"""Leaves: what of a tree is stored how, in bytes: leaf by leaf, or equal ones of all layers together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fnshard.compiler.program import short_dtype
+from fnshard.errors import SpecError, report
+from fnshard.mesh import Mesh
+from fnshard.shards import resolve_specs, spec_paths
+from fnshard.spec import LayoutSpec, block_shape, check_specs
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf, or `count` leaves whose paths differ in numbers alone.
+
+    `label`: its spec in a few words; `bytes`: stored by the whole, `mine`: by one rank, padding counted.
+    """
+
+    path: str
+    unit: str
+    shape: tuple[int, ...]
+    label: str
+    bytes: int
+    mine: int
+    count: int = 1
+
+
+def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
+    """All leaves of a spec tree; of coded ones what is stored of them.
+
+    Args:
+        params: for specs that were written by hand, and know no shapes yet.
+
+    Raises:
+        SpecError: specs without shapes, or that do not fit the mesh or `params`.
+    """
+    named, _ = spec_paths(specs if params is None else resolve_specs(specs, params))
+    open_ones = [f"specs[{path!r}] knows no shape" for path, spec in named.items() if not spec.resolved]
+    if open_ones:
+        raise SpecError(report("specs were written by hand:", open_ones, "pass params=, or fs.match_specs."))
+    check_specs(named, mesh)
+    return [
+        Leaf(
+            path,
+            spec.unit or "",
+            spec.shape,
+            label_of(spec),
+            math.prod(spec.shape) * spec.storage_dtype.itemsize,
+            math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize,
+        )
+        for path, spec in named.items()
+    ]
+
+
+def label_of(spec: LayoutSpec) -> str:
+    """A spec in a few words: what is not said is as it is by default.
+
+    >>> from fnshard.spec import P
+    >>> import torch
+    >>> spec = LayoutSpec(P(), gradient=P("shard"), optimizer=P("shard"), compute_dtype=torch.bfloat16)
+    >>> label_of(spec.resolve(torch.ones(4), "unit"))
+    "P() f32 → bf16, gradient and optimizer P('shard')"
+    """
+    stored, computed = short_dtype(spec.storage_dtype), short_dtype(spec.compute_dtype)
+    told = [f"{spec.storage!r} {stored}" + ("" if stored == computed else f" → {computed}")]
+    if not spec.trainable:
+        told.append("frozen")
+    elif spec.gradient == spec.optimizer != spec.storage:
+        told.append(f"gradient and optimizer {spec.gradient!r}")
+    else:
+        other = {"gradient": spec.gradient, "optimizer": spec.optimizer}
+        told += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
+    told += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
+    told += [] if spec.memory == "device" else [f"on the {spec.memory}"]
+    if spec.trainable and spec.optimizer_memory != "device":
+        streamed = " (streamed)" if spec.updated_on == "device" else ""
+        told.append(f"optimizer on the {spec.optimizer_memory}{streamed}")
+    return ", ".join(told)
+
+
+def together(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
+    found: dict[tuple[str, tuple[int, ...], str], Leaf] = {}
+    for leaf in leaves:
+        path, unit = (NUMBER.sub("*", name) for name in (leaf.path, leaf.unit))
+        key = path, leaf.shape, leaf.label
+        seen = found.get(key)
+        found[key] = (
+            replace(leaf, path=path, unit=unit)
+            if seen is None
+            else replace(
+                seen, bytes=seen.bytes + leaf.bytes, mine=seen.mine + leaf.mine, count=seen.count + 1
+            )
+        )
+    return sorted(found.values(), key=lambda leaf: -leaf.bytes)
+
+
+def labels_of(leaves: Sequence[Leaf]) -> dict[str, tuple[int, int]]:
+    """Bytes of the whole and of one rank by spec, the largest first."""
+    sums: dict[str, tuple[int, int]] = {}
+    for leaf in leaves:
+        whole, mine = sums.get(leaf.label, (0, 0))
+        sums[leaf.label] = whole + leaf.bytes, mine + leaf.mine
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0]))

@@ -1,0 +1,67 @@
+"""Scales: the unit in which bytes and seconds are read, and ranks in few characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+SECONDS = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from, times, unit
+RUNS = 3  # of ranks that are named before the rest is left out
+
+
+def byte_unit(size: float) -> tuple[float, str]:
+    """What to multiply bytes by, and its name, for sizes up to `size`."""
+    least, unit = next((row for row in BYTES if size >= row[0]), BYTES[-1])
+    return 1 / least, unit
+
+
+def byte_text(size: float) -> str:
+    """A size in the unit that shows some digits.
+
+    >>> byte_text(69_851_020_000), byte_text(512), byte_text(0)
+    ('69.85 GB', '512 B', '0 B')
+    """
+    scale, unit = byte_unit(size)
+    return f"{digits(size * scale)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """What to multiply seconds by, and its name, for times up to `seconds`."""
+    return next((times, unit) for least, times, unit in SECONDS if seconds >= least)
+
+
+def time_text(seconds: float) -> str:
+    """A time in the unit that shows some digits.
+
+    >>> time_text(3.095), time_text(42), time_text(0.00002)
+    ('3,095 ms', '42 s', '20 µs')
+    """
+    scale, unit = time_unit(seconds)
+    return f"{digits(seconds * scale)} {unit}"
+
+
+def digits(value: float) -> str:
+    """Four digits, never as a power of ten.
+
+    >>> digits(0.0321), digits(3.14159), digits(123456.7), digits(0)
+    ('0.0321', '3.142', '123,457', '0')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.0f}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Rising ranks, runs of neighbours joined, steps of one size and long lists cut short.
+
+    >>> ranks_text([0, 1, 2, 3]), ranks_text([5]), ranks_text([0, 4])
+    ('0-3', '5', '0, 4')
+    >>> ranks_text(range(0, 1024, 8)), ranks_text([0, 1, 8, 9])
+    ('0, 8 … 1016', '0-1, 8-9')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(shown) if len(shown) <= RUNS else f"{shown[0]}, {shown[1]} … {shown[-1]}"

@@ -1,0 +1,161 @@
+"""Sharding: pictures of a mesh, and of one leaf on it: which rank holds which rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fnshard.mesh import Mesh
+from fnshard.plot.blocks import Grid, grid_of, layouts_of, mesh_rows, padding_text
+from fnshard.plot.canvas import colour_map, figure_of, save, text_on
+from fnshard.plot.scales import ranks_text
+from fnshard.spec import LayoutSpec, P
+
+PALE = "#f2f2f2"
+TICKS = 12  # block borders that are numbered
+FEW = 16  # blocks that are told apart by hue; more are a gradient
+
+
+def mesh(mesh: Mesh, path: str | Path) -> Path:
+    """The mesh's ranks on its axes, the last one across; rows that differ in other axes in other colours.
+
+    Args:
+        mesh: may be abstract.
+        path: of the picture, .png or .svg; its folder is made.
+    """
+    rows = mesh_rows(mesh)
+    across = max(len(row) for _, row in rows)
+    cell = min(0.75, 14 / across, max(24 / len(rows), 0.05))  # inches
+    label = max(len(name) for name, _ in rows)
+    figure, axes = figure_of(max(0.09 * label + cell * across + 0.8, 4.5), max(cell * len(rows), 0.5) + 1.2)
+    shades = _shades(len(rows))
+    size = min(10.0, 72 * cell / (0.75 * len(str(mesh.size - 1))))
+    for down, (_, row) in enumerate(rows):
+        for place, rank in enumerate(row):
+            _box(axes, (place, down, 1, 1), shades[down])
+            _say(axes, (place, down, 1, 1), shades[down], str(rank) if size >= 5 else "", size)
+    step = max(1, round(len(rows) * 0.18 / max(cell * len(rows), 0.5)))  # rows to a readable name
+    axes.set_yticks([i + 0.5 for i in range(0, len(rows), step)], [n for n, _ in rows[::step]])
+    wrapped = len(mesh.names) == 1 and len(rows) > 1
+    _across(axes, across, mesh.names[-1] if not wrapped else "")
+    axes.set(xlim=(0, across), ylim=(len(rows), 0))
+    _bare(axes)
+    told = ", ".join(mesh.data_axes)
+    axes.set_title(f"{mesh}: {mesh.size:,} ranks, the batch is split over {told}", fontsize=11, loc="left")
+    return save(figure, path)
+
+
+def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[int] | None = None) -> Path:
+    """Which rank holds which rows and columns of a leaf; padding is hatched.
+
+    A leaf whose gradient or optimizer state lies otherwise than its storage gets a panel for each.
+
+    Args:
+        spec: one leaf's; or a P, with `shape`.
+        mesh: may be abstract.
+        path: of the picture, .png or .svg; its folder is made.
+        shape: of the whole leaf, where the spec does not know it.
+
+    Raises:
+        SpecError: no layout, no shape, or they do not fit each other and the mesh.
+    """
+    layouts, whole = layouts_of(spec, shape)
+    figure, panels = figure_of(1.2 + 5.4 * len(layouts), 5.2, 1, len(layouts), squeeze=False)
+    for axes, (layout, fields) in zip(panels.flat, layouts.items(), strict=True):
+        grid = grid_of(layout, whole, mesh)
+        _draw(axes, grid)
+        axes.set_title(f"{fields}: {layout!r}", fontsize=11, loc="left")
+        notes = [padding_text(grid)]
+        notes += [f"dim {d} is cut too: the ranks of a block hold pieces of it" for d in grid.hidden]
+        across = "" if grid.dims[1] is None else f"dim {grid.dims[1]}"
+        axes.set_xlabel("\n".join(filter(None, [across, *notes])))
+        axes.set_ylabel("" if grid.dims[0] is None else f"dim {grid.dims[0]}")
+    figure.suptitle(f"{list(whole)} on {mesh}: which rank holds what", fontsize=12)
+    return save(figure, path)
+
+
+def _draw(axes: Any, grid: Grid) -> None:
+    """Blocks where they lie in the padded leaf."""
+    down, across = grid.block
+    whole, inches = grid.padded, (3.9, 4.6)  # about what the axes have
+    shades = _shades(len(grid.ranks))
+    for place, ((i, j), ranks) in enumerate(sorted(grid.ranks.items())):
+        box = (j * across, i * down, across, down)
+        high, wide = (
+            n * edge / (total or 1) for n, edge, total in zip(grid.block, inches, whole, strict=True)
+        )
+        text = ranks_text(ranks)
+        size = min(11.0, 72 * wide / (0.62 * max(len(text), 1)), 72 * high / 1.3)
+        held = (grid.rows[i][1] - grid.rows[i][0], grid.columns[j][1] - grid.columns[j][0])
+        _box(axes, box, shades[place])
+        _hatch(axes, box, held)
+        _say(axes, box, shades[place] if all(held) else PALE, text if size >= 5 else "", size)
+    for axis, spans, block in ((axes.yaxis, grid.rows, down), (axes.xaxis, grid.columns, across)):
+        borders = [i * block for i in range(len(spans)) if spans[i][0] < spans[i][1] or i == 0]
+        step = max(1, -(-len(borders) // TICKS))
+        shown = [*borders[::step], spans[-1][1]]
+        near = len(spans) * block * 0.04  # the end's number would lie on the one before
+        axis.set_ticks([*(b for b in shown[:-1] if shown[-1] - b > near or b == 0), shown[-1]])
+        axis.set_major_formatter("{x:.0f}")
+    for which, dim in (("y", grid.dims[0]), ("x", grid.dims[1])):
+        if dim is None:
+            axes.tick_params(
+                axis=which, left=False, bottom=False, labelleft=which != "y", labelbottom=which != "x"
+            )
+    axes.set(xlim=(0, whole[1] or 1), ylim=(whole[0] or 1, 0))
+    axes.spines[:].set_visible(False)
+
+
+def _box(axes: Any, box: tuple[float, ...], colour: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle(box[:2], *box[2:], facecolor=colour, edgecolor="white", linewidth=0.8))
+
+
+def _say(axes: Any, box: tuple[float, ...], colour: Any, text: str, size: float) -> None:
+    left, top, width, height = box
+    if text:
+        axes.text(
+            left + width / 2, top + height / 2, text, ha="center", va="center", fontsize=size,
+            color=text_on(colour),
+        )  # fmt: skip
+
+
+def _hatch(axes: Any, box: tuple[float, ...], held: tuple[int, int]) -> None:
+    """Mark what of a block is padding."""
+    from matplotlib.patches import Rectangle
+
+    left, top, width, height = box
+    parts = [(left, top, width, height)] if not all(held) else [
+        (left, top + held[0], width, height - held[0]),
+        (left + held[1], top, width - held[1], held[0]),
+    ]  # fmt: skip
+    for x, y, w, h in parts:
+        if w > 0 and h > 0:
+            look = {"facecolor": PALE, "edgecolor": "#555555", "linewidth": 0.0, "hatch": "////"}
+            axes.add_patch(Rectangle((x, y), w, h, **look, alpha=0.8))
+
+
+def _shades(count: int) -> list[Any]:
+    """Colours of so many things in order: apart where they are few."""
+    if count <= FEW:
+        few = colour_map("tab20")
+        return [few((2 * i + 1) % 20 if i < 10 else 2 * (i - 10)) for i in range(count)]  # pale ones first
+    many = colour_map("viridis")
+    return [many(0.15 + 0.85 * i / (count - 1)) for i in range(count)]
+
+
+def _across(axes: Any, count: int, name: str) -> None:
+    step = max(1, -(-count // TICKS))
+    axes.set_xticks([i + 0.5 for i in range(0, count, step)], [str(i) for i in range(0, count, step)])
+    axes.xaxis.tick_top()
+    axes.set_xlabel(name)
+    axes.xaxis.set_label_position("top")
+    if not name:
+        axes.set_xticks([])
+
+
+def _bare(axes: Any) -> None:
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)

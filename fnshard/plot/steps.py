@@ -1,0 +1,165 @@
+"""Steps: what a schedule holds and moves: memory over its instructions, traffic by collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fnshard.errors import SpecError, report
+from fnshard.plot.canvas import COLOURS, figure_of, save
+from fnshard.plot.lanes import LANE_VERBS
+from fnshard.plot.scales import byte_text, byte_unit, digits
+
+TIERS = ("host", "disk")  # whose bytes are not on the device
+TRANSFERRED = ("to_device", "to_host")  # which go over a rank's own link, not from rank to rank
+
+
+def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path:
+    """Bytes by category over the schedule, stacked; phases and the peak are marked.
+
+    Args:
+        memory: a `Lowered`, its `memory_timeline()`, or that as a dict: bytes at each instruction by
+            category, and under "lines" the text of each instruction.
+        path: of the picture, .png or .svg; its folder is made.
+        limit: bytes that there are; a dashed line.
+    """
+    phases, series = memory_series(memory)
+    totals = totals_of(series)
+    count = len(totals)
+    scale, unit = byte_unit(max(totals, default=0))
+    colours = {
+        name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)
+    }  # of a category, always the same
+    shown = {name: values for name, values in series.items() if any(values)}
+    figure, axes = figure_of(11, 5)
+    axes.stackplot(
+        range(count),
+        [[b * scale for b in values] for values in shown.values()],
+        labels=list(shown),
+        colors=[colours[name] for name in shown],
+        step="post",
+        linewidth=0,
+    )
+    peak = max(range(count), key=totals.__getitem__, default=0)
+    if count:
+        axes.plot([peak], [totals[peak] * scale], "v", color="black", clip_on=False)
+        axes.annotate(
+            f"peak {byte_text(totals[peak])}, line {peak}",
+            (peak, totals[peak] * scale),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="right" if peak > count / 2 else "left",
+        )
+    top = max(totals, default=0)
+    if limit is not None and limit < 3 * top:  # far above, it would flatten all else
+        axes.axhline(limit * scale, color="black", linewidth=1.2, linestyle="--")
+        axes.annotate(
+            f"there are {byte_text(limit)}", (0, limit * scale), xytext=(4, 3), textcoords="offset points"
+        )
+        top = max(top, limit)
+    axes.set_ylim(0, 1.2 * top * scale or 1)
+    axes.set_xlim(0, max(count - 1, 1))
+    _mark_phases(axes, phases)
+    axes.set_xlabel("instruction of the schedule")
+    axes.set_ylabel(f"{unit} on one rank")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, reverse=True)
+    return save(figure, path)
+
+
+def traffic(comm: Any, path: str | Path) -> Path:
+    """Bytes that one rank sends to others, by collective; below them, hatched, those that transfers move
+    over its host link.
+
+    Args:
+        comm: a `Lowered`, its `comm_analysis()`, or `{verb: {"sent_bytes": b, "count": n}}`; of the
+            transfers, "to_device" and "to_host", `bytes` is drawn.
+        path: of the picture, .png or .svg; its folder is made.
+
+    Raises:
+        SpecError: something else.
+    """
+    rows = traffic_rows(comm)
+    scale, unit = byte_unit(max((size for _, size, _ in rows), default=0))
+    figure, axes = figure_of(8, 1.4 + 0.5 * max(len(rows), 1))
+    values = [size * scale for _, size, _ in rows]
+    colours = [LANE_VERBS.get(name.split()[0], COLOURS[0]) for name, _, _ in rows]
+    bars = axes.barh(range(len(rows)), values, color=colours, edgecolor="white")
+    for bar, (name, _, _) in zip(bars, rows, strict=True):
+        bar.set_hatch("//" if name in TRANSFERRED else None)
+    axes.bar_label(
+        bars, [f"{digits(v)} {unit}, {n} ×" for v, (_, _, n) in zip(values, rows, strict=True)], padding=4
+    )
+    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _, _ in rows])
+    axes.set_ylim(max(len(rows), 1) - 0.4, -0.6)
+    axes.set_xlim(0, 1.3 * max(values, default=0) or 1)
+    if not rows:
+        axes.text(0.5, 0.5, "nothing is sent", transform=axes.transAxes, ha="center", va="center")
+    hatched = any(name in TRANSFERRED for name, _, _ in rows)
+    axes.set_xlabel(
+        f"{unit} that one rank sends to others in a step{'; hatched: over its host link' if hatched else ''}"
+    )
+    return save(figure, path)
+
+
+# ------------------------------------------------------------------ what is drawn
+
+
+def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
+    """Phases by instruction, and bytes by category and instruction."""
+    if hasattr(memory, "memory_timeline"):
+        memory = memory.memory_timeline()
+    values = memory.as_dict() if hasattr(memory, "as_dict") else dict(memory)
+    phases = [line.split(" ", 1)[0] for line in values.pop("lines", ())]
+    return phases, {name: list(series) for name, series in values.items() if name not in TIERS}
+
+
+def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
+    """Bytes by instruction."""
+    return [sum(values) for values in zip(*series.values(), strict=True)]
+
+
+def traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
+    """Verb, bytes and count: collectives by what one rank sends, then transfers by what they move."""
+    if hasattr(comm, "comm_analysis"):
+        comm = comm.comm_analysis()
+    values = comm.as_dict() if hasattr(comm, "as_dict") else comm
+    if not isinstance(values, Mapping):
+        raise SpecError(
+            report(
+                f"fs.plot.traffic draws a step's traffic, not {type(comm).__name__}.",
+                fix="pass a lowered step, or its lowered.comm_analysis().",
+            )
+        )
+    rows = [
+        (verb, float(sums["bytes" if verb in TRANSFERRED else "sent_bytes"]), int(sums.get("count", 0)))
+        for verb, sums in values.get("verbs", values).items()
+        if isinstance(sums, Mapping)
+    ]
+    return sorted(rows, key=lambda row: (row[0] in TRANSFERRED, -row[1]))
+
+
+def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Phase, first instruction and the one behind its last; updates strewn into a phase count to it."""
+    plain = [p.replace(".", " ") for p in phases]
+    last_of = {p: i for i, p in enumerate(plain)}
+    runs: list[tuple[str, int, int]] = []
+    for index, phase in enumerate(plain):
+        if runs and phase.startswith("update") and last_of[runs[-1][0]] > index:
+            phase = runs[-1][0]
+        if runs and runs[-1][0] == phase:
+            runs[-1] = (phase, runs[-1][1], index + 1)
+        else:
+            runs.append((phase, index, index + 1))
+    return runs
+
+
+def _mark_phases(axes: Any, phases: Sequence[str]) -> None:
+    """A line and a name where the schedule turns from one phase to the next."""
+    for name, start, end in phase_runs(phases):
+        if end - start >= max(3, len(phases) / 30):  # or its name would not fit
+            axes.text(
+                (start + end) / 2, 0.99, name, transform=axes.get_xaxis_transform(), ha="center", va="top"
+            )
+            if start:
+                axes.axvline(start, color="black", linewidth=0.6, linestyle=":")

@@ -1,0 +1,159 @@
+"""Treemap: a tree's leaves as boxes, as large as their bytes, coloured by spec, units boxed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fnshard.errors import leaves as count_of
+from fnshard.mesh import Mesh
+from fnshard.plot.canvas import COLOURS, figure_of, save, text_on
+from fnshard.plot.leaves import Leaf, labels_of, leaves_of
+from fnshard.plot.scales import byte_text
+
+WIDTH, HEIGHT = 11.0, 6.5  # inches
+CHARACTER, LINE = 0.62, 1.35  # of a font's size: how wide a letter is, how far lines are apart
+LEGEND = 8  # specs that are named
+Box = tuple[float, float, float, float]  # left, bottom, width, height
+
+
+def tree(specs: Any, mesh: Mesh, path: str | Path, *, params: Any = None) -> Path:
+    """The whole tree's layout: a box a leaf by bytes, coloured by spec; boxes without room have no name.
+
+    Args:
+        specs: a tree of LayoutSpecs.
+        mesh: may be abstract.
+        path: of the picture, .png or .svg; its folder is made.
+        params: for specs that were written by hand, and know no shapes yet.
+
+    Raises:
+        SpecError: specs without shapes, or that do not fit the mesh.
+    """
+    leaves = leaves_of(specs, mesh, params)
+    sums = labels_of(leaves)
+    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(sums)}
+    figure, axes = figure_of(WIDTH, HEIGHT + 0.35 + 0.22 * min(len(sums), LEGEND))
+    units: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        units.setdefault(leaf.unit, []).append(leaf)
+    named = list(units.items())
+    areas = [sum(leaf.bytes for leaf in mine) for _, mine in named]
+    for (unit, mine), box in zip(named, squarify(areas, (0, 0, WIDTH, HEIGHT)), strict=True):
+        if box[2] * box[3] > 0:
+            _draw_unit(axes, unit, mine, box, colours)
+    axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))
+    axes.axis("off")
+    whole, one = sum(leaf.bytes for leaf in leaves), sum(leaf.mine for leaf in leaves)
+    axes.set_title(
+        f"{count_of(len(leaves))}, {byte_text(whole)} stored; {byte_text(one)} on one rank of {mesh}",
+        fontsize=11, loc="left",
+    )  # fmt: skip
+    _legend(figure, sums, colours)
+    return save(figure, path)
+
+
+def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
+    """Boxes of these areas that fill a box, as square as can be, largest first at the left and top.
+
+    Squarified treemaps (Bruls, Huizing and van Wijk, 2000). Boxes come in the order of `sizes`.
+
+    >>> squarify([1, 3], (0, 0, 4, 1))
+    [(3.0, 0, 1.0, 1.0), (0, 0, 3.0, 1.0)]
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    total, (left, bottom, width, height) = sum(sizes), box
+    if not total:
+        return [(left, bottom, 0.0, 0.0)] * len(sizes)
+    scale, out = width * height / total, [(left, bottom, 0.0, 0.0)] * len(sizes)
+    place = 0
+    while place < len(order):
+        side = min(width, height)
+        end, strip = place + 1, sizes[order[place]] * scale
+        worst = _worst([strip], side)
+        while end < len(order):
+            areas = [sizes[i] * scale for i in order[place : end + 1]]
+            if _worst(areas, side) > worst:
+                break
+            worst, strip, end = _worst(areas, side), sum(areas), end + 1
+        thick = strip / side if side else 0.0
+        at = 0.0
+        for i in order[place:end]:
+            long = sizes[i] * scale / thick if thick else 0.0
+            if width >= height:  # a column at the left, from the top
+                out[i] = (left, bottom + height - at - long, thick, long)
+            else:  # a row at the top, from the left
+                out[i] = (left + at, bottom + height - thick, long, thick)
+            at += long
+        if width >= height:
+            left, width = left + thick, width - thick
+        else:
+            height -= thick
+        place = end
+    return out
+
+
+def _worst(areas: Sequence[float], side: float) -> float:
+    """The most oblong of boxes of these areas in one strip along `side`."""
+    total, least, most = sum(areas), min(areas), max(areas)
+    if not least or not side:
+        return float("inf")
+    return max(side * side * most / total**2, total**2 / (side * side * least))
+
+
+def _draw_unit(axes: Any, unit: str, leaves: Sequence[Leaf], box: Box, colours: dict[str, str]) -> None:
+    """Its leaves, and a frame around them with its name."""
+    from matplotlib.patches import Rectangle
+
+    left, bottom, width, height = box
+    size = min(9.0, max(5.0, 72 * width / (CHARACTER * max(len(unit), 1)) * 0.9))
+    titled = len(leaves) > 1 and height > 0.5 and _fits(unit, size, width, height)
+    head = size * LINE / 72 if titled else 0.0
+    inner = (left, bottom, width, height - head)
+    for leaf, inside in zip(leaves, squarify([x.bytes for x in leaves], inner), strict=True):
+        if inside[2] * inside[3] <= 0:
+            continue
+        colour = colours[leaf.label]
+        axes.add_patch(Rectangle(inside[:2], *inside[2:], facecolor=colour, edgecolor="white", linewidth=0.5))
+        _name(axes, leaf, inside, colour, within=titled)
+    axes.add_patch(Rectangle((left, bottom), width, height, fill=False, edgecolor="#222222", linewidth=0.9))
+    if titled:
+        axes.text(left + width / 2, bottom + height - head / 2, unit, fontsize=size, ha="center", va="center")
+
+
+def _name(axes: Any, leaf: Leaf, box: Box, colour: str, *, within: bool) -> None:
+    """The longest of a leaf's names that fits into its box, or none."""
+    left, bottom, width, height = box
+    shape = " × ".join(map(str, leaf.shape)) or "scalar"
+    short = leaf.path.removeprefix(f"{leaf.unit}.") if within else leaf.path
+    tails = [short.split(".", n)[-1] for n in range(short.count(".") + 1)]
+    texts = [f"{tail}\n{more}" for tail in tails for more in (f"{shape}\n{byte_text(leaf.bytes)}", shape)]
+    for size in (9.0, 7.5, 6.0):
+        text = next((t for t in [*texts, *tails] if _fits(t, size, width, height)), None)
+        if text is not None:
+            axes.text(
+                left + width / 2, bottom + height / 2, text, fontsize=size, color=text_on(colour),
+                ha="center", va="center", linespacing=1.15,
+            )  # fmt: skip
+            return
+
+
+def _fits(text: str, size: float, width: float, height: float) -> bool:
+    lines = text.split("\n")
+    return (
+        max(map(len, lines)) * CHARACTER * size / 72 <= width - 0.06
+        and len(lines) * LINE * size / 72 <= height - 0.03
+    )
+
+
+def _legend(figure: Any, sums: dict[str, tuple[int, int]], colours: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(color=colours[label], label=f"{label}: {byte_text(whole)}, {byte_text(mine)} on one rank")
+        for label, (whole, mine) in list(sums.items())[:LEGEND]
+    ]
+    if len(sums) > LEGEND:
+        handles[-1].set_label(f"... and {len(sums) - LEGEND + 1} more specs")
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", frameon=False)
