@@ -51,7 +51,9 @@ class Sampler:
             # What stands behind `last` is never looked at: attention is causal.
             padded = window + [0] * (self.context - len(window))
             logits = self.forward(params, torch.tensor([padded], device=self.device), last)  # [1, V]
-            weights = torch.softmax(logits[0].float().cpu() / self.temperature, dim=-1)
+            # A model that is not finite (run.watch=off) gives noise, not an error: the ranks go on together.
+            logits = logits[0].float().cpu().nan_to_num()
+            weights = torch.softmax(logits / self.temperature, dim=-1)
             written.append(int(torch.multinomial(weights, 1, generator=random)))
         return self.decode(written)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -340,6 +341,9 @@ def test_a_sample_is_that_of_plain_decoding():
             written.append(int(torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=random)))
     assert sampled == sampler(params, "ab", 20, seed=4)
     assert sampled == printable(written) and sampled.startswith("ab")
+    broken = {path: torch.full_like(leaf, math.nan) for path, leaf in params.items()}
+    with torch.no_grad():
+        assert len(sampler(broken, "ab", 3, seed=4)) == 5
 
 
 # ------------------------------------------------------------------ from the command line
