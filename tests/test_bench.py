@@ -38,10 +38,10 @@ def test_null_depends_on_the_device():
 
 
 def test_all_mistakes_in_one_error():
-    wrong = {"size": "7b", "dtype": "fp8", "contenders": ["ddp", "horovod"], "rounds": 0, "steps": 3}
+    wrong = {"size": "9b", "dtype": "fp8", "contenders": ["ddp", "horovod"], "rounds": 0, "steps": 3}
     with pytest.raises(ConfigError, match="5 problems") as caught:
         build(wrong)
-    for key in ("size=7b", "dtype=fp8", "horovod", "rounds=0", "steps: no such key"):
+    for key in ("size=9b", "dtype=fp8", "horovod", "rounds=0", "steps: no such key"):
         assert key in str(caught.value)
 
 
