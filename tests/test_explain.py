@@ -95,7 +95,7 @@ def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> N
 
 
 def test_what_does_not_fit_says_so_and_what_would() -> None:
-    little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.02"]
+    little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.013"]
     bare = explain(config_of(*little))
     assert not bare.fits and "does not fit" in words.told(bare) and "fit=true" in words.advice(bare)
     asked = explain(config_of(*little, "fit=true"))

@@ -180,4 +180,4 @@ def test_the_test_hears_what_goes_wrong(tab: Tab, tmp_path: Path) -> None:
     tab.hear("Page.loadEventFired")
     assert any(url.endswith("not_there.png") for url in tab.requests())
     told = json.dumps(tab.complaints())
-    assert "nothing is not defined" in told and "console" in told and "ERR_FILE_NOT_FOUND" in told
+    assert "nothing is not defined" in told and '"value": "no"' in told and "ERR_FILE_NOT_FOUND" in told

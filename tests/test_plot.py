@@ -120,11 +120,11 @@ def test_a_lane_says_what_takes_most_of_each_part() -> None:
 
 
 def test_memory_in_letters(low: Any) -> None:
-    said, analysis = text.memory(low, width=40, height=4).splitlines(), low.memory_analysis()
+    said, analysis = text.memory(low, width=60, height=4).splitlines(), low.memory_analysis()
     assert said[-1].endswith(f"line {analysis.at}: {analysis.line}")
     assert "forward" in said[-2] and "backward" in said[-2]
     chart = [line.partition("|")[2] for line in said[:4]]
-    assert "█" in chart[0] and max(map(len, chart)) <= 40  # the peak reaches the top
+    assert "█" in chart[0] and max(map(len, chart)) <= 60  # the peak reaches the top
     assert text.memory({"lines": []}) == "nothing runs"
 
 

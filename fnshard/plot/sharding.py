@@ -28,7 +28,10 @@ def mesh(mesh: Mesh, path: str | Path) -> Path:
     across = max(len(row) for _, row in rows)
     cell = min(0.75, 14 / across, max(24 / len(rows), 0.05))  # inches
     label = max(len(name) for name, _ in rows)
-    figure, axes = figure_of(max(0.09 * label + cell * across + 0.8, 4.5), max(cell * len(rows), 0.5) + 1.2)
+    told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
+    told += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
+    wide = max(0.09 * label + cell * across + 0.8, 0.095 * len(told) + 0.09 * label)  # the title fits too
+    figure, axes = figure_of(wide, max(cell * len(rows), 0.5) + 1.2)
     shades = _shades(len(rows))
     size = min(10.0, 72 * cell / (0.75 * len(str(mesh.size - 1))))
     for down, (_, row) in enumerate(rows):
@@ -41,8 +44,7 @@ def mesh(mesh: Mesh, path: str | Path) -> Path:
     _across(axes, across, mesh.names[-1] if not wrapped else "")
     axes.set(xlim=(0, across), ylim=(len(rows), 0))
     _bare(axes)
-    told = ", ".join(mesh.data_axes)
-    axes.set_title(f"{mesh}: {mesh.size:,} ranks, the batch is split over {told}", fontsize=11, loc="left")
+    axes.set_title(told, fontsize=11, loc="left")
     return save(figure, path)
 
 
@@ -64,9 +66,9 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[
     figure, panels = figure_of(1.2 + 5.4 * len(layouts), 5.2, 1, len(layouts), squeeze=False)
     for axes, (layout, fields) in zip(panels.flat, layouts.items(), strict=True):
         grid = grid_of(layout, whole, mesh)
-        _draw(axes, grid)
+        named = _draw(axes, grid)
         axes.set_title(f"{fields}: {layout!r}", fontsize=11, loc="left")
-        notes = [padding_text(grid)]
+        notes = [padding_text(grid), "" if named else "ranks rise from dark to bright"]
         notes += [f"dim {d} is cut too: the ranks of a block hold pieces of it" for d in grid.hidden]
         across = "" if grid.dims[1] is None else f"dim {grid.dims[1]}"
         axes.set_xlabel("\n".join(filter(None, [across, *notes])))
@@ -75,27 +77,32 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[
     return save(figure, path)
 
 
-def _draw(axes: Any, grid: Grid) -> None:
-    """Blocks where they lie in the padded leaf."""
+def _draw(axes: Any, grid: Grid) -> bool:
+    """Blocks where they lie in the padded leaf; whether there was room for their ranks' names."""
     down, across = grid.block
     whole, inches = grid.padded, (3.9, 4.6)  # about what the axes have
     shades = _shades(len(grid.ranks))
-    for place, ((i, j), ranks) in enumerate(sorted(grid.ranks.items())):
+    # What a block has of the picture, in points; its border must leave most of it.
+    high, wide = (
+        72 * n * edge / (total or 1) for n, edge, total in zip(grid.block, inches, whole, strict=True)
+    )
+    border = min(0.8, 0.1 * min(high, wide))
+    texts = {place: ranks_text(ranks) for place, ranks in grid.ranks.items()}
+    letters = max(map(len, texts.values()))  # all of one size, or none
+    size = min(11.0, wide / (0.68 * max(letters, 1)), high / 1.3)
+    for shade, (i, j) in zip(shades, sorted(grid.ranks), strict=True):
         box = (j * across, i * down, across, down)
-        high, wide = (
-            n * edge / (total or 1) for n, edge, total in zip(grid.block, inches, whole, strict=True)
-        )
-        text = ranks_text(ranks)
-        size = min(11.0, 72 * wide / (0.62 * max(len(text), 1)), 72 * high / 1.3)
         held = (grid.rows[i][1] - grid.rows[i][0], grid.columns[j][1] - grid.columns[j][0])
-        _box(axes, box, shades[place])
+        _box(axes, box, shade, border)
         _hatch(axes, box, held)
-        _say(axes, box, shades[place] if all(held) else PALE, text if size >= 5 else "", size)
+        _say(axes, box, shade if all(held) else PALE, texts[i, j] if size >= 5 else "", size)
     for axis, spans, block in ((axes.yaxis, grid.rows, down), (axes.xaxis, grid.columns, across)):
         borders = [i * block for i in range(len(spans)) if spans[i][0] < spans[i][1] or i == 0]
         step = max(1, -(-len(borders) // TICKS))
         shown = [*borders[::step], spans[-1][1]]
-        near = len(spans) * block * 0.04  # the end's number would lie on the one before
+        near = (
+            len(spans) * block * (0.04 if axis is axes.yaxis else 0.11)
+        )  # the end's number would lie on the one before
         axis.set_ticks([*(b for b in shown[:-1] if shown[-1] - b > near or b == 0), shown[-1]])
         axis.set_major_formatter("{x:.0f}")
     for which, dim in (("y", grid.dims[0]), ("x", grid.dims[1])):
@@ -105,12 +112,13 @@ def _draw(axes: Any, grid: Grid) -> None:
             )
     axes.set(xlim=(0, whole[1] or 1), ylim=(whole[0] or 1, 0))
     axes.spines[:].set_visible(False)
+    return size >= 5
 
 
-def _box(axes: Any, box: tuple[float, ...], colour: Any) -> None:
+def _box(axes: Any, box: tuple[float, ...], colour: Any, border: float = 0.8) -> None:
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle(box[:2], *box[2:], facecolor=colour, edgecolor="white", linewidth=0.8))
+    axes.add_patch(Rectangle(box[:2], *box[2:], facecolor=colour, edgecolor="white", linewidth=border))
 
 
 def _say(axes: Any, box: tuple[float, ...], colour: Any, text: str, size: float) -> None:

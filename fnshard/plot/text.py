@@ -57,7 +57,8 @@ def mesh(mesh: Mesh) -> str:
         for name, row in mesh_rows(mesh)
     ]
     label = max(len(name) for name, _ in rows)
-    told = f"{mesh}: {mesh.size} ranks, the batch is split over {', '.join(mesh.data_axes)}"
+    told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
+    told += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
     return "\n".join([told, *(f"{n.ljust(label)}  {r}" for n, r in _cut(rows, 2 * MOST_ROWS, ("⋮", "")))])
 
 
@@ -152,8 +153,8 @@ def traffic(comm: Any, *, width: int = 32) -> str:
 
     >>> from fnshard.plot import text
     >>> print(text.traffic({"gather": {"sent_bytes": 4e9, "count": 2}, "all_reduce": {"sent_bytes": 1e9}}))
-    gather         4 GB, 2 ×  ████████████████████████████████
-    all reduce     1 GB, 0 ×  ████████
+    gather        4 GB, 2 ×  ████████████████████████████████
+    all reduce    1 GB, 0 ×  ████████
     """
     rows = traffic_rows(comm)
     most = max((size for _, size, _ in rows), default=0)

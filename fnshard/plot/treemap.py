@@ -59,27 +59,21 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
     Squarified treemaps (Bruls, Huizing and van Wijk, 2000). Boxes come in the order of `sizes`.
 
     >>> squarify([1, 3], (0, 0, 4, 1))
-    [(3.0, 0, 1.0, 1.0), (0, 0, 3.0, 1.0)]
+    [(3.0, 0.0, 1.0, 1.0), (0, 0.0, 3.0, 1.0)]
     """
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    total, (left, bottom, width, height) = sum(sizes), box
-    if not total:
-        return [(left, bottom, 0.0, 0.0)] * len(sizes)
-    scale, out = width * height / total, [(left, bottom, 0.0, 0.0)] * len(sizes)
-    place = 0
-    while place < len(order):
-        side = min(width, height)
-        end, strip = place + 1, sizes[order[place]] * scale
-        worst = _worst([strip], side)
-        while end < len(order):
-            areas = [sizes[i] * scale for i in order[place : end + 1]]
-            if _worst(areas, side) > worst:
-                break
-            worst, strip, end = _worst(areas, side), sum(areas), end + 1
-        thick = strip / side if side else 0.0
+    rest, (left, bottom, width, height) = sum(sizes), box
+    out = [(left, bottom, 0.0, 0.0)] * len(sizes)
+    while order and rest:
+        side, scale = min(width, height), width * height / rest
+        count = _strip([sizes[i] * scale for i in order], side)
+        strip = sum(sizes[i] for i in order[:count])
+        last = count == len(order)
+        # Shares of what is left, not areas over lengths: small leaves stay inside though all is rounded.
+        thick = max(width, height) * (1.0 if last else min(strip / rest, 1.0))
         at = 0.0
-        for i in order[place:end]:
-            long = sizes[i] * scale / thick if thick else 0.0
+        for i in order[:count]:
+            long = side * sizes[i] / strip if strip else 0.0
             if width >= height:  # a column at the left, from the top
                 out[i] = (left, bottom + height - at - long, thick, long)
             else:  # a row at the top, from the left
@@ -89,8 +83,20 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
             left, width = left + thick, width - thick
         else:
             height -= thick
-        place = end
+        order = order[count:]
+        rest = sum(sizes[i] for i in order)
     return out
+
+
+def _strip(areas: Sequence[float], side: float) -> int:
+    """How many of these, largest first, to lay in one strip along `side`."""
+    worst = _worst(areas[:1], side)
+    for count in range(1, len(areas)):
+        more = _worst(areas[: count + 1], side)
+        if more > worst:
+            return count
+        worst = more
+    return len(areas)
 
 
 def _worst(areas: Sequence[float], side: float) -> float:
