@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import schema
-from experiments.checks import ConfigError, refusal
+from experiments.checks import ConfigError, refusal, unmakeable
 from experiments.form import Form
 from experiments.nearest import no_such_key
 from experiments.sources import TYPED, Line, lines_of, with_sources
@@ -67,8 +67,13 @@ def ask(form: Form, arguments: list[str]) -> Asked:
     with loader_of(form, flags.config_dir) as loader:
         try:
             asked, problems = _asked(named, loader, flags)
+        except ConfigError:
+            raise
         except HYDRAS as error:  # of a file, before any argument is looked at
             raise ConfigError(_in_one_line(error)) from None
+        except Exception as error:  # all of this reads what people wrote; HYDRA_FULL_ERROR=1 shows the rest
+            told = f"{type(error).__name__}: {_in_one_line(error)[:200]}"
+            raise ConfigError(f"the files of this configuration cannot be read: {told}") from error
     if problems:
         raise refusal(problems)
     return asked
@@ -106,8 +111,14 @@ def _asked(form: Form, loader: ConfigLoader, flags: argparse.Namespace) -> tuple
     known = Known(schema.leaves(form.config), groups_of(form, loader))
     sweeps = flags.multirun or any(o.input_line == "hydra.mode=MULTIRUN" for o in overrides)
     good, unsure = [], set()
+    searched = any(o.key_or_group in ("hydra/sweeper", "hydra.sweeper") for o in overrides)
     for override in overrides:
         wrong = list(problems_of(override, known, sweeps=sweeps))
+        if override.value_type in UNLISTED and sweeps and not searched:
+            line = f"{override.input_line} ({TYPED})"
+            wrong.append(
+                f"{line}: an interval is for a search. Fix: hydra/sweeper=search_lr; or name values, 1,2."
+            )
         problems += wrong
         if wrong:
             unsure.add(re.split(r"[.@]", override.key_or_group)[0])
@@ -171,10 +182,22 @@ def _composed(
     sources = {line.key: line.source for line in written}
     sources |= {override.key_or_group: TYPED for override in overrides}
     problems = [f"{key} ({_nearest_source(key, sources)}): {why}" for key, why in refused(composed.hydra)]
+    problems += [
+        f"{key}={said} ({_nearest_source(key, sources)}): {why}." for key, said, why in _places(composed)
+    ]
     if problems or not valued:
         return Asked(), problems
     config, problems = _built(form, composed, unsure)
     return Asked(config, sources), [with_sources(problem, sources) for problem in problems]
+
+
+def _places(composed: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """Folders that cannot be made: key, what is written, and why."""
+    for key in ("hydra.run.dir", "hydra.sweep.dir"):
+        said = str(_raw(composed, key).partition("=")[2])
+        why = unmakeable(said.partition("${")[0] or ("" if not said else "."))
+        if why:
+            yield key, said, why
 
 
 def _of_keys(known: Known, written: list[Line], overrides: list[Override]) -> Iterator[str]:

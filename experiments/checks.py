@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 NODES = {"AdamWConfig": "optimizer", "SGDConfig": "optimizer", "ShardsConfig": "data",
          "FinetuneDataConfig": "data", "ExplainConfig": ""}  # fmt: skip
+
+
+def unmakeable(place: str) -> str:
+    """Why a folder cannot be made, or written; "" if it can.
+
+    >>> unmakeable("outputs/today"), unmakeable("/dev/null/x"), unmakeable("")
+    ('', '/dev/null is no folder', 'names no folder')
+    """
+    if not place.strip():
+        return "names no folder"
+    path = Path(place).absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 class ConfigError(ValueError):

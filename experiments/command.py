@@ -24,7 +24,8 @@ from experiments.typed import flags_of
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 # A folder that cannot be written, a full disk: of the machine, not of the program.
-NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR,
+           errno.EEXIST, errno.ENOENT)  # fmt: skip
 SAID = (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 

@@ -221,14 +221,17 @@ class Report:
 def read_rows(path: Path | None, made: int) -> list[dict[str, Any]]:
     """The rows of a metrics file up to step `made`, without what was measured behind it: that is done again.
 
-    Anything behind a line that a killed process has left torn is gone.
+    Anything behind a line that is torn, as a killed process leaves one, or no row, is gone.
     """
     rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+    there = path is not None and path.exists()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
+            break
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
             break
         if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
             rows.append(row)

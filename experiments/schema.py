@@ -89,6 +89,8 @@ def _value(hint: Any, value: Any, path: str, problems: list[str], unsure: frozen
         problems.append(f"{path}={value!r}: expected {wanted.__name__}, got {type(value).__name__}.")
     elif wanted is float and not math.isfinite(value):
         problems.append(f"{path}={value!r}: expected a finite number.")
+    elif wanted is int and abs(value) >= 2**63:
+        problems.append(f"{path}={value!r}: must be below 2**63.")
     return value
 
 

@@ -13,6 +13,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import OmegaConf
 
+from experiments.checks import ConfigError
 from experiments.form import ROOT
 
 TYPED = "command line"
@@ -57,8 +58,10 @@ def _values(path: Path, prefix: str) -> Iterator[Line]:
     plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    if not isinstance(plain, dict) or root is None:
+    if root is None:
         return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{shown}: expected lines of `key: value`, not {text.strip()[:40]!r}.")
     for node, _ in root.value:
         if node.value != "defaults":
             yield from _below(root, plain, node.value, prefix, str(shown))

@@ -121,6 +121,9 @@ def problems_of(override: Override, known: Known, *, sweeps: bool) -> Iterator[s
 
 def _of_group(override: Override, known: Known, line: str) -> Iterator[str]:
     group, choices = override.key_or_group, known.groups[override.key_or_group]
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP and not override.value().filter(choices):
+        yield f"{line}: matches none of {', '.join(choices)}."
+        return
     if override.is_add() or override.is_force_add():
         yield f"{line}: {group} is there already. Fix: {override.input_line.lstrip('+')}."
         return

@@ -64,6 +64,7 @@ WRONG_TRAIN = {
     "hydra/launcher=slurm_": r"no such choice\. .*hydra/launcher has basic",
     # ---- types
     "run.steps=many": rf"run\.steps=many{CL}: expected a whole number, not 'many'\.",
+    "run.steps=99999999999999999999": r"must be below 2\*\*63",
     "run.steps=1.5": r"expected a whole number, not 1\.5\.",
     "run.steps=null": r"expected a whole number, not null\.",
     "run.steps=[1,2]": r"expected a whole number, not \[1, 2\]\.",
@@ -79,6 +80,10 @@ WRONG_TRAIN = {
     "run.steps=5,10": rf"run\.steps=5,10{CL}: several values are a sweep\. Fix: --multirun",
     "run.seed=range(3)": r"several values are a sweep\. Fix: --multirun",
     "--stpes 5": rf"unrecognized arguments: --stpes{CL}",
+    "--multirun strategy=glob(qq*)": rf"strategy=glob\(qq\*\){CL}: matches none of auto, full_shard",
+    "--multirun run.steps=interval(1,3)": r"an interval is for a search\. Fix: hydra/sweeper=search_lr",
+    "hydra.run.dir=/dev/null/x": rf"hydra\.run\.dir=/dev/null/x{CL}: /dev/null is no folder",
+    "hydra.run.dir=''": r"hydra\.run\.dir=.*: names no folder",
     "--multirun strategy=zero1,zer2": r"no such choice\. Did you mean strategy=zero2\?",
     "--multirun run.steps=2,many": r"expected a whole number, not 'many'\.",
     # ---- values
@@ -232,6 +237,9 @@ def file_of(folder: Path, text: str) -> str:
         ("strategy:\n  _target_: os.system\n", r"strategy\._target_=os\.system \(.*:3\): no such key"),
         ("defaults:\n  - override /strategy: zer2\n", r"Could not find 'strategy/zer2'"),
         ("run: [1\n", r"mine\.yaml"),
+        ("just words", r"mine\.yaml: expected lines of `key: value`, not "),
+        ("run: &r\n  steps: *r\n", r"cannot be read: RecursionError"),
+        ("defaults: [mine, _self_]\n", r"cannot be read: RecursionError"),
         ("run: 5\n", r"run=5 \(.*mine\.yaml:2\): has keys below it; a choice belongs to the defaults"),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_train import SMALL, compose, rows_of
 
 from experiments import train
 from experiments.config import ConfigError
@@ -24,7 +25,7 @@ from experiments.data import spans
 from experiments.data.shardfolder import HEADER, check_vocab, open_shards
 from experiments.data.shards import ShardLoader
 from experiments.data.shardwriter import dtype_of
-from experiments.data.sources import find
+from experiments.data.sources import find, split
 from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
 from experiments.loop import train as run_training
 from experiments.place import place
@@ -38,7 +39,6 @@ from experiments.tokenize.job import tokenize
 from experiments.tokenize.journal import NAME
 from fnshard.mesh import make_mesh
 from fnshard.rank import Stop
-from tests.test_train import SMALL, compose, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EOS = byte_tokenizer().eos
@@ -303,6 +303,17 @@ def test_a_folder_of_another_command_is_left_alone(texts, tmp_path):
         tokenize(config(out, texts))
     with pytest.raises(ConfigError, match=r"(?s)holds something else:.*01\.md.*Fix: an empty"):
         tokenize(config(texts / "sub", texts))
+
+
+def test_of_two_files_one_is_held_out(tmp_path):
+    for name, size in (("large", 400), ("small", 40)):
+        (tmp_path / f"{name}.txt").write_text("word " * size)
+    found = find([str(tmp_path)])
+    for percent in (1, 99):
+        sides = split(found, percent, ())
+        assert [[s.name for s in sides[side]] for side in ("train", "held_out")] in (
+            [["large.txt"], ["small.txt"]], [["small.txt"], ["large.txt"]]
+        )  # fmt: skip
 
 
 def test_what_cannot_be_tokenised(texts, tmp_path):

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.checks import ConfigError, unmakeable
 from experiments.command import concluded
 from experiments.compare.files import write
 from experiments.compare.outcome import found
@@ -19,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.compare",
         description="Compare runs of train and of finetune, finished or not: a table, a CSV, their curves.",
-        epilog="example: python -m experiments.compare multirun/2030-01-31/* outputs/2030-01-31/12-00-00",
+        epilog="example:\n  python -m experiments.compare 'multirun/2030-01-31/*' outputs/2030-01-31/12-00",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", nargs="+", help="the folder of a run, of a sweep, or above them; a glob")
     parser.add_argument("--metric", default=HELD_OUT, help="what they are sorted by (default: %(default)s)")
@@ -30,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compare(places: Sequence[str], metric: str, out: Path) -> None:
     """Compare the runs that lie in folders, or below them."""
+    why = unmakeable(str(out))
+    if why:
+        raise ConfigError(f"--out={out}: {why}.")
     told, _ = write(found(places), metric, out, "compare", "compare.txt")
     print(f"{told}\nresults: {out.resolve()}", flush=True)
 

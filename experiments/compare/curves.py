@@ -40,7 +40,9 @@ def draw(ranking: Ranking, path: Path) -> bool:
     axes = figure.subplots()
     colors, scale = _colors(drawn, differences(ranking.outcomes))
     for place, outcome in reversed(list(enumerate(drawn))):  # the best on top
-        _curve(axes, outcome, key, colors[place], labels.get(outcome.folder))
+        # Wider the further behind: curves that coincide are all to be seen.
+        wide = 1.3 * place if len(drawn) <= NAMED else 0.0
+        _curve(axes, outcome, key, colors[place], labels.get(outcome.folder), wide)
     axes.set(xlabel="step", ylabel=_title(key))
     _limit(axes, drawn, key)
     axes.grid(alpha=0.25)
@@ -89,15 +91,15 @@ def labels_of(ranking: Ranking, named: Sequence[Outcome]) -> dict[Path, str]:
     return out
 
 
-def _curve(axes: Any, outcome: Outcome, key: str, color: Any, label: str | None) -> None:
+def _curve(axes: Any, outcome: Outcome, key: str, color: Any, label: str | None, wide: float) -> None:
     curve = points(outcome, key)
     thin = {"color": color, "label": label} if len(curve) <= SMOOTH else {"color": color, "alpha": 0.15}
-    axes.plot(*zip(*curve, strict=True), lw=1.2 if "label" in thin else 0.6, **thin)
+    axes.plot(*zip(*curve, strict=True), lw=1.2 + wide if "label" in thin else 0.6, **thin)
     if "label" not in thin:
-        axes.plot(*zip(*smooth(curve), strict=True), lw=1.4, color=color, label=label)
+        axes.plot(*zip(*smooth(curve), strict=True), lw=1.4 + wide, color=color, label=label)
     held_out = points(outcome, HELD_OUT) if key == "loss" else []
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4, color=color)
+        axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4 + wide, color=color)
     if len(curve) == 1:
         axes.plot(*curve[0], ".", color=color)
 

@@ -85,10 +85,17 @@ def split(sources: Iterable[Source], percent: int, held_out: Sequence[str]) -> d
         idle -= matching
         held = bool(matching) if held_out else is_held_out(source.name, percent)
         sides["held_out" if held else "train"].append(source)
+    if not held_out:  # of few files none, or all, may have been drawn: the smallest changes sides
+        for empty, full in (("held_out", "train"), ("train", "held_out")):
+            some = sorted((s for s in sides[full] if s.size), key=lambda s: (s.size, s.name))
+            if len(some) > 1 and not sum(s.size for s in sides[empty]):
+                sides[full].remove(some[0])
+                sides[empty].append(some[0])
     wrong = [f"held_out={glob}: matches no file" for glob in held_out if glob in idle]
     for side, files in sides.items():
         if not sum(source.size for source in files):
-            wrong.append(f"{side}: no text in {len(files)} files")
+            count = "1 file" if len(files) == 1 else f"{len(files)} files"
+            wrong.append(f"{side}: no text in {count}")
     if wrong:
         fix = "files are held out whole: name more of them, another held_out_percent, or some as held_out."
         raise ConfigError(report("the files cannot be split:", wrong, fix))
