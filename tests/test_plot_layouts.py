@@ -179,3 +179,13 @@ def test_what_is_no_layout_says_what_is(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"\.png or \.svg"):
         fs.plot.mesh(EIGHT, tmp_path / "mesh.jpg")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_mesh_and_no_shape_is_told(tmp_path: Path) -> None:
+    paper = fs.make_mesh(shard=4, abstract=True)
+    with pytest.raises(SpecError, match=r"a mesh is what fs\.make_mesh makes, not NoneType"):
+        text.mesh(None)
+    for shape in ("ab", 5, (-3, 4)):
+        with pytest.raises(SpecError, match="a leaf's shape is its sizes"):
+            text.leaf(P("shard"), paper, shape=shape)
+    assert fs.plot.mesh(fs.make_mesh(shard=9000, abstract=True), tmp_path / "m.png").exists()

@@ -123,6 +123,12 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
                 fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
             )
         )
+    if (
+        isinstance(whole, str)
+        or not isinstance(whole, Sequence)
+        or not all(isinstance(size, int) and size >= 0 for size in whole)
+    ):
+        raise SpecError(f"shape={whole!r}: a leaf's shape is its sizes, such as (4096, 64).")
     if isinstance(spec, P):
         return {spec: "layout"}, tuple(whole)
     named: dict[P, list[str]] = {}
@@ -158,7 +164,12 @@ def mesh_rows(mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
     >>> from fnshard.mesh import make_mesh
     >>> mesh_rows(make_mesh(replicate=2, shard=2, abstract=True))
     [('replicate 0', (0, 1)), ('replicate 1', (2, 3))]
+
+    Raises:
+        SpecError: something else than a mesh.
     """
+    if not isinstance(mesh, Mesh):
+        raise SpecError(f"a mesh is what fs.make_mesh makes, not {type(mesh).__name__}.")
     if len(mesh.names) == 1:
         name, starts = mesh.names[0], range(0, mesh.size, WRAP)
         rows = [tuple(range(s, min(s + WRAP, mesh.size))) for s in starts]

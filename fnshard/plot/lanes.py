@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
 REST = "packing and the rest"
 LANE_VERBS = {
-    "gather": "#56B4E9", "reduce_scatter": "#E69F00", "all_reduce": "#E69F00", "publish": "#009E73",
+    "gather": "#56B4E9", "reduce_scatter": "#E69F00", "all_reduce": "#E69F00", "publish": "#F0E442",
     "reduce_scalars": "#CC79A7", "to_device": "#56B4E9", "to_host": "#E69F00",
 }  # fmt: skip
 
@@ -44,7 +44,7 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     )  # fmt: skip
     colours: dict[str, str] = {}
     for axes, (name, each) in zip(grid.flat, shown.items(), strict=True):
-        colours |= _draw(axes, each, lanes[name], scale)
+        colours |= _draw(axes, each, lanes[name], scale, longest)
         axes.set_title(f"{name}: {headline(each)}" if name else headline(each), fontsize=11, loc="left")
     grid.flat[0].set_xlim(0, longest * scale or 1)
     grid.flat[-1].set_xlabel(f"{unit} since the step began")
@@ -96,21 +96,22 @@ def what(span: Span) -> str:
 
 def _colour(span: Span) -> str:
     if span.lane != "compute":
-        return LANE_VERBS.get(span.verb, COLOURS[2])
+        return LANE_VERBS.get(span.verb, COLOURS[8])
     return PHASES.get(what(span), COLOURS[7])
 
 
-def _draw(axes: Any, timeline: Timeline, lanes: list[str], scale: float) -> Mapping[str, str]:
-    """Bars of all lanes; what their colours mean."""
+def _draw(axes: Any, timeline: Timeline, lanes: list[str], scale: float, longest: float) -> Mapping[str, str]:
+    """Bars of all lanes, on an axis of `longest` seconds; what their colours mean."""
     colours: dict[str, str] = {}
+    thin = longest * scale / 200
     for place, lane in enumerate(lanes):
         spans = [s for s in timeline.spans if s.lane == lane]
         bars = [(s.start * scale, (s.end - s.start) * scale) for s in spans]
         faces = [_colour(s) for s in spans]
         colours |= zip(map(what, spans), faces, strict=True)
         # White edges tell bars apart, and would hide thin ones, which need an edge to be seen at all.
-        few = len(spans) < 200
-        edge = {"edgecolors": "white", "linewidth": 0.4} if few else {"edgecolors": faces, "linewidth": 0.4}
+        edges = ["white" if width > thin else face for (_, width), face in zip(bars, faces, strict=True)]
+        edge = {"edgecolors": edges, "linewidth": 0.4}
         axes.broken_barh(bars, (place - 0.36, 0.72), facecolors=faces, **edge)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)

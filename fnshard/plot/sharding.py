@@ -14,6 +14,8 @@ from fnshard.spec import LayoutSpec, P
 
 PALE = "#f2f2f2"
 TICKS = 12  # block borders that are numbered
+MOST = 4096  # ranks that have a box each
+HIGHEST = 24.0  # inches
 FEW = 16  # blocks that are told apart by hue; more are a gradient
 
 
@@ -31,14 +33,19 @@ def mesh(mesh: Mesh, path: str | Path) -> Path:
     told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
     told += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
     wide = max(0.09 * label + cell * across + 0.8, 0.095 * len(told) + 0.09 * label)  # the title fits too
-    figure, axes = figure_of(wide, max(cell * len(rows), 0.5) + 1.2)
+    figure, axes = figure_of(wide, min(max(cell * len(rows), 0.5), HIGHEST) + 1.2)
     shades = _shades(len(rows))
     size = min(10.0, 72 * cell / (0.75 * len(str(mesh.size - 1))))
-    for down, (_, row) in enumerate(rows):
+    if mesh.size > MOST:  # a stripe a row
+        axes.imshow(
+            [[s] for s in shades], extent=(0, across, len(rows), 0), aspect="auto", interpolation="none"
+        )
+    for down, (_, row) in enumerate(rows if mesh.size <= MOST else ()):
         for place, rank in enumerate(row):
             _box(axes, (place, down, 1, 1), shades[down])
             _say(axes, (place, down, 1, 1), shades[down], str(rank) if size >= 5 else "", size)
-    step = max(1, round(len(rows) * 0.18 / max(cell * len(rows), 0.5)))  # rows to a readable name
+    high = min(max(cell * len(rows), 0.5), HIGHEST)
+    step = max(1, round(len(rows) * 0.18 / high))  # rows to a readable name
     axes.set_yticks([i + 0.5 for i in range(0, len(rows), step)], [n for n, _ in rows[::step]])
     wrapped = len(mesh.names) == 1 and len(rows) > 1
     _across(axes, across, mesh.names[-1] if not wrapped else "")

@@ -51,10 +51,11 @@ def mesh(mesh: Mesh) -> str:
     replicate 0  0 1 2 3
     replicate 1  4 5 6 7
     """
+    laid = mesh_rows(mesh)
     wide = len(str(mesh.size - 1))
     rows = [
         (name, " ".join(r.rjust(wide) for r in _cut([str(rank) for rank in row], 2 * MOST_ROWS)))
-        for name, row in mesh_rows(mesh)
+        for name, row in laid
     ]
     label = max(len(name) for name, _ in rows)
     told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"

@@ -132,7 +132,8 @@ def _name(axes: Any, leaf: Leaf, box: Box, colour: str, *, within: bool) -> None
     left, bottom, width, height = box
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
     short = leaf.path.removeprefix(f"{leaf.unit}.") if within else leaf.path
-    tails = [short.split(".", n)[-1] for n in range(short.count(".") + 1)]
+    whole, _, last = short.rpartition(".")
+    tails = _tails(short)[:-1] + _tails(whole) if whole else [last]  # "weight" alone would say nothing
     texts = [f"{tail}\n{more}" for tail in tails for more in (f"{shape}\n{byte_text(leaf.bytes)}", shape)]
     for size in (9.0, 7.5, 6.0):
         text = next((t for t in [*texts, *tails] if _fits(t, size, width, height)), None)
@@ -142,6 +143,11 @@ def _name(axes: Any, leaf: Leaf, box: Box, colour: str, *, within: bool) -> None
                 ha="center", va="center", linespacing=1.15,
             )  # fmt: skip
             return
+
+
+def _tails(path: str) -> list[str]:
+    """A path's ends, the longest first."""
+    return [path.split(".", n)[-1] for n in range(path.count(".") + 1)]
 
 
 def _fits(text: str, size: float, width: float, height: float) -> bool:
