@@ -74,10 +74,9 @@ def parsed(arguments: list[str], loader: ConfigLoader) -> tuple[list[Override], 
     for argument in arguments:
         try:
             (override,) = parser.parse_overrides([argument])
-        except HydraException as error:
-            said, why = "quote what has brackets or blanks", str(error).splitlines()[1:2]
-            told = f" ({why[0]})" if why and not why[0].startswith("See ") else ""
-            problems.append(f"{argument} ({TYPED}): expected KEY=VALUE; {said}{told}.")
+        except HydraException:  # its own words point into a line that nobody sees
+            quoted = "quote a value with brackets, blanks or letters beyond ASCII: 'run.prompt=\"a b\"'"
+            problems.append(f"{argument} ({TYPED}): expected KEY=VALUE; {quoted}.")
             continue
         if override.key_or_group:
             overrides.append(override)

@@ -61,6 +61,7 @@ def run(tier: str, folder: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long  # gigabytes through a disk
 def test_optimizer_state_larger_than_the_process_may_be(tmp_path: Path) -> None:
     on_disk, in_memory = run("disk", tmp_path), run("device", tmp_path)
     assert on_disk["optimizer_bytes"] == in_memory["optimizer_bytes"] > on_disk["limit"]

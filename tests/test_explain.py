@@ -94,6 +94,7 @@ def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> N
     assert ("an hour" in told) == ("hardware.price_per_hour=null" not in overrides)
 
 
+@pytest.mark.long  # three searches
 def test_what_does_not_fit_says_so_and_what_would() -> None:
     little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.013"]
     bare = explain(config_of(*little))

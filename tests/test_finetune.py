@@ -174,6 +174,7 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
 
 
+@pytest.mark.long  # `test_parity` holds it for the library
 def test_ranks_and_micro_batches_do_not_change_it(ranks, model, data, tmp_path):
     one = config_of(model, data, tmp_path, "method=lora", "run.sample_tokens=1")
     loop.finetune(one, run_in(tmp_path / "one"), [], Stop())

@@ -214,6 +214,7 @@ def test_what_rests_on_disk_stays_there() -> None:
     assert tiers == {("disk", "disk")}
 
 
+@pytest.mark.long  # a search among codecs
 def test_frozen_codes_beside_adapters() -> None:
     """What is planned for a quantised base is what its step takes; codes are not what a plan moves first."""
     with torch.device("meta"):

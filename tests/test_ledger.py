@@ -119,6 +119,7 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     check_case(ranks(2), case, "eager")
 
 
+@pytest.mark.long  # two ranks compile
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_predicted_bytes_are_those_of_generated_kernels(ranks: Any, case: Case) -> None:
     check_case(ranks(2), case, "inductor")

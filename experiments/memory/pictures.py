@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fnshard.plot import COLOURS
+from fnshard.plot.canvas import COLOURS
 
 
 def bars(levels: Mapping[str, Sequence[Mapping[str, int]]], worlds: Sequence[str], path: Path) -> None:
