@@ -490,7 +490,6 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path):
     assert "rank 1 of 2 was killed by SIGKILL" in shown
 
 
-@pytest.mark.long  # `test_nodes` runs two agents of it
 def test_under_torchrun_it_starts_nothing_itself(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = command(tmp_path, *SMALL, "run.steps=2", launcher=launcher)
