@@ -264,6 +264,7 @@ def main():
         HANGS
     dist.all_reduce(torch.ones(1))
 """
+SILENT_s = 8.0  # ranks meet within it, too: on a busy machine their imports end seconds apart
 STANDS_STILL = WAITS.replace("HANGS", "os.kill(os.getpid(), signal.SIGSTOP)")
 
 
@@ -272,12 +273,12 @@ def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
     with pytest.raises(
         LaunchError, match=r"^rank 1 of 2 stood still \(SIGSTOP\) and was killed; rank 0 of 2"
     ):
-        run(tmp_path, STANDS_STILL, timeout_s=3)
-    assert time.monotonic() - began < 3 + 7 + 8  # the eight are for imports
+        run(tmp_path, STANDS_STILL, timeout_s=SILENT_s)
+    assert time.monotonic() - began < SILENT_s + 7 + 20  # the twenty are for imports on a busy machine
 
 
 def test_a_stopped_rank_is_a_death_like_any_other(tmp_path, capfd):
-    run(tmp_path, STANDS_STILL, timeout_s=3, max_restarts=1)
+    run(tmp_path, STANDS_STILL, timeout_s=SILENT_s, max_restarts=1)
     assert {p.name for p in tmp_path.glob("[01]-*")} == {"0-0", "0-1", "1-0", "1-1"}
     assert "restart 1 of 1: rank 1 of 2 stood still (SIGSTOP)" in capfd.readouterr().err
 
@@ -286,7 +287,7 @@ def test_a_silent_rank_is_named(tmp_path):
     with pytest.raises(
         LaunchError, match=r"(?s)rank 0 of 2 failed: .*Still at work, and killed: rank 1 \(log: "
     ):
-        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=3)
+        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=SILENT_s)
 
 
 # ------------------------------------------------------------------ signals
