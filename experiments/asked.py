@@ -7,7 +7,10 @@ then the dataclasses; all problems together, each with the place it comes from a
 from __future__ import annotations
 
 import argparse
+import math
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,13 +30,26 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import schema
-from experiments.checks import ConfigError, refusal, unmakeable
+from experiments.checks import ConfigError, refusal, too_large, unmakeable
 from experiments.form import Form
 from experiments.nearest import no_such_key
-from experiments.sources import TYPED, Line, lines_of, with_sources
-from experiments.targets import refused
-from experiments.typed import UNLISTED, Known, flags_of, is_hydras, misfit, parsed, problems_of
+from experiments.sources import TYPED, Line, bounded_files, lines_of, with_sources, written_out
+from experiments.targets import NOT_ALLOWED, is_allowed, refused
+from experiments.typed import (
+    MOST_JOBS,
+    UNLISTED,
+    Known,
+    flags_of,
+    is_hydras,
+    jobs_of,
+    misfit,
+    parsed,
+    problems_of,
+    too_many,
+)
 
+READING_CPU_S = 30.0  # for all files: it is one second; defaults that name others twice each are 2^n files
+SWEPT = "hydra.sweeper.params"  # arguments that a file holds
 HYDRAS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -66,7 +82,8 @@ def ask(form: Form, arguments: list[str]) -> Asked:
     form.register()
     with loader_of(form, flags.config_dir) as loader:
         try:
-            asked, problems = _asked(named, loader, flags)
+            with _in_time():
+                asked, problems = _asked(named, loader, flags)
         except ConfigError:
             raise
         except HYDRAS as error:  # of a file, before any argument is looked at
@@ -80,20 +97,51 @@ def ask(form: Form, arguments: list[str]) -> Asked:
 
 
 @contextmanager
+def _in_time() -> Iterator[None]:
+    """What takes more than `READING_CPU_S` in here is a mistake; signals are the main thread's alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    late = ConfigError(f"the files of this configuration take more than {READING_CPU_S:g} s to read.")
+    ended = False
+
+    def end(*_: Any) -> None:
+        nonlocal ended
+        ended = True
+        raise ConfigError(str(late))
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, READING_CPU_S, 1.0)  # again and again: something may catch the first
+    try:
+        yield
+    except Exception:
+        if ended:  # OmegaConf writes where it stood into errors that pass it
+            raise late from None
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextmanager
 def loader_of(form: Form, config_dir: str | None = None) -> Iterator[ConfigLoader]:
     """Hydra's reader of the job's files.
 
     Args:
         config_dir: a folder of more files.
     """
-    with hydra.initialize_config_dir(str(form.conf), job_name=form.name, version_base="1.3"):
+    with (
+        hydra.initialize_config_dir(str(form.conf), job_name=form.name, version_base="1.3"),
+        bounded_files(),
+    ):
         loader = GlobalHydra.instance().config_loader()
         if config_dir is not None:
             if not Path(config_dir).is_dir():
                 raise ConfigError(f"--config-dir={config_dir} ({TYPED}): is no directory.")
             path = f"file://{Path(config_dir).resolve()}"
             loader.get_search_path().prepend("command-line", path, SearchPathQuery(provider="schema"))
-            loader.repository.initialize_sources(loader.get_search_path())
+        loader.repository.initialize_sources(loader.get_search_path())
         yield loader
 
 
@@ -124,10 +172,13 @@ def _asked(form: Form, loader: ConfigLoader, flags: argparse.Namespace) -> tuple
             unsure.add(re.split(r"[.@]", override.key_or_group)[0])
         else:
             good.append(override)
+    jobs = math.prod(map(jobs_of, good)) if sweeps and not searched else 0
+    if jobs > MOST_JOBS:
+        return Asked(), [*problems, f"--multirun ({TYPED}): {too_many(jobs)}"]
     one = Asked()
     valued = not (sweeps or flags.cfg or flags.info)
     for chosen in _variants(good):
-        one, more = _composed(form, loader, chosen, known, frozenset(unsure), valued=valued)
+        one, more = _composed(form, loader, chosen, known, frozenset(unsure), valued=valued, jobs=jobs)
         problems += [each for each in more if each not in problems]
     return one, problems
 
@@ -135,7 +186,7 @@ def _asked(form: Form, loader: ConfigLoader, flags: argparse.Namespace) -> tuple
 def _variants(overrides: list[Override]) -> Iterator[list[Override]]:
     """Without sweeps: the first value of each; then every other choice of a group, which brings files."""
     parser = OverridesParser.create()
-    swept = {i: list(o.sweep_string_iterator()) for i, o in enumerate(overrides)
+    swept = {i: list(dict.fromkeys(o.sweep_string_iterator())) for i, o in enumerate(overrides)
              if o.is_sweep_override() and o.value_type not in UNLISTED}  # fmt: skip
     plain = [o for o in overrides if not o.is_sweep_override()]
 
@@ -158,6 +209,7 @@ def _composed(
     unsure: frozenset[str],
     *,
     valued: bool,
+    jobs: float,
 ) -> tuple[Asked, list[str]]:
     """What the files and arguments make together, and what is wrong with it.
 
@@ -165,6 +217,7 @@ def _composed(
         known: what may be said where nothing is chosen yet.
         unsure: groups of which an argument was left out.
         valued: whether the values have to make sense together.
+        jobs: what the arguments make of a sweep; 0: it is none, or a search.
     """
     lines = [override.input_line for override in overrides]
     try:
@@ -177,11 +230,21 @@ def _composed(
         if problems:
             return Asked(), problems
         composed = loader.load_configuration(form.name, lines, RunMode.RUN)
+        raw = OmegaConf.to_container(composed, resolve=False)
+        if problems := [*written_out(raw), *_of_hydra(raw["hydra"])]:
+            return Asked(), problems
+        jobs *= _swept(composed)
     except HYDRAS as error:
         return Asked(), [_in_one_line(error)]
     sources = {line.key: line.source for line in written}
     sources |= {override.key_or_group: TYPED for override in overrides}
-    problems = [f"{key} ({_nearest_source(key, sources)}): {why}" for key, why in refused(composed.hydra)]
+    problems = [
+        f"{key} ({_nearest_source(key, sources)}): {why}"
+        for key, why in refused(composed.hydra, {*known.keys, *known.groups})
+    ]
+    if jobs > MOST_JOBS:
+        source = next((sources[key] for key in sources if key.startswith(SWEPT)), TYPED)
+        problems.append(f"{SWEPT} ({source}): {too_many(jobs)}")
     problems += [
         f"{key}={said} ({_nearest_source(key, sources)}): {why}." for key, said, why in _places(composed)
     ]
@@ -189,6 +252,19 @@ def _composed(
         return Asked(), problems
     config, problems = _built(form, composed, unsure)
     return Asked(config, sources), [with_sources(problem, sources) for problem in problems]
+
+
+def _of_hydra(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers of Hydra's launchers and sweepers that are out of all proportion."""
+    for part in ("launcher", "sweeper"):
+        yield from too_large(raw.get(part), f"hydra.{part}")
+
+
+def _swept(composed: DictConfig) -> float:
+    """Jobs that the sweeper's own keys make."""
+    params = OmegaConf.select(composed, SWEPT) or {}
+    lines = [f"{key}={params[key]}" for key in params]
+    return math.prod(map(jobs_of, OverridesParser.create().parse_overrides(lines)))
 
 
 def _places(composed: DictConfig) -> Iterator[tuple[str, str, str]]:
@@ -206,7 +282,11 @@ def _of_keys(known: Known, written: list[Line], overrides: list[Override]) -> It
     keys = known.keys
     free = tuple(f"{key}." for key, hint in keys.items() if hint is Any)
     for line in written:
-        if line.key.startswith(("hydra.", *free)):
+        if line.key.startswith(free):
+            continue
+        if line.key.startswith("hydra."):
+            if not is_allowed(line.key):
+                yield f"{line.key} ({line.source}): {NOT_ALLOWED}"
             continue
         if line.key in keys:
             said = misfit(keys[line.key], line.value)
@@ -238,8 +318,9 @@ def _built(form: Form, composed: DictConfig, unsure: frozenset[str]) -> tuple[An
         return None, [f"{_raw(composed, error.full_key)}: {_in_one_line(error)}."]
     if form.build is None:
         return schema.built(values, form.config, unsure)
-    if unsure:
-        return None, []
+    problems = list(too_large(values))
+    if unsure or problems:
+        return None, problems
     try:
         return form.build(values), []
     except ConfigError as error:

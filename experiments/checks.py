@@ -3,13 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 NODES = {"AdamWConfig": "optimizer", "SGDConfig": "optimizer", "ShardsConfig": "data",
          "FinetuneDataConfig": "data", "ExplainConfig": ""}  # fmt: skip
+
+# The most that a number may be, by the last part of its key: far above what anybody runs, and below what
+# takes hours, or all memory, before something else refuses it.
+MOST_OF_ALL = 2**31 - 1  # of any other
+MOST: Mapping[str, float] = {
+    **dict.fromkeys(("width", "mlp"), 2**20), **dict.fromkeys(("heads", "kv_heads", "rank"), 2**14),
+    "lr": 1e38,  # what is absurd here costs nothing, and is told as a loss that is not finite
+    **dict.fromkeys(("layers", "prefetch_forward", "prefetch_backward", "profile"), 10_000),
+    **dict.fromkeys(("context", "length", "large_length", "vocab"), 2**24),
+    **dict.fromkeys(("rows", "held_out_rows", "large_rows", "sample_tokens", "accumulate"), 2**20),
+    **dict.fromkeys(("ranks", "replicate", "shard", "worlds", "measured_worlds", "max_restarts"), 2**20),
+    **dict.fromkeys(("n_jobs", "n_trials", "array_parallelism"), 10_000),
+    **dict.fromkeys(("processes", "rounds", "warmup", "losses", "kills"), 2**20),
+    **dict.fromkeys(("steps", "save_every", "held_out_every", "keep_every"), 10**9),
+    **dict.fromkeys(("timeout_s", "stop_grace_s", "patience_s"), 10**8),
+    "seed": 2**63 - 1, "tokens": 1e18, "theta": 1e18, "device_gb": 1e6, "shard_mb": 1e6,
+}  # fmt: skip
+
+
+def too_large(values: Any, key: str = "") -> Iterator[str]:
+    """Numbers that are out of all proportion, with their keys, anywhere in nested values.
+
+    >>> list(too_large({"model": {"layers": 10**9, "width": 128}}))
+    ['model.layers=1000000000: must be 10000 or less.']
+    """
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from too_large(value, f"{key}.{name}".removeprefix("."))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from too_large(value, key)
+    elif isinstance(values, int | float):
+        most = MOST.get(key.rpartition(".")[2], MOST_OF_ALL)
+        if abs(values) > most and abs(values) != math.inf:  # which is no finite number, and told as that
+            yield f"{key}={_short(values)}: must be {_short(most)} or less."
+
+
+def _short(number: float) -> str:
+    """Python writes no whole number of thousands of digits, and nobody reads one of fifty."""
+    return repr(number) if abs(number) < 10**20 else f"{'-' * (number < 0)}10^{math.log10(abs(number)):.0f}"
 
 
 def unmakeable(place: str) -> str:

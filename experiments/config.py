@@ -26,7 +26,7 @@ SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
 # ------------------------------------------------------------------ one dataclass per group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes of a `Decoder`.
 
@@ -101,7 +101,7 @@ class DecoderConfig:
         return 6 * matmul + 6 * self.layers * self.context * self.width
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Ranks by axis; `shard: null` means all that are left."""
 
@@ -112,7 +112,7 @@ class MeshConfig:
         at_least(1, self, "replicate", "shard")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
 
@@ -141,7 +141,7 @@ class StrategyConfig:
             raise ValueError(f"strategy=auto chooses {' and '.join(chosen)} by itself; leave the default.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """dtypes of the stored parameters, of compute, of gradients on the wire, of the optimizer."""
 
@@ -154,12 +154,13 @@ class PrecisionConfig:
         one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing."""
+    """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing; `lr: null` is for
+    fine-tuning, which has defaults."""
 
     name: str = "adamw"
-    lr: float = 4e-3
+    lr: float | None = 4e-3
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -173,12 +174,12 @@ class AdamWConfig:
         fraction(self, "b1", "b2")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SGDConfig:
     """`fnshard.optim.sgd`; no decay on norms and embeddings. `clip: null` clips nothing."""
 
     name: str = "sgd"
-    lr: float = 0.3
+    lr: float | None = 0.3
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 0.0
@@ -193,7 +194,7 @@ class SGDConfig:
             raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The rate by step: a name of `fnshard.schedules`.
 
@@ -216,7 +217,7 @@ class ScheduleConfig:
             raise ValueError(f"schedule: {self.name} does nothing with {' and '.join(idle)}; leave 0.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Files below `root` (null: Python's standard library); `rows` of the global batch."""
 
@@ -234,7 +235,7 @@ class DataConfig:
             raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardsConfig:
     """Shards of tokens in `root`/train and `root`/held_out, as `python -m experiments.tokenize` writes them;
     `rows` of the global batch."""
@@ -253,7 +254,7 @@ class ShardsConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
     """Who is told of a run beside its `metrics.jsonl`; several may be: `tracker=[tensorboard,wandb]`.
 
@@ -268,7 +269,7 @@ class TrackerConfig:
     store: str = "mlruns"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How long, on what, and what is told of it.
 
@@ -314,15 +315,13 @@ class RunConfig:
         at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile")
         if not self.resume:
             raise ValueError("run.resume='': must be auto, never, or a path.")
-        if self.seed >= 2**63:
-            raise ValueError(f"run.seed={self.seed}: must be below 2**63.")
         above(0, self, "timeout_s")
         one_of(("inductor", "eager"), self, "backend")
         one_of(("hunt", "stop", "off"), self, "watch")
         one_of(("reduce", "local"), self, "accumulate_mode")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
     """Whose speed is planned for and compared with: a name of `fnshard.hardware.TABLE`; "auto" is what the
     job runs on, "measure" takes a few seconds to find out.
@@ -338,7 +337,7 @@ class HardwareConfig:
         at_least(0, self, "price_per_hour")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything the main job is told."""
 
@@ -355,6 +354,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         wrong = misfits(self.strategy, self.run)
+        if self.optimizer.lr is None:
+            wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and self.model.vocab < 256:
             wrong.append(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
         if not self.run.prompt:

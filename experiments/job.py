@@ -7,13 +7,12 @@ the ranks and waits for them, or is one itself where `torchrun` started it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,16 +26,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import schema
 from experiments.asked import Asked
+from experiments.budget import check_memory
 from experiments.command import application, is_mistake, is_outside, message
 from experiments.compare.outcome import jobs_of
 from experiments.config import NEVER, ConfigError
+from experiments.files import write_json
 from experiments.form import ROOT, Job
 from experiments.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
 from experiments.place import place, ranks_of
 from experiments.resume import finished, sweep_taken, taken
 from experiments.sweep import RESULT, STOPPED, TABLE, objective, read_result, tell, write_result
-from experiments.worker import REFUSAL, run_job
-from fnshard.launch import LaunchError, launch, under_launcher
+from experiments.worker import REFUSAL, refused, run_job
+from fnshard.launcher import LaunchError, launch, under_launcher
 from fnshard.nodes import Nodes, under_slurm
 from fnshard.rank import end_with_parent
 
@@ -51,7 +52,7 @@ def run(job: Job, asked: Asked) -> None:
     where = _on_nodes(sys.argv[1:])
     if asked.config is not None and not where:
         with asked.told():  # before Hydra makes a folder
-            place(asked.config, accelerators=accelerators())
+            placed(asked.config)
     with (
         sweep_taken(sys.argv[1:], job.name) as arguments,
         every_job_awaited(arguments),
@@ -80,7 +81,7 @@ def _table_in_any_case(arguments: list[str]) -> Iterator[None]:
 
 def _on_nodes(arguments: list[str]) -> list[str]:
     """Where a single run on several nodes goes if nobody says so: their clocks differ."""
-    nodes = under_slurm(os.environ)
+    nodes = under_slurm(os.environ, Path())
     if nodes is None:
         return []
     if {"-m", "--multirun"} & set(arguments):
@@ -122,7 +123,8 @@ def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
     told = message(error) if known else "".join(traceback.format_exception(error))
     print(told, file=sys.stderr, flush=True)
     reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
-    write_result(folder, status="failed", overrides=overrides, error=told, reason=reason)
+    with suppress(OSError):  # on a full disk
+        write_result(folder, status="failed", overrides=overrides, error=told, reason=reason)
 
 
 def _names_folder(overrides: Iterable[str]) -> bool:
@@ -149,6 +151,21 @@ def accelerators() -> dict[str, int]:
     return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
 
 
+def placed(asked: Any, *, world: int | None = None, nodes: int = 1) -> Any:
+    """The configuration on this machine.
+
+    Args:
+        world, nodes: see `experiments.place.place`.
+
+    Raises:
+        ConfigError: see there; or it takes more memory than there is.
+    """
+    config = place(asked, accelerators=accelerators(), world=world, nodes=nodes)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world else ranks_of(config) // nodes
+    check_memory(config, here)
+    return config
+
+
 def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
     """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
 
@@ -164,22 +181,22 @@ def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bo
             into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
-    nodes = under_slurm(os.environ)
+    nodes = under_slurm(os.environ, fresh / "nodes")
     if nodes is not None:
         return _start_on_nodes(job, asked, fresh, overrides, nodes, chosen=chosen)
-    config = job.prepare(place(asked, accelerators=accelerators()))
+    config = job.prepare(placed(asked))
     with taken(asked, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
         told = folder / "job.json"
-        _write_job(told, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
+        write_json(told, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
         try:
             _launch(job, config, told, folder / "ranks", ranks_of(config))
         except LaunchError as error:
-            refusal = folder / REFUSAL
-            known = ConfigError(refusal.read_text(encoding="utf-8")) if refusal.exists() else error
-            write_result(folder, status="failed", overrides=overrides, error=str(known))
+            known = refused(folder) or error
+            with suppress(OSError):  # the disk may be what failed
+                write_result(folder, status="failed", overrides=overrides, error=str(known))
             raise known from None
         return read_result(folder)["status"]
 
@@ -188,19 +205,16 @@ def _start_on_nodes(
     job: Job, asked: Any, fresh: Path, overrides: list[str], nodes: Nodes, *, chosen: bool
 ) -> str:
     """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
-    config = place(asked, accelerators=accelerators(), nodes=nodes.count)
+    config = placed(asked, nodes=nodes.count)
     told = fresh / f"job.{nodes.number}.json"
     values = {**job_values(config, overrides), "asked": dataclasses.asdict(asked)}
-    _write_job(told, {**values, "fresh": str(fresh), "chosen": chosen})
+    write_json(told, {**values, "fresh": str(fresh), "chosen": chosen})
     for name in (REFUSAL, RESULT) if nodes.number == 0 else ():
         (fresh / name).unlink(missing_ok=True)  # nobody writes them before all nodes have met
     try:
         _launch(job, config, told, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
-    except LaunchError:
-        refusal = fresh / REFUSAL
-        if not refusal.exists():
-            raise
-        raise ConfigError(refusal.read_text(encoding="utf-8")) from None
+    except LaunchError as error:
+        raise refused(fresh) or error from None
     return read_result(fresh)["status"]
 
 
@@ -215,11 +229,6 @@ def _launch(job: Job, config: Any, told: Path, logs: Path, ranks: int, nodes: No
         grace_s=config.run.stop_grace_s,
         nodes=nodes,
     )
-
-
-def _write_job(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
@@ -240,6 +249,6 @@ def be_a_rank(job: Job, arguments: list[str], looked_at: Asked) -> NoReturn:
     with_hydra.pop("hydra")
     asked = asked_of(job, OmegaConf.create(with_hydra))
     with looked_at.told():
-        config = place(asked, accelerators=accelerators(), world=int(os.environ["WORLD_SIZE"]))
+        config = placed(asked, world=int(os.environ["WORLD_SIZE"]))
     values = {**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)}
     run_job(job, values)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.config import TrainConfig
+from experiments.files import write_json, write_text
 from experiments.model import Decoder, next_token_loss
 from experiments.plan import Plan, dtypes_of, plan_of, write_plan
 from experiments.reading import Reading, reading_of
-from experiments.record import varying
+from experiments.record import Spent, varying
 from experiments.report import Report, comparison, plot_losses
 from experiments.resume import Run
 from experiments.sample import Sampler, last_logits
@@ -51,21 +52,23 @@ def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> No
     Args:
         stop: once it is asked on any rank, all finish the step, save, and return.
     """
-    setup = prepare(config)
-    folder, mesh = Path(run.folder), setup.mesh
-    state, loader, found = begin(setup, run)
-    if mesh.rank == 0:
-        tell_resume(config.run, state, found)
-    report = begin_report(
-        "train", config, run, setup.step, overrides, int(state.step), found,
-        tokens=config.data.rows * config.model.context, tables=lambda: known_tables(setup, folder),
-    )  # fmt: skip
-    if mesh.rank == 0:
-        write_plan(setup.plan, folder)
+    spent = Spent()
+    with spent.on("start"):
+        setup = prepare(config)
+        folder, mesh = Path(run.folder), setup.mesh
+        state, loader, found = begin(setup, run)
+        if mesh.rank == 0:
+            tell_resume(config.run, state, found)
+        report = begin_report(
+            "train", config, run, setup.step, overrides, int(state.step), found, spent=spent,
+            tokens=config.data.rows * config.model.context, tables=lambda: known_tables(setup, folder),
+        )  # fmt: skip
+        if mesh.rank == 0:
+            write_plan(setup.plan, folder)
     saver = Saver(config, run.root, mesh.rank)
     training = Training.of(
         config, setup.plan, setup.step, lambda params: evaluate(setup, params), loader,
-        lambda: begin(setup, run)[:2], report, folder,
+        lambda: begin(setup, run)[:2], report, folder, spent,
     )  # fmt: skip
     with report:
         state, held_out = run_steps(training, state, report, saver, stop)
@@ -74,10 +77,12 @@ def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> No
             tell_stop(config.run, state, run, overrides, report)
             return
         seed = config.run.seed + mesh.rank
-        sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
-        fs.checkpoint.wait()
+        with spent.on("samples"):
+            sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
+        with spent.on("saves"):
+            fs.checkpoint.wait()
         if isinstance(report, Report):
-            (folder / "sample.txt").write_text(sampled, encoding="utf-8")
+            write_text(folder / "sample.txt", sampled)
             tell_end(report, setup, run, overrides, held_out, sampled)
 
 
@@ -95,7 +100,8 @@ def tell_end(
 ) -> None:
     """What is left of a finished run."""
     folder, unit = Path(run.folder), setup.reading.unit
-    plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
+    with report.record.spent.on("reports"):
+        plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
     summary = _summary(report, held_out)
     artifacts = [folder / name for name in ("loss.png", "sample.txt", "config.yaml", "schedule.txt")]
     totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
@@ -109,7 +115,7 @@ def prepare(config: TrainConfig) -> Setup:
     """Mesh, specs, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
-    with torch.device("meta"):
+    with fs.deferred():
         model = Decoder(config.model)
     apply, params = fs.make_functional(model)
 
@@ -166,7 +172,7 @@ def known_tables(setup: Setup, folder: Path) -> dict[str, float]:
         before = {}
     if before.get("of") != of:
         before = {"of": of, "losses": setup.reading.tables()}
-        path.write_text(json.dumps(before) + "\n", encoding="utf-8")
+        write_json(path, before)
     return before["losses"]
 
 

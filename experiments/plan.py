@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ import torch.distributed as dist
 
 import fnshard as fs
 from experiments.config import AUTO, PrecisionConfig, RunConfig, StrategyConfig
+from experiments.files import append, write_json, write_text
 from fnshard.errors import report
 from fnshard.hardware import TABLE
 from fnshard.lowered import Lowered
+from fnshard.rank import expect_memory
 
 PLAN, MEMORY = "plan.json", "memory.txt"
 
@@ -121,14 +122,14 @@ def write_plan(plan: Plan, folder: Path) -> None:
     if plan.found is None:
         return
     values = {"hardware": plan.hardware.name, **plan.found.as_dict()}
-    (folder / PLAN).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / PLAN, values)
     print(f"planned for {plan.hardware.name}: {plan.found}", flush=True)
 
 
-def write_memory(lowered: Lowered, folder: Path) -> None:
-    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen."""
+def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:
+    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen and for the launcher."""
     analysis = lowered.memory_analysis()
-    (folder / MEMORY).write_text(f"{analysis}\n", encoding="utf-8")
+    write_text(folder / MEMORY, f"{analysis}\n")
     beside = [
         f"{size / 1e6:.1f} MB on the {tier}"
         for tier, size in (("host", analysis.host_bytes), ("disk", analysis.disk_bytes))
@@ -136,6 +137,8 @@ def write_memory(lowered: Lowered, folder: Path) -> None:
     ]
     told = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *beside])
     print(f"a rank's predicted peak: {told} (details: {MEMORY})", flush=True)
+    on_device = analysis.peak_bytes if device_type == "cpu" else 0
+    expect_memory(on_device + analysis.host_bytes)
 
 
 def append_compiled(lowered: Lowered, folder: Path) -> None:
@@ -143,5 +146,4 @@ def append_compiled(lowered: Lowered, folder: Path) -> None:
     analysis = lowered.memory_analysis()
     if analysis.kernels == "eager":
         return
-    with (folder / MEMORY).open("a", encoding="utf-8") as file:
-        file.write(f"\nwith the kernels that were compiled:\n{analysis}\n")
+    append(folder / MEMORY, f"\nwith the kernels that were compiled:\n{analysis}\n")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 PLAIN_LINES = 20  # in a run whose output is no terminal
+HINT_S = 10.0  # between two plain lines of what is being done
 
 
 @dataclass
@@ -28,6 +31,8 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._bar: Any = None
+        self._hinted = -math.inf
+        self._around.enter_context(_listening(self.hint))
         if self.stream.isatty():
             from tqdm import tqdm
 
@@ -48,6 +53,14 @@ class Progress:
             left = self._left(number)
             print(f"step {number}/{self.steps}, {text}, left {left}", file=self.stream, flush=True)
 
+    def hint(self, text: str) -> None:
+        """What is being done before the next step; of plain lines only one in a while is printed."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        elif time.monotonic() - self._hinted > HINT_S:
+            self._hinted = time.monotonic()
+            print(text, file=self.stream, flush=True)
+
     def say(self, text: str) -> None:
         """A line of its own."""
         if self._bar is None:
@@ -67,6 +80,33 @@ class Progress:
             return "?"
         left = round((time.perf_counter() - self._after_first) / made * (self.steps - number))
         return f"{left // 60}:{left % 60:02d}"
+
+
+class _Listener(logging.Handler):
+    """Hands the text of records on."""
+
+    def __init__(self, hear: Callable[[str], None]):
+        super().__init__(logging.INFO)
+        self._hear = hear
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._hear(record.getMessage())
+
+
+@contextmanager
+def _listening(hear: Callable[[str], None]) -> Iterator[None]:
+    """In here `hear` is told what fnshard logs: a first step takes a while to be lowered and compiled."""
+    logger, listener = logging.getLogger("fnshard"), _Listener(hear)
+    before = logger.level, logger.propagate
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # else it would be told twice where logging is set up
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +22,20 @@ from typing import Any
 import torch
 
 import fnshard as fs
+from experiments.files import write_json
 
 RUN = "run.json"
 PACKAGES = (
     "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
     "mlflow-skinny",
 )  # fmt: skip
-LOST = ("compile", "data", "saves", "evaluation", "tracing")  # what time goes to beside steps
+# What the time of a process goes to: all of it, "other" is what nothing else is said of.
+PARTS = (
+    "start", "compile", "steps", "data", "evaluation", "samples", "saves", "export", "tracing", "reports",
+    "other",
+)  # fmt: skip
 # What of a result differs from run to run of one configuration.
-VARIES = ("mfu", "measured_peak_bytes", "predicted_peak_bytes", *(f"{name}_s" for name in LOST))
+VARIES = ("mfu", "measured_peak_bytes", "predicted_peak_bytes", *(f"{name}_s" for name in PARTS))
 HERE = Path(__file__).resolve()
 
 
@@ -127,18 +132,42 @@ def _cpu_name() -> str:
 
 @dataclass
 class Spent:
-    """Seconds of this process, by what they went to."""
+    """All seconds since this was made, by what they went to: one of `PARTS`. Of blocks in blocks the inner
+    one counts, so that no second counts twice.
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    >>> spent = Spent(clock=lambda: next(ticks))
+    >>> with spent.on("evaluation"), spent.on("samples"):
+    ...     pass
+    >>> {part: seconds for part, seconds in spent.parts().items() if seconds}
+    {'evaluation': 6.0, 'samples': 3.0, 'other': 6.0}
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def __post_init__(self) -> None:
+        self._since, self._open = self.clock(), ["other"]
 
     @contextmanager
-    def on(self, what: str) -> Iterator[None]:
+    def on(self, part: str) -> Iterator[None]:
         """Count a block."""
-        began = time.perf_counter()
+        self._turn()
+        self._open.append(part)
         try:
             yield
         finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+            self._turn()
+            self._open.pop()
+
+    def parts(self) -> dict[str, float]:
+        """So far."""
+        self._turn()
+        return dict(self.seconds)
+
+    def _turn(self) -> None:
+        since, self._since = self._since, self.clock()
+        self.seconds[self._open[-1]] += self._since - since
 
 
 @dataclass(frozen=True)
@@ -181,6 +210,7 @@ class Record:
 
     Args:
         made: steps that were made before.
+        spent: where this process's time goes.
     """
 
     folder: Path
@@ -189,7 +219,7 @@ class Record:
     spent: Spent = field(default_factory=Spent)
 
     def __post_init__(self) -> None:
-        self._began, self._started = time.perf_counter(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
             known = json.loads((self.folder / RUN).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -200,28 +230,31 @@ class Record:
     def write(self, status: str, step: int, compile_s: float, **told: Any) -> dict[str, Any]:
         """How the run stands behind step `step`; what is None is not known, and what was known before stays.
 
+        Args:
+            compile_s: of the seconds of steps, those in which the first one was compiled.
+
         Returns:
             The totals over all processes.
         """
-        lost = {name: round(self.spent.seconds.get(name, 0.0), 4) for name in LOST}
-        lost["compile"] = round(compile_s, 4)
+        parts = self.spent.parts()
+        parts["compile"] += compile_s
+        parts["steps"] -= compile_s
         git = self.facts.get("git") or {}
         attempt = {
             "started": self._started,
             "revision": git.get("revision"),
             "steps": [self.made, step],
-            "seconds": round(time.perf_counter() - self._began, 4),
-            "lost_s": lost,
+            "seconds": round(sum(parts.values()), 4),
+            "spent_s": {name: round(seconds, 4) for name, seconds in parts.items()},
         }
         attempts = [*self._attempts, attempt]
         known = {n: v for n, v in told.items() if v is not None and math.isfinite(v)}  # JSON has no NaN
         totals = {**self._totals, "steps": step, "seconds": round(sum(a["seconds"] for a in attempts), 4)}
-        totals |= {f"{name}_s": round(sum(a["lost_s"].get(name, 0.0) for a in attempts), 4) for name in LOST}
+        each = [attempt.get("spent_s", {}) for attempt in attempts]
+        totals |= {f"{name}_s": round(sum(spent.get(name, 0.0) for spent in each), 4) for name in PARTS}
         totals |= known
         values = {"status": status, "totals": totals, "attempts": attempts, **self.facts}
-        partial = (self.folder / RUN).with_suffix(".partial")
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self.folder / RUN)
+        write_json(self.folder / RUN, values)
         return totals
 
 
@@ -236,11 +269,11 @@ def in_words(totals: Mapping[str, Any], told_of: str = "") -> str:
     Args:
         told_of: what the measured memory is of.
 
-    >>> print(in_words({"steps": 9, "seconds": 20.0, "compile_s": 5.0, "data_s": 0.1, "saves_s": 1.0,
-    ...     "evaluation_s": 2.0, "tracing_s": 0.0, "tokens_per_s": 1200.0, "mfu": 0.25,
+    >>> print(in_words({"steps": 9, "seconds": 20.0, "compile_s": 5.0, "steps_s": 12.0,
+    ...     "evaluation_s": 2.0, "saves_s": 1.0, "tracing_s": 0.0, "tokens_per_s": 1200.0, "mfu": 0.25,
     ...     "predicted_peak_bytes": 2e6, "measured_peak_bytes": 3e6}, "allocated on the device"))
     9 steps in 20.0 s, 1,200 tokens/s, MFU 25.0%; peak memory 2.0 MB predicted, 3.0 MB allocated on the device
-    not spent on steps: compile 5.0 s (25%), data 0.1 s (0%), saves 1.0 s (5%), evaluation 2.0 s (10%)
+    spent on: compile 5.0 s (25%), steps 12.0 s (60%), evaluation 2.0 s (10%), saves 1.0 s (5%)
     """
     seconds = max(totals["seconds"], 1e-9)
     mfu = f"MFU {totals['mfu']:.1%}" if "mfu" in totals else "MFU unknown (no known peak for this device)"
@@ -251,6 +284,6 @@ def in_words(totals: Mapping[str, Any], told_of: str = "") -> str:
     ]
     speed = [f"{totals['tokens_per_s']:,.0f} tokens/s, {mfu}"] if "tokens_per_s" in totals else []
     head = ", ".join([f"{totals['steps']} steps in {seconds:.1f} s", *speed])
-    lost = [(name, totals[f"{name}_s"]) for name in LOST if name != "tracing" or totals[f"{name}_s"]]
-    told = ", ".join(f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in lost)
-    return f"{head}; peak memory {', '.join(memory)}\nnot spent on steps: {told}"
+    parts = [(name, totals.get(f"{name}_s", 0.0)) for name in PARTS]
+    told = ", ".join(f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
+    return f"{head}; peak memory {', '.join(memory)}\nspent on: {told}"

@@ -10,10 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from experiments.files import naming, write_text
 from experiments.progress import Progress
 from experiments.record import Record, Work, in_words, peak_memory
 from experiments.tracking.feed import Feed
@@ -26,17 +28,22 @@ WINDOW = 20  # steps that the shown speed is a mean of
 FLUSH_s, FINISH_s = 20.0, 60.0  # what trackers get before a checkpoint, and at the end
 
 
+@dataclass
 class Silent:
-    """The report of every rank but 0."""
+    """The report of every rank but 0: nothing but how far it is."""
+
+    made: int = 0
 
     def __enter__(self) -> Silent:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        """Nothing."""
+    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+        """An error of the system is told with its step."""
+        _note_step(error, self.made)
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
-        """Nothing."""
+        """Step `number` is done."""
+        self.made = number
 
     def held_out(self, number: int, loss: float) -> None:
         """Nothing."""
@@ -94,9 +101,7 @@ class Report:
     def __post_init__(self) -> None:
         self.rows.extend(read_rows(self.earlier, self.made))
         path = self.folder / METRICS
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
         self._loss = next((r[HELD_OUT] for r in reversed(self.rows) if HELD_OUT in r), math.nan)
         if self.spikes is not None:
@@ -110,11 +115,15 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        """A run that breaks off has failed."""
-        self.close()
-        if not self._finished:
-            self.finish("failed")
+    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+        """A run that breaks off has failed; an error of the system is told with its step."""
+        _note_step(error, self._reached())
+        with (
+            suppress(OSError) if error is not None else nullcontext()
+        ):  # on a full disk, the first one counts
+            self.close()
+            if not self._finished:
+                self.finish("failed")
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Step `number` (from 1) took `seconds` and gave `values`."""
@@ -142,7 +151,8 @@ class Report:
 
     def sync(self) -> None:
         """Make the rows outlive a power cut, as the checkpoint does that comes now; trackers hear all."""
-        os.fsync(self._file.fileno())
+        with naming(self.folder / METRICS):
+            os.fsync(self._file.fileno())
         until = time.monotonic() + FLUSH_s
         for feed in self._feeds:
             feed.flush(until)
@@ -151,7 +161,8 @@ class Report:
     def close(self) -> None:
         """Leave the last line standing."""
         self._progress.close()
-        self._file.close()
+        with naming(self.folder / METRICS):
+            self._file.close()
 
     def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
         """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
@@ -187,7 +198,7 @@ class Report:
         seconds = statistics.median(speeds) if speeds else None
         return self.record.write(
             status,
-            max((row["step"] for row in self.rows), default=self.made),
+            self._reached(),
             max(0.0, self._seconds[0] - usual) if self._seconds else 0.0,
             tokens_per_s=seconds and self.tokens / seconds,
             loss=next((row["loss"] for row in reversed(self.rows) if "loss" in row), None),
@@ -198,10 +209,14 @@ class Report:
             spikes=sum("spike" in row for row in self.rows),
         )
 
+    def _reached(self) -> int:
+        return max((row["step"] for row in self.rows), default=self.made)
+
     def _row(self, **row: Any) -> None:
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()  # a run that dies leaves all its rows
+        with naming(self.folder / METRICS):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()  # a run that dies leaves all its rows
         for feed in self._feeds:
             feed.row(row)
 
@@ -216,6 +231,11 @@ class Report:
         mfu = self.work.mfu(seconds) if self.work is not None else None
         shown.append(f"{self.tokens / seconds:,.0f} tokens/s")
         return ", ".join(shown if mfu is None else [*shown, f"MFU {mfu:.1%}"])
+
+
+def _note_step(error: BaseException | None, number: int) -> None:
+    if isinstance(error, OSError):
+        error.add_note(f"step {number}")
 
 
 def read_rows(path: Path | None, made: int) -> list[dict[str, Any]]:
@@ -266,7 +286,8 @@ def plot_losses(
         axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table")
     axes.set(xlabel="step", ylabel=f"nats per {unit}")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

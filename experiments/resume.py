@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import sys
 import time
@@ -24,8 +23,10 @@ from typing import Any
 
 import fnshard as fs
 from experiments.config import AUTO, NEVER, ConfigError
+from experiments.files import write_json
 from experiments.sweep import TABLE, read_result
 from fnshard.errors import report
+from fnshard.runtime.folder import make
 
 CHECKPOINTS, IDENTITY, LOCK = "checkpoints", "identity.json", "run.lock"
 UNFINISHED, SWEEPS = Path("outputs", "unfinished"), Path("multirun")
@@ -90,7 +91,7 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
                 folder = found
                 _remove_unused(fresh)
         if folder == fresh and found != fresh:  # else it is held already
-            fresh.mkdir(parents=True, exist_ok=True)
+            make(fresh)
             if not stack.enter_context(held(fresh)):
                 raise ConfigError(
                     f"another process is at work in {fresh}. Fix: end it, or another hydra.run.dir."
@@ -98,9 +99,9 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
             _check_chosen(fresh, identity, resume)
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
         source = None if given is None or has_own else source_of(resume)
-        _write(folder / IDENTITY, identity)
+        write_json(folder / IDENTITY, identity, durable=True)
         if note is not None:
-            _write(note, {"folder": str(folder)})
+            write_json(note, {"folder": str(folder)}, durable=True)
         yield Run(str(folder), source, None if note is None else str(note))
 
 
@@ -229,14 +230,6 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 # ------------------------------------------------------------------ a sweep
 
 
@@ -268,7 +261,7 @@ def sweep_taken(arguments: Sequence[str], job: str = "train") -> Iterator[list[s
             folder.mkdir(parents=True)
         if found is None:
             stack.enter_context(held(folder))
-            _write(note, {"folder": str(folder)})
+            write_json(note, {"folder": str(folder)}, durable=True)
         elif found != Path():
             print(f"resume: the sweep in {folder}", flush=True)
         (folder / TABLE).unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,19 @@ class Saver:
 
         What cannot be written, and is not the last, is said and left: training goes on, and what was saved
         before is still there.
+
+        Raises:
+            CheckpointError: the last step cannot be written: nobody would write it again. In the background
+                `fs.checkpoint.wait` raises it.
         """
         run = self.config.run
         self._or_tell(fs.checkpoint.wait)
         save = fs.checkpoint.save_async if run.async_save else fs.checkpoint.save
-        self._or_tell(lambda: save(self.root / str(number), state, **self._how(loader, held_out)))
+        write = partial(save, self.root / str(number), state, **self._how(loader, held_out))
+        if number == run.steps:
+            write()
+        else:
+            self._or_tell(write)
 
     def save_last(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
         """Step `number`, behind which the process may end.

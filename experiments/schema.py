@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from experiments.checks import refusal
+from experiments.checks import refusal, too_large
 from experiments.config import TrainConfig
 
 
@@ -39,7 +39,9 @@ def built(
         unsure: groups of which something is known to be wrong already: they are not looked at as a whole, and
             neither is the top.
     """
-    problems: list[str] = []
+    problems = list(too_large(values))
+    if problems:
+        return None, problems
     config = _build(kind, values, "", problems, unsure)
     return config, problems
 
@@ -89,8 +91,6 @@ def _value(hint: Any, value: Any, path: str, problems: list[str], unsure: frozen
         problems.append(f"{path}={value!r}: expected {wanted.__name__}, got {type(value).__name__}.")
     elif wanted is float and not math.isfinite(value):
         problems.append(f"{path}={value!r}: expected a finite number.")
-    elif wanted is int and abs(value) >= 2**63:
-        problems.append(f"{path}={value!r}: must be below 2**63.")
     return value
 
 

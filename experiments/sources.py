@@ -1,22 +1,33 @@
-"""Sources: where a value of the configuration comes from: an argument as typed, or a line of a file."""
+"""Sources: where a value of the configuration comes from: an argument as typed, or a line of a file; and what
+keeps files small, whatever their aliases make of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.default_element import ResultDefault
-from hydra.plugins.config_source import ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
 from experiments.checks import ConfigError
+from experiments.files import size_of
 from experiments.form import ROOT
 
 TYPED = "command line"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+INSIDE, NESTED = re.compile(r"\$\{([^{}]*)\}"), re.compile(r"\$\{[^{}]*\$\{")
+REPEATED = ("hydra.overrides.", "hydra.job.")  # the command line, once more
+WORD = re.compile(r"[A-Za-z_][\w.]*")
+LARGEST_bytes, MOST_VALUES, DEEPEST = 2**20, 10_000, 32  # of a file
 NAMED = re.compile(  # `run.steps=0`, and values with blanks in them
     r"(?<![\w.])([a-z_][\w.]*)=('[^']*'|\"[^\"]*\"|\{.*?\}|\[.*?\]|[^\s:,;]*[^\s:,;.])"
 )
@@ -29,6 +40,124 @@ class Line:
     key: str
     value: Any
     source: str
+
+
+class BoundedSource(FileConfigSource):
+    """Files of a folder, each looked at before Hydra makes anything of it."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """As Hydra does.
+
+        Raises:
+            ConfigError: see `check_size`.
+        """
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.exists():
+            check_size(path)
+        return super().load_config(config_path)
+
+
+@contextmanager
+def bounded_files() -> Iterator[None]:
+    """Hydra's files are `BoundedSource`s."""
+    types = SourcesRegistry.instance().types
+    before = types[FileConfigSource.scheme()]
+    types[FileConfigSource.scheme()] = BoundedSource
+    try:
+        yield
+    finally:
+        types[FileConfigSource.scheme()] = before
+
+
+def check_size(path: Path) -> None:
+    """Refuse a YAML file that is large, deep, or made so by its aliases: a few lines can mean 10^9 values.
+
+    Only its events are looked at: nothing is built, and an alias counts as what it stands for.
+
+    Raises:
+        ConfigError: it is, or an alias stands for what holds it.
+        yaml.YAMLError: it is no YAML.
+    """
+    shown = shown_path(path)
+    try:
+        size_of(path, LARGEST_bytes)
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror}.") from None
+    values: Counter[str] = Counter()  # that an anchor stands for
+    above: list[tuple[str | None, int]] = [(None, 0)]  # what is not closed yet: its anchor, and its values
+    with path.open(encoding="utf-8") as file:
+        for event in yaml.parse(file, Loader=LOADER):
+            here = f"{shown}:{event.start_mark.line + 1}"
+            count = 0
+            if isinstance(event, yaml.CollectionStartEvent):
+                above.append((event.anchor, 1))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, count = above.pop()
+                values[anchor or ""] = count
+            elif isinstance(event, yaml.ScalarEvent):
+                count = values[event.anchor or ""] = 1
+            elif isinstance(event, yaml.AliasEvent):
+                if any(anchor == event.anchor for anchor, _ in above):
+                    raise ConfigError(f"{here}: the alias *{event.anchor} stands for what holds it.")
+                count = values[event.anchor]
+            above[-1] = (above[-1][0], above[-1][1] + count)
+            if sum(count for _, count in above) > MOST_VALUES or len(above) > DEEPEST:
+                raise ConfigError(
+                    f"{here}: more than {MOST_VALUES} values, aliases written out, or more than {DEEPEST} "
+                    "levels of them: no configuration has that many."
+                )
+
+
+def written_out(values: Mapping[str, Any]) -> Iterator[str]:
+    """Values that are long once the values that they refer to are written out: ten references to ten each are
+    a hundred, and so on.
+
+    >>> chain = {f"x{i}": f"${{x{i + 1}}}" * 10 for i in range(8)}
+    >>> list(written_out({"run": {**chain, "x8": "ten"}}))[0]
+    'run.x0: 855555550 characters, all references written out; the most is 1048576.'
+    """
+    texts = dict(_texts(values, ""))
+    lengths: dict[str, int] = {}
+
+    def length(key: str) -> int:
+        if key not in lengths:
+            lengths[key] = 0  # of what refers to itself OmegaConf tells
+            words = Counter(WORD.findall(" ".join(INSIDE.findall(texts[key]))))
+            lengths[key] = len(texts[key]) + sum(
+                times * sum(map(length, _meant(word, texts))) for word, times in words.items()
+            )
+        return lengths[key]
+
+    for key, text in texts.items():
+        if key.startswith(REPEATED):
+            continue
+        if NESTED.search(text):
+            yield f"{key}={text[:80]}: a reference inside of another."
+        elif length(key) > LARGEST_bytes:
+            yield (
+                f"{key}: {length(key)} characters, all references written out; the most is {LARGEST_bytes}."
+            )
+
+
+def _texts(values: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every value that is not a mapping or a list, by its dotted key."""
+    inside = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for name, value in inside:
+        if isinstance(value, Mapping | list):
+            yield from _texts(value, f"{key}{name}.")
+        else:
+            yield f"{key}{name}", str(value)
+
+
+def _meant(word: str, keys: Iterable[str]) -> list[str]:
+    """Keys that a reference may mean: one, what is below it, or one relative to where it stands."""
+    word = word.strip(".")
+    return [k for k in keys if k == word or k.startswith(f"{word}.") or k.endswith(f".{word}")]
+
+
+def shown_path(path: Path) -> Path:
+    """Of our own files without the machine's part."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def lines_of(defaults: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> Iterator[Line]:
@@ -56,8 +185,8 @@ def _file_of(config_path: str | None, sources: Sequence[ConfigSource]) -> Path |
 def _values(path: Path, prefix: str) -> Iterator[Line]:
     text = path.read_text(encoding="utf-8")
     plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    root = yaml.compose(text, Loader=LOADER)
+    shown = shown_path(path)
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):

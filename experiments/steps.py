@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 import fnshard as fs
 from experiments.config import AUTO, AdamWConfig, RunConfig, ScheduleConfig, SGDConfig
+from experiments.files import append, write_text
 from experiments.plan import MEMORY, Plan, append_compiled, hardware_of, write_memory
 from experiments.record import Record, Spent, Work, command_of, facts_of
 from experiments.report import Report, Silent, metrics_beside
@@ -65,6 +66,7 @@ class Training:
         begin: Begin,
         report: Report | Silent,
         folder: Path,
+        spent: Spent,
     ) -> Training:
         """As a job's configuration says.
 
@@ -72,7 +74,6 @@ class Training:
             begin: the state to go on from, and a loader that stands there, made anew.
         """  # fmt: skip
         run = config.run
-        spent = report.record.spent if isinstance(report, Report) and report.record else Spent()
         tracer = Tracer(step, run.profile, folder, report.say, spent)
         watch = Watch(step, run.watch, begin, report.say, tracer.range)
         return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent)
@@ -99,19 +100,20 @@ def run_steps(
         state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
         stops = training.step.heard("stop")
         if (stops or saver.due(number)) and not training.watch.fault:
-            training.watch.before_save(state)
+            with training.spent.on("saves"):
+                training.watch.before_save(state)
         if training.watch.fault:
             del state  # its memory is wanted
             raise training.watch.diverged(number)
         if stops:
-            report.sync()
             with training.spent.on("saves"):
+                report.sync()
                 saver.save_last(number, state, training.loader, None)
             return state, None
         held_out = _held_out(training, state, report, number)
         if saver.due(number):
-            report.sync()
             with training.spent.on("saves"):
+                report.sync()
                 saver.save(number, state, training.loader, held_out)
     training.tracer.close()
     return state, held_out
@@ -128,24 +130,27 @@ def one_step(
     waited = time.perf_counter() - began
     tells = here == 1 and isinstance(report, Report)
     if tells:
-        lowered = step.lower(state, *batch)
-        (folder / "schedule.txt").write_text(lowered.as_text() + "\n", encoding="utf-8")
-        write_memory(lowered, folder)
-        planned = training.planned.hardware
-        report.work = Work.of(lowered, peak_of(planned, mesh))
-        training.tracer.know(lowered, planned or hardware_of(AUTO, mesh))
+        with spent.on("compile"):
+            lowered = step.lower(state, *batch)
+            write_text(folder / "schedule.txt", lowered.as_text() + "\n")
+            write_memory(lowered, folder, mesh.device_type)
+            planned = training.planned.hardware
+            report.work = Work.of(lowered, peak_of(planned, mesh))
+            training.tracer.know(lowered, planned or hardware_of(AUTO, mesh))
     watched = here == 2 and mesh.device_type == "cuda"
     if watched:
         torch.cuda.reset_peak_memory_stats()
-    with training.watch.on(here), training.tracer.on(here):
+    with training.watch.on(here), training.tracer.on(here), spent.on("steps"):
         began = time.perf_counter()
         state, metrics = step(state, *batch)
         values = {name: value.item() for name, value in told(metrics).items()}
         seconds = time.perf_counter() - began
-    report.step(number, values, seconds)
+    with spent.on("reports"):
+        report.step(number, values, seconds)
     training.watch.after(here, values, seconds, waited)
     if tells:
-        append_compiled(lowered, folder)
+        with spent.on("compile"):
+            append_compiled(lowered, folder)
     if watched and mesh.rank == 0:
         _tell_peak(torch.cuda.max_memory_allocated(), folder)
     return state
@@ -172,8 +177,7 @@ def _held_out(training: Training, state: fs.TrainState, report: Report | Silent,
 def _tell_peak(measured_bytes: int, folder: Path) -> None:
     """What the allocator of rank 0's device saw of a step, beside the prediction."""
     said = f"measured peak of a step: {measured_bytes / 1e6:.1f} MB"
-    with (folder / MEMORY).open("a", encoding="utf-8") as file:
-        file.write(f"\n{said}\n")
+    append(folder / MEMORY, f"\n{said}\n")
     print(said, flush=True)
 
 
@@ -208,9 +212,8 @@ def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Sc
 
 def start_folder(folder: Path, config: Any) -> None:
     """A run's folder, with its configuration as it was placed on this machine."""
-    folder.mkdir(parents=True, exist_ok=True)
     resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
-    (folder / "config.yaml").write_text(resolved, encoding="utf-8")
+    write_text(folder / "config.yaml", resolved)
 
 
 def begin_report(
@@ -223,6 +226,7 @@ def begin_report(
     found: str,
     *,
     tokens: int,
+    spent: Spent,
     tables: Callable[[], Mapping[str, float]] = dict,
 ) -> Report | Silent:
     """A run's folder and what is told in it, on rank 0; all ranks call it together.
@@ -232,13 +236,14 @@ def begin_report(
         made: steps that were made before.
         found: the checkpoint that is gone on from, or nothing.
         tokens: of one step, of all ranks.
+        spent: where this process's time goes.
         tables: what the losses are compared with.
     """  # fmt: skip
     hosts, folder, mesh = step.gather_text(socket.gethostname()), Path(run.folder), step.mesh
     if mesh.rank != 0:
-        return Silent()
+        return Silent(made)
     start_folder(folder, config)
-    record = Record(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made)
+    record = Record(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made, spent)
     return Report(
         folder, config.run.steps, tokens, tables(), made, metrics_beside(folder, found),
         record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,

@@ -9,6 +9,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from experiments.files import write_json
+
 RESULT, TABLE, STEM = "result.json", "table.txt", "sweep"
 STOPPED = "stopped"  # the status of a run that can be gone on with
 METRIC = "held_out_loss"
@@ -16,8 +18,7 @@ METRIC = "held_out_loss"
 
 def write_result(folder: Path, **values: Any) -> None:
     """What the table says of the run in `folder`: `status`, `overrides`, and numbers by name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / RESULT, values)
 
 
 def read_result(folder: Path) -> dict[str, Any]:

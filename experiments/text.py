@@ -12,8 +12,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from experiments.files import size_of
+from fnshard.errors import report
+
 # Tests repeat themselves and tables of them; what is installed beside the library differs by machine.
 SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+MOST_bytes = 2**33  # of all files: each rank holds them
+SHOWN = 8
 SEPARATOR = 0  # one byte that no source file holds ends every file
 
 
@@ -69,6 +74,7 @@ def load_corpus(
     """
     root = root or standard_library()
     names = source_files(root, suffix)
+    _check_sizes(root, names)
     held = [n for n in names if is_held_out(n, held_out_percent)]
     train = [n for n in names if not is_held_out(n, held_out_percent)]
     corpus = Corpus(_join(root, train), _join(root, held), tuple(train), tuple(held))
@@ -80,6 +86,19 @@ def load_corpus(
             "Fix: name a folder with more text as data.root, or change data.held_out_percent."
         )
     return corpus
+
+
+def _check_sizes(root: Path, names: list[str]) -> None:
+    """Refuse what is no text: devices, pipes, links to nothing; and more than belongs into memory."""
+    wrong, left = [], MOST_bytes
+    for name in names:
+        try:
+            left -= size_of(root / name, max(left, 0))
+        except OSError as error:
+            wrong.append(f"{name}: {error.strerror}")
+    if wrong:
+        fix = f"other files, {MOST_bytes} bytes at most; more text: python -m experiments.tokenize."
+        raise ValueError(report(f"{root}: not read:", wrong[:SHOWN], fix))
 
 
 def _join(root: Path, names: list[str]) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
+from experiments.files import write_text
 from experiments.record import Spent
 from fnshard.errors import MissingExtraError
 
@@ -77,7 +78,7 @@ class Tracer:
             f"predicted:\n{predicted}",
             f"measured:\n{measured}",
         ]
-        (folder / TEXT).write_text("\n\n".join(text) + "\n", encoding="utf-8")
+        write_text(folder / TEXT, "\n\n".join(text) + "\n")
         draw(predicted, measured, folder / PICTURE)
         self.say(f"steps traced: {self._made}, in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}")
 

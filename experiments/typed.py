@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep, ValueType
 from hydra.errors import HydraException
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.checks import ConfigError
+from experiments.checks import ConfigError, too_large
 from experiments.nearest import no_such_choice, no_such_key
 from experiments.schema import options_of
 from experiments.sources import TYPED
+from experiments.targets import NOT_ALLOWED, is_allowed
 
 NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
 LISTS = {int: "a list of whole numbers, as in [1,2]", str: "a list, as in [a,b]"}
+MOST_JOBS = 10_000  # of a sweep: all of them are listed before the first one starts
 UNLISTED = (ValueType.INTERVAL_SWEEP,)  # sweeps without a list of values
 
 
@@ -97,7 +101,12 @@ def problems_of(override: Override, known: Known, *, sweeps: bool) -> Iterator[s
         sweeps: whether it may have several values.
     """
     key, line = override.key_or_group, f"{override.input_line} ({TYPED})"
+    if (jobs := jobs_of(override)) > MOST_JOBS:
+        yield f"{line}: {too_many(jobs)}"
+        return
     if is_hydras(override) and key not in known.groups:
+        if not is_allowed(key):
+            yield f"{line}: {NOT_ALLOWED}"
         return
     if override.is_delete():
         yield f"{line}: every key is needed, nothing can be taken away."
@@ -114,6 +123,7 @@ def problems_of(override: Override, known: Known, *, sweeps: bool) -> Iterator[s
             said = misfit(known.keys[key], value)
             if said:
                 yield f"{line}: {said}"
+            yield from (f"{line}: {said.partition(': ')[2]}" for said in too_large(value, key))
     elif not any(key.startswith(f"{k}.") and hint is Any for k, hint in known.keys.items()):
         yield f"{line}: {no_such_key(key, known.keys, [g for g in known.groups if '/' not in g])}"
 
@@ -147,6 +157,22 @@ def _of_node(override: Override, known: Known, line: str) -> Iterator[str]:
                 yield f"{line}: {node}.{key}: {no_such_key(f'{node}.{key}', known.keys)}"
             elif said := misfit(known.keys[f"{node}.{key}"], each):
                 yield f"{line}: {node}.{key}: {said}"
+
+
+def jobs_of(override: Override) -> float:
+    """How many values an argument has, none of them made: `range(0,10000000000)` is short to write."""
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        try:
+            return max(0, math.ceil((Decimal(value.stop) - Decimal(value.start)) / Decimal(value.step)))
+        except (ArithmeticError, ValueError):  # by a step of 0, or to infinity
+            return math.inf
+    return len(value.list) if isinstance(value, ChoiceSweep) else 1
+
+
+def too_many(jobs: float) -> str:
+    """What is said of a sweep that is too large."""
+    return f"a sweep of {jobs:.4g} jobs; {MOST_JOBS} is the most. Fix: fewer values, or several sweeps."
 
 
 def values_of(override: Override) -> list[Any]:

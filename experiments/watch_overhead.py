@@ -23,20 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
-from omegaconf import OmegaConf
-
-from experiments import config as configs
 from experiments import loop, steps
+from experiments.asked import ask
 from experiments.config import TrackerConfig
 from experiments.place import place
-from experiments.record import Record, facts_of
+from experiments.record import Record, Spent, facts_of
 from experiments.report import Report, Silent
 from experiments.steps import Training
 from experiments.tracking.tracker import EXTRAS, Told, Tracker, chosen
+from experiments.train import FORM
 from experiments.watchdog import Spikes
 from fnshard import tree
-from fnshard.launch import launch, run_rank, under_launcher
+from fnshard.launcher import launch, run_rank, under_launcher
 
 DEFAULTS = {"model": "tiny", "trackers": ",".join(EXTRAS), "rounds": "12", "block": "25", "ranks": "2",
             "backend": "inductor"}  # fmt: skip
@@ -89,8 +87,9 @@ def measure(asked: Mapping[str, str], folder: Path) -> dict[str, Any]:
         report = Report(folder, 10**6, tokens, {}, stream=Terminal(), record=record, trackers=tracked,
                         spikes=Spikes())  # fmt: skip
     training = Training.of(
-        config, setup.plan, setup.step, lambda params: 0.0, loader, lambda: (state, loader), report, folder
-    )
+        config, setup.plan, setup.step, lambda params: 0.0, loader, lambda: (state, loader), report, folder,
+        Spent(),
+    )  # fmt: skip
     calls = Calls(training, report)
     number, seconds = 0, {False: [], True: []}
     order = random.Random(0)  # the same on all ranks
@@ -136,11 +135,11 @@ class Calls:
     def watched(self, state: Any, number: int, folder: Path) -> Any:
         """A step of the job."""
         inside = self.training.spent.seconds
-        before, began = inside.get("data", 0.0), time.perf_counter()
+        before, began = inside["data"], time.perf_counter()
         timed = Timing(self.training.step)
         state = steps.one_step(timed.of(self.training), state, self.report, number, number, folder)
         whole = time.perf_counter() - began
-        self.seconds += whole - timed.seconds - (inside.get("data", 0.0) - before)
+        self.seconds += whole - timed.seconds - (inside["data"] - before)
         return state
 
     def flush(self) -> None:
@@ -172,11 +171,8 @@ class Timing:
 
 def configured(asked: Mapping[str, str]) -> Any:
     """The main job's configuration."""
-    configs.register()
     given = [f"model={asked['model']}", f"mesh.shard={asked['ranks']}", f"run.backend={asked['backend']}"]
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(Path(__file__).parents[1] / "conf")):
-        composed = hydra.compose("train", overrides=given)
-    config = configs.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    config = ask(FORM, given).config
     names = [name for name in asked["trackers"].split(",") if name]
     tracker = TrackerConfig(**dict.fromkeys(names, True), store=str(Path(asked["folder"]) / "mlruns"))
     return place(replace(config, tracker=tracker), accelerators={}, world=int(asked["ranks"]))

@@ -1,8 +1,9 @@
-"""One rank of a job: `python -m experiments.worker MODULE job.json`, started by `fnshard.launch`."""
+"""One rank of a job: `python -m experiments.worker MODULE job.json`, started by `fnshard.launcher`."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import json
 import os
@@ -14,18 +15,30 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
+from experiments.command import is_mistake
 from experiments.config import ConfigError
+from experiments.files import write_json
 from experiments.resume import Run, taken
 from experiments.schema import build
 from experiments.watchdog import DivergedError
-from fnshard.errors import BudgetError, CheckpointError, OptimizerError, SpecError, TraceError
-from fnshard.rank import LOGS, Stop, leave_group, run_rank
+from fnshard.errors import (
+    BudgetError,
+    CheckpointError,
+    LaunchError,
+    OptimizerError,
+    SpecError,
+    TraceError,
+    report,
+)
+from fnshard.process_group import leave_group
+from fnshard.rank import LOGS, Stop, run_rank
 
 if TYPE_CHECKING:
     from experiments.form import Job
 
 ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on what all ranks are told alike
-REFUSAL = "refused.txt"  # why the ranks ended together; the process that started them reads it
+REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
 
 
 def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
@@ -39,16 +52,20 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
     stop = Stop()
 
     def main() -> None:
-        with _run_of(job, values) as run:
-            if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
-                _refusal().unlink(missing_ok=True)  # an earlier attempt's
-            try:
+        try:
+            with _run_of(job, values) as run:
+                if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
+                    _refusal().unlink(missing_ok=True)  # an earlier attempt's
                 config = placed if "run" in values else _prepared(job, placed)
                 job.work(config, run, list(values["overrides"]), stop)
-            except BudgetError as error:
-                _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}")
-            except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
-                _end_together(str(error))
+        except BudgetError as error:
+            _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", mistake=True)
+        except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
+            _end_together(str(error), mistake=is_mistake(error))
+        except OSError as error:  # here alone: the others end when this rank does
+            if error.errno not in FULL:
+                raise
+            sys.exit(no_room(error))
 
     run_rank(main, device_type=placed.run.device, timeout_s=placed.run.timeout_s, stop=stop)
 
@@ -92,20 +109,47 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
         if dist.is_initialized():
             dist.broadcast_object_list(told, src=0)
         if told[0] is None:
-            _end_together(told[1])
+            _end_together(told[1], mistake=True)
         yield Run(**told[0])
 
 
-def _end_together(refusal: str) -> NoReturn:
+def no_room(error: OSError) -> str:
+    """An error of a disk in words: step, path, and the way out.
+
+    >>> full = OSError(28, "No space left on device", "run/metrics.jsonl")
+    >>> full.add_note("step 7")
+    >>> print(no_room(full))
+    step 7: cannot write run/metrics.jsonl: No space left on device.
+    Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
+    """
+    at = next(iter(getattr(error, "__notes__", [])), "before the first step")
+    fix = "make room, or another hydra.run.dir; the same command goes on from the newest checkpoint."
+    return report(f"{at}: cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
+
+
+def refused(folder: Path) -> Exception | None:
+    """Why the ranks of a run's folder ended together, if they did: a mistake, or a failure."""
+    try:
+        told = json.loads((folder / REFUSAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return (ConfigError if told["mistake"] else LaunchError)(told["message"])
+
+
+def _end_together(message: str, *, mistake: bool) -> NoReturn:
     """All ranks know the reason, and end with exit code 1; it is left to who started this rank, or said here
     where nobody of ours did."""
+    code: int | str = 1
     if int(os.environ.get("RANK", "0")) == 0:
         if LOGS in os.environ:
-            _refusal().write_text(refusal, encoding="utf-8")
+            try:
+                write_json(_refusal(), {"message": message, "mistake": mistake})
+            except OSError:  # on a full disk
+                code = message
         else:
-            print(f"error: {refusal}", file=sys.stderr, flush=True)
+            print(f"error: {message}", file=sys.stderr, flush=True)
     leave_group()  # nobody ends before it has been told
-    sys.exit(1)
+    sys.exit(code)
 
 
 def _refusal() -> Path:

@@ -31,6 +31,8 @@ from fnshard.runtime.rows import all_or_none
 from fnshard.runtime.tensorfile import Corrupt, Entry, Header, open_regular, read_exactly, write
 from fnshard.shards import leaf_paths, unshard
 
+__all__ = ["load", "merge", "save"]
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 

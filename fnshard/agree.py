@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.schedule import Schedule
-from fnshard.errors import AgreementError, leaves, report
+from fnshard.errors import AgreementError, leaves, report, stable_repr
 from fnshard.runtime.collectives import Collectives
 from fnshard.spec import LayoutSpec
+from fnshard.transform import LeafNorms, Optimizer, StepInfo
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,61 @@ class Agreement:
     items: float
 
 
-def reach(comm: Collectives, schedule: Schedule, policy: Sequence[str], items: float) -> Agreement:
+def reach(
+    comm: Collectives, schedule: Schedule, settings: Callable[[], Mapping[str, str]], items: float
+) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
-        policy: optimizer, loss scale, seed: a line each.
+        settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items: this rank's guess of how many items a Mean counts; all take the largest.
 
     Raises:
-        AgreementError: on every rank, naming those that differ and the first line that does.
+        AgreementError: on every rank, naming those that differ and what does.
     """
-    lines = [*schedule.communication(), f"mesh {schedule.mesh}", f"accumulate {schedule.accumulate}", *policy]
-    mine = {"lines": _digest(lines), "items": items}
-    texts = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
-    first = texts[0]
-    differing = [r for r, t in enumerate(texts) if t["lines"] != first["lines"]]
+    program = {f"collective {i}": line for i, line in enumerate(schedule.communication())}
+    program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate)}
+    if comm.mesh.size > 1:
+        program |= settings()
+    text = json.dumps(program)
+    mine = {"program": hashlib.sha256(text.encode()).hexdigest(), "items": items}
+    every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
+    differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
     if differing:
-        _refuse(comm, lines, differing)
-    return Agreement(max(t["items"] for t in texts))
+        _refuse(comm, text, differing)
+    return Agreement(max(each["items"] for each in every))
+
+
+_PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before
+
+
+def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec]) -> str:
+    """An optimizer's name, and what it computes for a small leaf at several steps.
+
+    Functions (a learning rate of one's own, a leaf rule) have no text that two processes share: two of them
+    are alike if they compute the same.
+    """
+    path = next((p for p, s in specs.items() if s.trainable), None)
+    if optimizer is None or path is None:
+        return str(optimizer)
+    shape = (2,) * len(specs[path].shape)
+    param = torch.arange(1, 1 + 2 ** len(shape), dtype=torch.float64).view(shape) / 8
+    grad = param * 3 - 1
+    norms = {path: LeafNorms(param.norm(), grad.norm())}
+    out = stable_repr(optimizer)
+    for count in _PROBED:
+        info = StepInfo(
+            torch.tensor(count), norms[path].grad, norms,
+            gather=lambda path, shard: shard, cut=lambda path, whole: whole,
+        )  # fmt: skip
+        try:
+            update = optimizer.update({path: grad}, {path: optimizer.init_leaf(param)}, {path: param}, info)
+            numbers = {**optimizer.metrics(info), "update": update[0][path].sum()}
+            text = ", ".join(f"{name} {float(value):.9e}" for name, value in numbers.items())
+        except Exception as error:  # of the user's function, which may not run on such a leaf or so late
+            text = type(error).__name__
+        out += f"; after {count} updates: {text}"
+    return out
 
 
 def compare_replicas(
@@ -83,7 +121,7 @@ def compare_replicas(
             report(
                 f"{leaves(len(wrong))} replicated over ranks that hold different values:",
                 wrong[:12],
-                "make the initial values alike: step.init(module_on_meta, seed=...), the same "
+                "make the initial values alike: a module built in fs.deferred(), the same "
                 "torch.manual_seed on every rank, or the same checkpoint.",
             )
         )
@@ -106,29 +144,35 @@ def _checksums(blocks: Sequence[Tensor]) -> list[str]:
     return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
 
 
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _refuse(comm: Collectives, lines: list[str], differing: list[int]) -> None:
+def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
     """All ranks know that they differ, so all come here: one more exchange shows where."""
-    every = [json.loads(t) for t in comm.gather_object(json.dumps(lines))]
-    shown = []
+    every = [json.loads(text) for text in comm.gather_object(program)]
+    first, shown, names = every[0], list[str](), dict[str, None]()
     for rank in differing[:4]:
-        pairs = enumerate(zip(every[0] + ["(end)"], every[rank] + ["(end)"], strict=False))
-        at, (here, there) = next(((i, p) for i, p in pairs if p[0] != p[1]), (0, ("", "")))
-        shown += [
-            f"collective {at} on rank 0:     {here[:160]}",
-            f"collective {at} on rank {rank}:     {there[:160]}",
-        ]
+        other = every[rank]
+        unlike = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+        collectives = [n for n in unlike if n.startswith("collective ")]
+        options = [n for n in unlike if n not in collectives]
+        for name in [*collectives[:1], *options]:
+            here, there = first.get(name, "(none)"), other.get(name, "(none)")
+            same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+            shown += [f"{name} on rank {r}: {_cut(text, same)}" for r, text in ((0, here), (rank, there))]
+        names |= dict.fromkeys(["collectives"] * bool(collectives) + options)
+    fix = "build model and specs the same way on every rank (no branch on the rank, no unordered set); "
+    fix += "lower(...).as_text() shows the whole schedule."
+    if "collectives" not in names:
+        fix = "give the step the same on every rank; a function may depend on its arguments alone."
+    ranks = ", ".join(map(str, differing))
     raise AgreementError(
-        report(
-            f"rank(s) {', '.join(map(str, differing))} hold another program than rank 0.",
-            shown,
-            "build model, specs and optimizer the same way on every rank (no branch on the rank, no "
-            "unordered set); lower(...).as_text() shows the whole schedule.",
-        )
+        report(f"rank(s) {ranks} hold another program than rank 0: unlike {', '.join(names)}.", shown, fix)
     )
+
+
+def _cut(text: str, same: int, length: int = 160) -> str:
+    """So much of a long text as shows where two begin to differ, behind `same` characters."""
+    start = max(0, same - length // 2) if len(text) > length else 0
+    before, after = "..." * bool(start), "..." * (len(text) > start + length)
+    return f"{before}{text[start : start + length]}{after}"
 
 
 def compile_in_turn(comm: Collectives, compile: Callable[[], Any]) -> Any:

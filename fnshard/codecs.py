@@ -22,6 +22,8 @@ from fnshard import tree
 from fnshard.errors import SpecError, StateError, leaves, report
 from fnshard.spec import LayoutSpec, P, is_spec
 
+__all__ = ["Codec", "decoded", "encoded", "register"]
+
 Shape = tuple[int, ...]
 Parts = Mapping[str, tuple[Shape, torch.dtype]]
 
@@ -348,8 +350,8 @@ def decoding(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
         return fn
 
     @functools.wraps(fn)
-    def of_parts(params: Any, *batch: Any) -> Any:
-        return fn(decoded(params, named, structure), *batch)
+    def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
+        return fn(decoded(params, named, structure), *batch, **keywords)
 
     return of_parts
 

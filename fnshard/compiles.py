@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from fnshard.batches import Key
 from fnshard.errors import DebugError, SpecError, report
+from fnshard.programs import batch_changes, lines, shown
 
-Key = tuple[tuple[str, Any], ...]  # what `batches.batch_key` gives
+LOG = logging.getLogger("fnshard")
 
 
 @dataclass(eq=False)
@@ -52,18 +55,17 @@ class Compiles:
         """A lowering, and what changed since the one before it of the same step."""
         name = _name(lowering.fn)
         older = [k for each, k in self.seen if each is lowering]
-        known = older or list(lowering.cache)
+        known = older or lowering.programs.keys()
+        baked = lowering.programs.baked_changes(key)
+        if baked:
+            return f"{name}: `fn` reads {'; '.join(lines(baked))}"
         if key in older:
             return f"{name}: a batch it had compiled and forgot (cache={lowering.options.cache})"
         if not known:
-            shapes = ", ".join(f"batch[{n!r}] {_shown(d)}" for n, d in key[1:])
+            shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in key[1:])
             again = " (a new step of a function that has one)" if self._has_other(lowering) else ""
             return f"{name}: its first batch{again}: {shapes}"
-        old = dict(known[-1])
-        changed = [
-            f"batch[{n!r}] from {_shown(old.get(n))} to {_shown(d)}" for n, d in key if old.get(n) != d
-        ]
-        return f"{name}: {'; '.join(changed)}"
+        return f"{name}: {'; '.join(lines(batch_changes(known[-1], key)))}"
 
     def _has_other(self, lowering: Any) -> bool:
         code = getattr(lowering.fn, "__code__", None)
@@ -75,13 +77,16 @@ _counting: ContextVar[tuple[Compiles, ...]] = ContextVar("fnshard_compiles", def
 
 
 def announce(lowering: Any, key: Key, *, adopted: bool = False) -> None:
-    """A `Lowering` is about to lower this batch; `adopted`: to compile what it had on paper.
+    """A `Lowering` is about to lower this batch; `adopted`: to compile what it had on paper. The logger
+    "fnshard" is told so (INFO).
 
     Raises:
         DebugError: one more than `assert_max_compiles` allows.
     """
     for counter in _counting.get():
         counter._note(lowering, key, adopted)
+    if not adopted:
+        LOG.info("lowering %s", _name(lowering.fn))
 
 
 @contextmanager
@@ -120,13 +125,3 @@ def _name(fn: Any) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", type(fn).__name__)
-
-
-def _shown(described: Any) -> str:
-    if described is None:
-        return "nothing"
-    if isinstance(described, tuple) and len(described) == 2 and isinstance(described[0], tuple):
-        return f"{list(described[0])} {described[1]}"
-    if isinstance(described, tuple) and described[0] == "whole":
-        return f"whole {_shown(described[1])}"
-    return str(described[-1] if isinstance(described, tuple) else described)

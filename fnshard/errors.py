@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+__all__ = [
+    "AgreementError",
+    "BudgetError",
+    "CheckpointError",
+    "CheckpointWarning",
+    "CollectiveError",
+    "DebugError",
+    "FnshardError",
+    "MissingExtraError",
+    "OptimizerError",
+    "ScheduleError",
+    "SpecError",
+    "StateError",
+    "TraceError",
+]
 
 
 class FnshardError(Exception):
@@ -35,6 +52,10 @@ class AgreementError(FnshardError, RuntimeError):
 
 class CollectiveError(FnshardError, RuntimeError):
     """A peer died, left, or did not answer within the timeout."""
+
+
+class LaunchError(FnshardError, RuntimeError):
+    """A rank failed, or cannot be started. One string, so that it survives pickling by a job launcher."""
 
 
 class BudgetError(FnshardError, MemoryError):
@@ -73,6 +94,15 @@ def report(headline: str, failures: Sequence[str] = (), fix: str = "") -> str:
     if fix:
         lines.append(f"Fix: {fix}")
     return "\n".join(lines)
+
+
+def stable_repr(value: object) -> str:
+    """`repr` without memory addresses: the same text in every process.
+
+    >>> stable_repr(len), stable_repr(object())
+    ('<built-in function len>', '<object object>')
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def leaves(count: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fnshard import tree
+from fnshard.arguments import Arguments
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.losses import Mean
@@ -58,14 +59,14 @@ class Forward:
         self._lowering = Lowering(fn, specs, mesh, options, None)
         self._runner = Runner(self._lowering)
 
-    def lower(self, params: Any, *batch: Any) -> Lowered:
+    def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""
         if not isinstance(params, TrainState):
             compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
-        return self._lowering.lower(batch)
+        return self._lowering.lower(Arguments(batch, keywords))
 
-    def __call__(self, params: Any, *batch: Any) -> Any:
+    def __call__(self, params: Any, /, *batch: Any, **keywords: Any) -> Any:
         """`fn`'s outputs for this rank's slice of the batch.
 
         Raises: as `Step.__call__`.
@@ -73,10 +74,12 @@ class Forward:
         training = isinstance(params, TrainState)
         seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
         blocks = params.params if training else params
-        if self.mesh.size == 1:
+        if self.mesh.size == 1 and not self._lowering.resolved:
             self._lowering.resolve(blocks)
-        bound = self._runner.bind(batch, blocks, lambda lowered: None)
-        env = bound.run(self._runner.inputs(bound.lowered, blocks, batch, seed, number))
+        self._lowering.follow(blocks)
+        passed = Arguments(batch, keywords)
+        bound = self._runner.bind(passed, blocks, lambda lowered: None)
+        env = bound.run(self._runner.inputs(bound.lowered, blocks, passed, seed, number))
         outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
                 "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip

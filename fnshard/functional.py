@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fnshard.errors import TraceError, leaves, report
+from fnshard.deferred_init import on_paper, recipe_of
+from fnshard.errors import StateError, TraceError, leaves, report
+from fnshard.reachable import Numbers, Reachable, is_plain
 
 
 def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
     """`apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.
 
+    The module is afterwards what it was, bitwise: what forward writes to its attributes, containers and
+    submodules (a table it caches, a counter) is undone, also where it raises. For the time of a call it holds
+    the other leaves, wherever it keeps its own; one call runs at a time. In eager evaluation, activation
+    checkpointing inside the module recomputes from the module's own leaves: leave it off there.
+
     `params` holds every parameter and buffer once, by path: an `nn.Parameter` stays one (so that a
     frozen one is known), a buffer is marked as `nn.Buffer`. A tied weight is one leaf, under the
-    first of its names, as an alias of the module's own. The module may live on the meta device. Train
-    or eval mode is what the module was when `apply` was traced.
+    first of its names, as an alias of the module's own. Of a module built under `deferred`, or on the meta
+    device, `params` is on the meta device. Train or eval mode, like every attribute, is what the
+    module has when a step is called: a step traces again for another.
 
-    The marks (parameter, frozen, buffer, tied) are on the tensors and are lost with them: cast by
+    The marks (parameter, frozen, buffer, tied, recipe) are on the tensors and are lost with them: cast by
     `model.to(dtype)` beforehand or by `LayoutSpec(compute_dtype=)`, not by `{k: v.to(dtype) ...}`.
 
     Raises:
-        TraceError: a parameter has gradient hooks; in `apply`, a module assigns to its own leaf.
+        TraceError: a parameter has gradient hooks; in `apply`, a module assigns or writes to its own leaves.
+        StateError: in `apply`, other leaves than these.
 
     >>> import torch
     >>> apply, params = make_functional(nn.Linear(3, 2))
@@ -34,30 +44,96 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     """
     _check_hooks(model)
     params: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, leaf in model.named_parameters(remove_duplicate=False):
-        if id(leaf) not in seen:
-            seen.add(id(leaf))
-            params[path] = leaf
-    for path, leaf in model.named_buffers(remove_duplicate=False):
-        if id(leaf) not in seen:
-            seen.add(id(leaf))
-            params[path] = leaf if isinstance(leaf, nn.Buffer) else _mark(leaf)
-
     names: dict[str, list[str]] = {}
-    for other, path in aliases(model).items():
-        names.setdefault(path, []).append(other)
+    first: dict[int, str] = {}
+    for place in _places(model):
+        path = first.setdefault(id(place.leaf), place.path)
+        if path != place.path:
+            names.setdefault(path, []).append(place.path)
+        elif recipe_of(place.leaf) is not None:
+            params[path] = on_paper(place.leaf)
+        else:
+            marked = not place.is_buffer or isinstance(place.leaf, nn.Buffer)
+            params[path] = place.leaf if marked else _mark(place.leaf)
     for path, others in names.items():
-        params[path] = _alias(params[path])  # no mark is left on the module's own
+        if recipe_of(params[path]) is None:
+            params[path] = _alias(params[path])  # no mark is left on the module's own
         params[path].tied_names = tuple(others)
 
-    def apply(params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        held = dict(params)  # functional_call writes what the module assigns to its own names back here
-        result = functional_call(model, held, args, kwargs, tie_weights=True)
-        _check_assigned([p for p, leaf in params.items() if held[p] is not leaf])
-        return result
+    def apply(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        with _swapped(model, params):
+            return model(*args, **kwargs)
 
     return apply, params
+
+
+_swapping = threading.RLock()  # a module has one place for each leaf
+
+
+@contextmanager
+def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """The module with other leaves, wherever it keeps its own; behind it is as it was, whatever it did."""
+    with _swapping:
+        places = list(_places(model))
+        stored = {id(place.leaf): place.path for place in reversed(places)}  # of tied ones the first
+        _check_paths(model, places, stored, params)
+        buffers = {stored[id(place.leaf)] for place in places if place.is_buffer}
+        # A module may write to its buffers: it gets copies.
+        inside = {p: v.clone() if p in buffers and is_plain(v) else v for p, v in params.items()}
+        others = {i: inside[path] for i, path in stored.items()}
+        versions = {path: leaf._version for path, leaf in inside.items() if is_plain(leaf)}
+        reached = Reachable(model)
+        # A trace looks after the numbers of what it meets: copied here, they would be part of its program.
+        traced = len(versions) < len(inside)
+        numbers = Numbers(t for t in reached.tensors if not traced and id(t) not in others)
+        try:
+            for container in reached.containers.values():
+                container.replace(others)
+            yield
+            lost = [at.path for at in places if at.owner.get(at.key) is not others[id(at.leaf)]]
+        finally:
+            for container in reached.containers.values():
+                container.put_back()
+            written = numbers.put_back()
+        lost += [path for path, version in versions.items() if inside[path]._version != version]
+        _check_written(dict.fromkeys(lost), written)
+
+
+class _Place(NamedTuple):
+    path: str
+    owner: dict[str, Any]
+    key: str
+    leaf: Tensor
+    is_buffer: bool
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Where parameters and buffers are, by all of their names."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    for is_buffer in (False, True):
+        for prefix, module in modules:
+            owner = module._buffers if is_buffer else module._parameters
+            for key, leaf in owner.items():
+                if leaf is not None:
+                    yield _Place(f"{prefix}.{key}" if prefix else key, owner, key, leaf, is_buffer)
+
+
+def _check_paths(
+    model: nn.Module, places: Sequence[_Place], stored: Mapping[int, str], params: Mapping[str, Any]
+) -> None:
+    paths = dict.fromkeys(reversed(stored.values()))
+    tied = {place.path: stored[id(place.leaf)] for place in places}
+    wrong = [f"params[{path!r}] is missing" for path in paths if path not in params]
+    wrong += [f"params[{p!r}] is stored as {tied[p]!r}" for p in params if tied.get(p, p) != p]
+    wrong += [f"params[{p!r}] is no leaf of the module" for p in params if p not in tied]
+    if wrong:
+        raise StateError(
+            report(
+                f"these are not the leaves of {type(model).__name__}, {leaves(len(wrong))}:",
+                wrong,
+                "pass a dict with the keys of the one that make_functional returned.",
+            )
+        )
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -77,13 +153,16 @@ def _check_hooks(model: nn.Module) -> None:
         )
 
 
-def _check_assigned(paths: list[str]) -> None:
-    if paths:
+def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
+    wrong = [f"params[{path!r}]" for path in paths]
+    wrong += [f"an attribute, {list(t.shape)} {t.dtype}" for t in attributes]
+    if wrong:
         raise TraceError(
             report(
-                f"the module assigns to {leaves(len(paths))} of its own in forward, which is lost:",
-                [f"params[{path!r}]" for path in paths],
-                "compute it as a local value, or return the new value in aux and pass it with the batch.",
+                f"the module assigns or writes to {leaves(len(wrong))} of its own in forward, which is lost:",
+                wrong,
+                "compute it as a local value, or return the new value in aux and pass it with the batch; "
+                "BatchNorm: eval mode, or torch.func.replace_all_batch_norm_modules_(model).",
             )
         )
 
@@ -101,11 +180,5 @@ def _alias(leaf: Tensor) -> Tensor:
 def aliases(model: nn.Module) -> dict[str, str]:
     """`{other name: the path it is stored under}` for tied parameters and buffers."""
     first: dict[int, str] = {}
-    out: dict[str, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for path, leaf in named:
-        if id(leaf) in first:
-            out[path] = first[id(leaf)]
-        else:
-            first[id(leaf)] = path
-    return out
+    named = [(place.path, first.setdefault(id(place.leaf), place.path)) for place in _places(model)]
+    return {other: path for other, path in named if other != path}

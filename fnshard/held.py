@@ -148,22 +148,24 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype, *_: Any) -> Tensor:
 
 def saved_slots(saved: Mapping[str, Leaf], specs: Specs, mesh: Mesh) -> Slots:
     """Shapes and dtypes, on this rank, of the optimizer state that was saved of leaves that train here."""
-    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    # Each of these has an entry, though its optimizer may hold nothing for it (plain SGD).
+    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+    out = {path: {} for path, spec in specs.items() if spec.trainable}
     for name, leaf in saved.items():
         kind, _, rest = name.partition("/")
         path, _, slot = rest.rpartition("/")
-        if kind != "optimizer" or path not in specs or not specs[path].trainable:
+        if kind != "optimizer" or path not in out:
             continue
         spec, whole = specs[path], leaf.shape == specs[path].shape
         if slot == MASTER and not spec.has_master:
             continue
         dtype = spec.optimizer_dtype if whole else DTYPES[leaf.dtype]
         shape = block_shape(spec.shape, spec.optimizer, mesh) if whole else leaf.shape
-        out.setdefault(path, {})[slot] = shape, dtype
-    for path, spec in specs.items():
-        if spec.trainable and spec.has_master:
+        out[path][slot] = shape, dtype
+    for path in out:
+        if (spec := specs[path]).has_master:
             block = block_shape(spec.shape, spec.optimizer, mesh)
-            out.setdefault(path, {})[MASTER] = block, spec.optimizer_dtype
+            out[path][MASTER] = block, spec.optimizer_dtype
     return out
 
 

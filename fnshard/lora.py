@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
 from fnshard.errors import SpecError, TraceError, leaves, report
+from fnshard.rules import check_tree
 from fnshard.spec import is_buffer
 
 
@@ -87,6 +88,7 @@ def lora(
     """
     _check_numbers(rank, alpha, dropout)
     named, structure = tree.flatten_with_paths(params)
+    check_tree(named)
     chosen = matched("targets", targets, named)
     turned = matched("transposed", transposed, chosen) if transposed else []
     trained = matched("train", train, named) if train else []
@@ -179,12 +181,12 @@ def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
     """`fn` of `{"base": ..., "adapters": ...}`; `.lora` says what was asked, `.eval` is without dropout."""
 
     @functools.wraps(fn)
-    def tuned(params: Any, *batch: Any) -> Any:
+    def tuned(params: Any, *batch: Any, **keywords: Any) -> Any:
         named = tree.flatten_with_paths(params["base"])[0]
         adapters = {id(named[path]): path for path in asked.targets}
         mode = _Adapted(asked, params["adapters"], adapters)
         with mode:
-            result = fn(params["base"], *batch)
+            result = fn(params["base"], *batch, **keywords)
         _check_uses(asked, mode)
         return result
 

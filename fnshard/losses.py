@@ -12,6 +12,17 @@ from torch import Tensor
 
 from fnshard.fused import token_losses
 
+__all__ = [
+    "IGNORE",
+    "Mean",
+    "Whole",
+    "dpo",
+    "linear_cross_entropy",
+    "linear_token_losses",
+    "next_token",
+    "sequence_logprobs",
+]
+
 IGNORE = -100  # the target of a token that is not counted
 
 

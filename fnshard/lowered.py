@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
-from fnshard import compiles
-from fnshard.batches import batch_key, bytes_of_batch, check_arguments, check_leaves, micro_batch
+from fnshard import compiles, tree
+from fnshard.batches import Batch, Key, batch_key, bytes_of_batch, check_arguments, check_leaves, micro_batch
 from fnshard.codecs import decoding
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
-from fnshard.compiler.kernels import Boxed, compile_kernel
+from fnshard.compiler.kernels import Boxed, compile_kernels
 from fnshard.compiler.ledger import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
 from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower
 from fnshard.compiler.program import Program
@@ -29,12 +29,13 @@ from fnshard.compiler.timeline import Timeline, simulate
 from fnshard.compiler.trace import without_autocast
 from fnshard.compiler.traffic import Traffic, analyse
 from fnshard.compiler.transport import Kind
-from fnshard.errors import SpecError, StateError, TraceError, report
+from fnshard.errors import SpecError, TraceError, report
 from fnshard.hardware import Hardware
 from fnshard.mesh import Mesh
+from fnshard.programs import Programs, fits
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.scaling import LossScale
-from fnshard.shards import leaf_paths, resolve_specs, spec_paths
+from fnshard.shards import aligned, leaf_paths, resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 from fnshard.transform import Optimizer
 
@@ -91,7 +92,7 @@ def _counts(values: Any, length: int) -> bool:
     )
 
 
-@dataclass
+@dataclass(repr=False)
 class Lowered:
     """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
 
@@ -211,14 +212,16 @@ class Lowered:
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""
         if self.compiled is None:
-            self.compiled = {
-                k.name: compile_kernel(k, backend=self.options.backend, options=self.options.inductor)
-                for k in self.stages.kernels.values()
-            }
+            self.compiled = compile_kernels(
+                self.stages.kernels.values(), backend=self.options.backend, options=self.options.inductor
+            )
         return self
 
     def __str__(self) -> str:
         return self.as_text()
+
+    def __repr__(self) -> str:
+        return f"Lowered({self.schedule!r}, {'not ' if self.compiled is None else ''}compiled)"
 
 
 def diff(before: Lowered, after: Lowered) -> Difference:
@@ -249,7 +252,8 @@ def diff(before: Lowered, after: Lowered) -> Difference:
 
 
 class Lowering:
-    """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache)."""
+    """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache),
+    and again for other values of what `fn` reads beside its arguments."""
 
     def __init__(
         self,
@@ -260,21 +264,24 @@ class Lowering:
         plan: PlanOf | None,
         optimizer: Optimizer | None = None,
     ):
+        if isinstance(fn, nn.Module):
+            raise TraceError(
+                report(
+                    f"`fn` is a function of (params, *batch), not the module {type(fn).__name__}.",
+                    fix="apply, params = fs.make_functional(model), and a function that calls "
+                    "apply(params, *inputs) and returns the loss.",
+                )
+            )
         if not callable(fn):
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         if not isinstance(mesh, Mesh):
             raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
         self.optimizer = optimizer
-        self.tree = specs
-        self.specs: Mapping[str, LayoutSpec]  # of what is stored; `leaves` of what `fn` sees
-        self.specs, self.structure = spec_paths(specs)
-        self.leaves, self.leaf_structure = leaf_paths(specs)
-        self.cache: OrderedDict[Any, Lowered] = OrderedDict()
-        self.on_paper: tuple[Any, Lowered] | None = None
+        self._take(specs)
+        self.programs = Programs(options.cache)
+        self.on_paper: tuple[Key, Lowered] | None = None
         self.lock = threading.RLock()
-        if self.resolved:
-            check_specs(self.specs, mesh)
 
     @property
     def resolved(self) -> bool:
@@ -282,19 +289,40 @@ class Lowering:
         return all(s.resolved for s in self.specs.values())
 
     def resolve(self, params: Any) -> None:
-        """Complete handwritten specs from a tree of full leaves."""
-        if not self.resolved:
-            self.adopt(resolve_specs(self.tree, params))
+        """Complete handwritten specs from a tree of full leaves, in the form of that tree."""
+        with self.lock:
+            specs = resolve_specs(self.tree, params)
+            if not self.resolved or not self._lowered:
+                self._take(specs)
+
+    def follow(self, blocks: Any) -> None:
+        """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
+
+        What is lowered keeps the form that it was lowered with.
+        """
+        with self.lock:
+            if not self._lowered and tree.flatten(blocks)[1] != self.structure:
+                self._take(aligned(self.tree, blocks))
 
     def adopt(self, specs: Any) -> None:
         """Take the same specs with what they left open."""
         if not self.resolved:
-            self.tree = specs
-            self.specs, self.structure = spec_paths(specs)
-            self.leaves, self.leaf_structure = leaf_paths(specs)
+            self._take(specs)
+
+    @property
+    def _lowered(self) -> bool:
+        return len(self.programs) > 0 or self.on_paper is not None
+
+    def _take(self, specs: Any) -> None:
+        """`specs`: of what is stored, by path; `leaves`: of what `fn` sees."""
+        self.tree = specs
+        self.specs: Mapping[str, LayoutSpec]
+        self.specs, self.structure = spec_paths(specs)
+        self.leaves, self.leaf_structure = leaf_paths(specs)
+        if self.resolved:
             check_specs(self.specs, self.mesh)
 
-    def lower(self, batch: Sequence[Any]) -> Lowered:
+    def lower(self, batch: Batch) -> Lowered:
         """All stages for this rank's batch; the last one lowered is kept for the step that may follow.
 
         Raises:
@@ -304,9 +332,10 @@ class Lowering:
         check_leaves(batch)
         key, micro = batch_key(batch), micro_batch(batch, self.options.accumulate)
         with self.lock, without_autocast():
-            if key in self.cache:
-                return self.cache[key]
-            if self.on_paper is None or self.on_paper[0] != key:
+            known = self.programs.get(key)
+            if known is not None:
+                return known
+            if self.on_paper is None or not fits(self.on_paper, key):
                 compiles.announce(self, key)
                 keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(
@@ -324,39 +353,19 @@ class Lowering:
                 self.on_paper = key, lowered
             return self.on_paper[1]
 
-    def of(self, batch: Sequence[Any]) -> Lowered:
-        """From the cache, or lowered now; a second shape comes with a warning that says what changed."""
-        check_leaves(batch)
+    def of(self, batch: Batch) -> Lowered:
+        """A program that is kept, or lowered now; a warning says what makes another one again and again."""
+        check_leaves(batch, values=True)
         key = batch_key(batch)
         with self.lock:
-            if key in self.cache:
-                self.cache.move_to_end(key)
-                return self.cache[key]
-            if self.on_paper is not None and self.on_paper[0] == key:
+            known = self.programs.get(key)
+            if known is not None:
+                return known
+            if self.on_paper is not None and fits(self.on_paper, key):
                 compiles.announce(self, key, adopted=True)
             lowered, self.on_paper = self.lower(batch), None
-            if self.cache:
-                self._compare(key, lowered)
-            self.cache[key] = lowered
-            while len(self.cache) > self.options.cache:
-                self.cache.popitem(last=False)
+            warning = self.programs.compare(key, lowered) if len(self.programs) else None
+            self.programs.put(key, lowered)
+            if warning:
+                warnings.warn(warning, stacklevel=4)
             return lowered
-
-    def _compare(self, key: Any, lowered: Lowered) -> None:
-        """A later shape must keep the agreed collectives: it is compared here, not over the wire."""
-        before, known = next(reversed(self.cache.items()))
-        old = dict(before)
-        changed = [f"batch[{n!r}] from {old.get(n)} to {d}" for n, d in key if old.get(n) != d]
-        if lowered.schedule.fingerprint() != known.schedule.fingerprint():
-            raise StateError(
-                report(
-                    "this batch makes `fn` a program with other collectives than the batches before:",
-                    changed,
-                    "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
-                )
-            )
-        warnings.warn(
-            f"compiling again for a new batch ({len(self.cache) + 1}, {self.options.cache} are kept): "
-            f"{'; '.join(changed)}. Pad batches to few shapes to avoid this.",
-            stacklevel=5,
-        )

@@ -14,7 +14,6 @@ import os
 import platform
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from torch import Tensor
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Collectives, Handle
 from fnshard.runtime.connect import connection
+from fnshard.runtime.folder import scratch
 
 # Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
 # a benchmark loses its core as often as a step does.
@@ -183,8 +183,8 @@ class _Bench:
         device = host.clone() if self.device.type == "cpu" else host.to(self.device)
         host = host if self.device.type == "cpu" else host.pin_memory()
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
-        with tempfile.TemporaryDirectory(prefix="fnshard-") as folder:
-            disk = self._disk(Path(folder) / "tier")
+        with scratch("fnshard-disk-") as folder:
+            disk = self._disk(folder / "tier")
         return {
             "memory": _curve(streamed),
             "copy": _curve(copied),
@@ -192,7 +192,7 @@ class _Bench:
             "host_link_bytes_per_s": link,
             "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
             "disk_bytes_per_s": disk,
-            "memory_bytes": _memory_bytes(self.device, self._ranks_here()),
+            "memory_bytes": memory_bytes(self.device, self._ranks_here()),
         }
 
     def _copy(self, count: int) -> tuple[float, float]:
@@ -318,7 +318,7 @@ class _Bench:
         return {"latency_seconds": latency, **found}
 
 
-def _memory_bytes(device: torch.device, ranks: int) -> int:
+def memory_bytes(device: torch.device, ranks: int) -> int:
     """Of one rank's device; a CPU's memory is shared by the ranks of its host."""
     if device.type == "cpu":
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fnshard.errors import SpecError, report
+from fnshard.process_group import join_group, world_size
 
 Kind = Literal["local", "group", "simulated", "abstract"]
 
@@ -117,27 +118,32 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh with named axes, `make_mesh(replicate=2, shard=4)`.
 
+    Where a launcher (`torchrun`, `fs.launch`) started several ranks and there is no process group yet, it is
+    made, and taken down when the process ends: gloo for CPU tensors and, on an accelerator, its own backend
+    for the others; `LOCAL_RANK` says which device is this rank's.
+
     Args:
         data_axes: the axes (or the one axis) the batch is split over; default all of them.
         device: "cpu", "cuda", ...; default the accelerator if there is one, else "cpu".
         abstract: no process group and no devices, any size: for `lower` alone.
         simulated: the ranks are threads of this process (tests, debugging).
-        axes: sizes by name; none is `shard=1`. At most one may be -1: what is left of the world.
+        axes: sizes by name; at most one may be -1: what is left of the world. None is `shard=-1`, all ranks
+            there are; one where these are not real.
 
     Raises:
         SpecError: the axes' product is not the number of ranks there are; a size, device or data axis that
-            is none; abstract and simulated at once.
+            is none; abstract and simulated at once; ranks that cannot meet.
 
     >>> make_mesh(replicate=2, shard=4, abstract=True).group_ranks(["shard"], rank=5)
     (4, 5, 6, 7)
     """
-    axes = axes or {"shard": 1}
+    axes = axes or {"shard": 1 if abstract or simulated else -1}
     names = tuple(axes)
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
     device_type = _default_device() if device is None else _device_type(device)
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    sizes = _sizes(axes, None if (abstract or simulated) else world)
+    world = None if abstract or simulated else dist.get_world_size() if _started() else world_size()
+    sizes = _sizes(axes, world)
     chosen = (data_axes,) if isinstance(data_axes, str) else names if data_axes is None else tuple(data_axes)
     unknown = [a for a in chosen if a not in names]
     if unknown:
@@ -149,12 +155,17 @@ def make_mesh(
         )
     if abstract or simulated:
         return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
-    if not (dist.is_available() and dist.is_initialized()):
+    if world == 1 and not _started():
         return Mesh(names, sizes, chosen, device_type, "local")
+    join_group(device_type)
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    return Mesh(names, sizes, chosen, device_type, "group", mesh)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return Mesh(names, sizes, chosen, device_type, "group", device_mesh)
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:

@@ -17,6 +17,17 @@ from fnshard.errors import OptimizerError, leaves, report
 from fnshard.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text
 from fnshard.transform import Optimizer, Slots, StepInfo, Tensors
 
+__all__ = [
+    "OPTIMIZERS",
+    "adamw",
+    "chain",
+    "clip_by_global_norm",
+    "ema",
+    "ema_params",
+    "lars",
+    "sgd",
+]
+
 # ------------------------------------------------------------------ optimizers
 
 
@@ -84,20 +95,26 @@ def sgd(
 
 
 def adamw(
-    lr: Rate,
+    lr: Rate = 1e-3,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: ByPath = 1e-2,
     lr_scale: ByPath = 1.0,
+    *,
+    betas: tuple[float, float] | None = None,
 ) -> Optimizer:
     """`torch.optim.AdamW`, its numerics and its defaults: the decay is `lr * weight_decay * param`.
 
     `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
+    `betas=(b1, b2)` is torch's spelling of the two. The decay shrinks a leaf that `fn` does not read; torch
+    skips it.
 
     >>> adamw(3e-4, weight_decay=0.1)
     adamw(lr=0.0003, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.1, lr_scale=1.0)
     """
+    if betas is not None:
+        b1, b2 = _pair(betas, b1, b2)
     name = call_text("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)
     _within(name, b1=b1, b2=b2)
     rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
@@ -377,6 +394,15 @@ def _within(name: str, **values: float) -> None:
     wrong = [f"{key}={value!r}" for key, value in values.items() if not _number(value) or not 0 <= value < 1]
     if wrong:
         raise OptimizerError(f"{name}: {', '.join(wrong)} must be at least 0 and below 1.")
+
+
+def _pair(betas: object, b1: float, b2: float) -> tuple[float, float]:
+    """`betas` of two numbers, which `b1` and `b2` do not say as well."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise OptimizerError(f"adamw: betas={betas!r} are not two numbers, as in betas=(0.9, 0.95).")
+    if (b1, b2) != (0.9, 0.999):
+        raise OptimizerError(f"adamw: betas={betas!r} and b1={b1!r}, b2={b2!r}: give one or the other.")
+    return tuple(betas)
 
 
 def _number(value: object) -> bool:

@@ -8,8 +8,19 @@ from typing import Any
 
 from fnshard import tree
 from fnshard.mesh import Mesh
-from fnshard.rules import Rule, match_specs
+from fnshard.rules import Rule, check_tree, match_specs
 from fnshard.spec import LayoutSpec, P, is_buffer
+
+__all__ = [
+    "best_split",
+    "full_shard",
+    "hybrid_shard",
+    "no_shard",
+    "shard_grad_op",
+    "zero1",
+    "zero2",
+    "zero3",
+]
 
 Layouts = Callable[[P], dict[str, Any]]
 
@@ -24,6 +35,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         **policy: Any,
     ) -> Any:
         named, _ = tree.flatten_with_paths(params)
+        check_tree(named)
         own: list[Rule] = list(rules)
         for path, leaf in named.items():
             if is_buffer(leaf) or not leaf.dtype.is_floating_point:

@@ -35,6 +35,8 @@ from fnshard.lowered import Lowered
 from fnshard.runner import Bound
 from fnshard.step import Step
 
+__all__ = ["measured", "table", "traced"]
+
 PREFIX = "fnshard"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of a trace: what the host asked for
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # and what the device did of it

@@ -1,33 +1,40 @@
 """Rank: one process of many: it joins the others, does its work, leaves with them, and ends.
 
-`run_rank(main)` is what a program that `fnshard.launch` or `torchrun` starts calls. Ranks that `launch`
-started meet through files below a temporary folder and talk over the loopback interface alone, so nothing
-listens on a network. A rank started by `torchrun` meets as torchrun says.
+`run_rank(main)` is what a program that `fs.launch` or `torchrun` starts calls; started by nobody, it is the
+only rank.
 """
 
 from __future__ import annotations
 
-import datetime
+import importlib
+import json
 import logging
+import operator
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fnshard import checkpoint
+from fnshard.errors import LaunchError, report
+from fnshard.post_mortem import PEAK
+from fnshard.process_group import join_group, leave_group, under_launcher, world_size
+from fnshard.saving import settled
 
-RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
 LOGS = "FNSHARD_LOGS"  # folder of rank0.log, rank1.log, ...
 LAUNCHER = "FNSHARD_LAUNCHER"  # process that started this one
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # elastic's name, which torchrun sets too
+ERRORS = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves why it failed
 
 
 @dataclass
@@ -44,16 +51,6 @@ class Stop:
         self.asked = True
 
 
-def under_launcher() -> bool:
-    """Whether this process is already a rank (`torchrun` and its like set these)."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def attempt() -> int:
-    """How often the ranks of this job were started anew before."""
-    return int(os.environ.get(ATTEMPT, "0"))
-
-
 def run_rank(
     main: Callable[[], Any],
     *,
@@ -64,7 +61,8 @@ def run_rank(
     """Be one rank: join the others, run `main`, leave together, end this process.
 
     Ends with exit code 0 after `main` returned on all ranks; with 1 after an exception, whose
-    traceback is printed and handed to the launcher. A world of one joins nothing.
+    traceback is printed and handed to the launcher, or after `sys.exit(message)`: then it is told the message
+    alone. A world of one, or no launcher at all, joins nothing.
 
     Args:
         main: called with the process group ready and the device set.
@@ -73,9 +71,10 @@ def run_rank(
         timeout_s: how long a collective waits for a silent peer.
         stop: what SIGTERM is to be noted in; None: SIGTERM ends this process at once.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher answers Ctrl-C, ranks just end
+    if under_launcher():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher answers Ctrl-C, ranks just end
+        _end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stop is None else stop.ask)
-    _end_with_parent()
     log = redirect_output()
     # From here on a SIGTERM is heard, one that the launcher held back during the imports, too.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -84,9 +83,11 @@ def run_rank(
         join_group(device_type, timeout_s)
         try:
             main()
-        except SystemExit:
-            if dist.is_initialized() or os.environ["WORLD_SIZE"] == "1":  # else they have left already
-                checkpoint.wait()
+        except SystemExit as ended:
+            if dist.is_initialized() or world_size() == 1:  # else they have left already
+                unsaved = settled()
+                if unsaved is not None and not ended.code:
+                    raise unsaved from None
             raise
         checkpoint.wait()  # nothing that is being written is lost; what could not be is an error
         leave_group()
@@ -96,15 +97,89 @@ def run_rank(
         record(joined)()
         code = 0
     except SystemExit as stopped:
-        code = stopped.code if isinstance(stopped.code, int) else 1
+        code = _code_of(stopped.code, log)
     except BaseException:
-        traceback.print_exc(file=log)  # the launcher shows it on the console
+        with suppress(OSError):  # the disk of the logs may be full
+            traceback.print_exc(file=log)  # the launcher shows it on the console
     # An ended gloo rank can abort while the interpreter tears its threads down: do not let it.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr, log):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError):
+                stream.flush()
     os._exit(code)
+
+
+BY_NAME = """
+import json, sys
+told = json.loads(sys.argv[1])
+sys.argv[:], sys.path[:] = told["argv"], told["path"]
+from fnshard.rank import imported, run_rank
+run_rank(lambda: imported(told)())
+"""
+
+
+def command_of(function: Callable[[], Any]) -> list[str]:
+    """The command that imports a function by its name in another process, and runs it as a rank.
+
+    Raises:
+        LaunchError: the name leads elsewhere, or nowhere: a lambda, a method of an object, a function inside
+            of another, one of a notebook.
+    """
+    name, defined = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
+    main = sys.modules["__main__"]
+    where = {"module": defined}
+    if defined == "__main__":
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        is_file = file is not None and os.path.isfile(file)
+        where = {"module": spec.name} if spec else {"file": os.path.abspath(file)} if is_file else {}
+    try:
+        found = operator.attrgetter(name)(sys.modules[defined])
+    except (AttributeError, KeyError):
+        found = None
+    if found is not function or not where:
+        raise LaunchError(
+            report(
+                f"{function!r} has no name by which other processes could import it.",
+                fix="def it at the top of a file; fs.launch([sys.executable, ...]) takes any program.",
+            )
+        )
+    told = {**where, "function": name, "argv": sys.argv, "path": sys.path}
+    return [sys.executable, "-u", "-c", BY_NAME, json.dumps(told)]
+
+
+def imported(told: Mapping[str, Any]) -> Callable[[], Any]:
+    """The function that `command_of` wrote down; a script that defines it is not `__main__` here."""
+    if "module" in told:
+        module = importlib.import_module(told["module"])
+    else:
+        name = "__mp_main__"  # as `multiprocessing` calls it
+        module = module_from_spec(spec_from_loader(name, loader := SourceFileLoader(name, told["file"])))
+        sys.modules[name] = sys.modules["__main__"] = module
+        loader.exec_module(module)
+    return operator.attrgetter(told["function"])(module)
+
+
+def _code_of(asked: object, log: TextIO | None) -> int:
+    """The exit code of `sys.exit(asked)`; a message goes to the log and to the launcher, as an exception's
+    traceback would."""
+    if asked is None or isinstance(asked, int):
+        return int(asked or 0)
+    with suppress(OSError):
+        print(asked, file=log or sys.stderr)
+    if ERRORS in os.environ:
+        told = {"message": str(asked), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(os.environ[ERRORS]).write_text(json.dumps({"message": told}), encoding="utf-8")
+    return 1
+
+
+def expect_memory(peak_bytes: int) -> None:
+    """Tell the launcher what this rank is predicted to take of the machine's memory, for its words on a rank
+    that was killed."""
+    if ERRORS in os.environ:
+        with suppress(OSError):
+            Path(os.environ[ERRORS]).with_suffix(PEAK).write_text(str(int(peak_bytes)))
 
 
 def redirect_output() -> TextIO | None:
@@ -132,46 +207,13 @@ class _Tee:
 
     def write(self, text: str) -> int:
         if not text.startswith("\r"):
-            self._file.write(text)
-            self._file.flush()
+            with suppress(OSError):  # a full disk costs lines of a log, and ends nothing
+                self._file.write(text)
+                self._file.flush()
         return self._console.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)
-
-
-def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None:
-    """Set this rank's device and make the default process group; nothing in a world of one."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device_type = device_type or (accelerator.type if accelerator else "cpu")
-    if device_type != "cpu":
-        torch.accelerator.set_device_index(local)
-    if world == 1:
-        return
-    backend = "gloo"
-    if device_type != "cpu":
-        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if RENDEZVOUS in os.environ:
-        store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
-    else:
-        # torchrun's store lives through restarts, and in it a dead attempt's addresses: who meets them hangs.
-        met = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
-        store = dist.PrefixStore(f"fnshard/{attempt()}", met)
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-
-
-def leave_group() -> None:
-    """Wait for all ranks, then take the default process group down; nothing where there is none."""
-    if not dist.is_initialized():
-        return
-    dist.all_reduce(torch.zeros(()))  # a barrier over gloo, whatever the device
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    dist.destroy_process_group()
 
 
 def end_with_parent(number: int) -> None:

@@ -32,7 +32,7 @@ from fnshard.runtime.dcp import Held, Wanted
 from fnshard.runtime.manifest import Leaf
 from fnshard.runtime.rows import all_or_none
 from fnshard.runtime.tensorfile import NAMES
-from fnshard.shards import compare_paths, leaf_paths, spec_paths, stored_at_rest
+from fnshard.shards import aligned, compare_paths, leaf_paths, spec_paths, stored_at_rest
 from fnshard.spec import LayoutSpec
 from fnshard.state import TrainState
 
@@ -80,7 +80,8 @@ def reshard_cost(
     {'params/w': 96}
     """
     mesh = mesh or default_mesh()
-    old, before, plain = _decoded(state, before, after)
+    before = aligned(before, state.params)
+    old, before, plain = _decoded(state, before, aligned(after, before))
     moves = _moves(old, before, plain, mesh, to, None, on_paper=True)
     gathered = [moves.old[n] for n in moves.gathered]
     sent = {
@@ -132,10 +133,12 @@ def reshard(
         zero = torch.zeros((), dtype=torch.int64)
         whole = TrainState(zero, state, {}, {}, zero.clone())
         return reshard(whole, before, after, mesh, to=to, disk_dir=disk_dir).params
+    before = aligned(before, state.params)
+    after = aligned(after, before)
     old, before, plain = _decoded(state, before, after)
     moves = _moves(old, before, plain, mesh, to, disk_dir)
     del old
-    state.consume()
+    state.consume(by="fs.reshard")
     _move(moves)
     return _coded(moves.new, plain, after, moves.to, disk_dir)
 
@@ -156,13 +159,11 @@ def _move(moves: _Moves) -> None:
 def _decoded(state: TrainState, before: Any, after: Any) -> tuple[TrainState, Any, Any]:
     """A state whose leaves that change their codec are as they are, its specs, and those to move it to."""
     (old, structure), (new, _) = leaf_paths(before), leaf_paths(after)
-    compare_paths(old, new)
     changed = {p for p in old if old[p].codec != new[p].codec}
     if not changed:
         return state, before, after
     check_codecs({p: new[p] for p in changed})
     blocks = tree.flatten_with_paths(state.params)[0]
-    compare_paths(spec_paths(before)[0], blocks)
 
     def plain(named: Mapping[str, LayoutSpec]) -> Any:
         return tree.unflatten([_plain(s) if p in changed else s for p, s in named.items()], structure)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
@@ -45,6 +45,7 @@ def match_specs(
     (P('shard'), (4, 2))
     """
     named, structure = tree.flatten_with_paths(params)
+    check_tree(named)
     _tensors_only(named)
     _check_rules(rules)
     unit_of = _units(units or numeric, params, named)
@@ -102,6 +103,24 @@ def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str
     return {path: unit_of.get(getattr(leaf, "beside", path), unit_of[path]) for path, leaf in named.items()}
 
 
+def check_tree(named: Mapping[str, Any]) -> None:
+    """Refuse what is often passed for a parameter tree: a module, or `model.parameters()`.
+
+    Raises:
+        SpecError: says what makes a tree of it.
+    """
+    wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), None)
+    if wrong is not None:
+        what = f"the module {type(wrong).__name__}" if isinstance(wrong, nn.Module) else "an iterator"
+        raise SpecError(
+            report(
+                f"the parameters are a tree of tensors, not {what}.",
+                fix="apply, params = fs.make_functional(model): params is {path: tensor}, and "
+                "apply(params, *inputs) the module's forward.",
+            )
+        )
+
+
 def _check_rules(rules: Any) -> None:
     good = isinstance(rules, Sequence) and all(
         isinstance(r, tuple | list) and len(r) == 2 and isinstance(r[0], str) and is_spec(r[1]) for r in rules
@@ -109,8 +128,8 @@ def _check_rules(rules: Any) -> None:
     if not good:
         raise SpecError(
             report(
-                "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; "
-                f"these are {type(rules).__name__} {str(rules)[:80]}.",
+                "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; a P goes into a "
+                f"LayoutSpec; these are {type(rules).__name__} {str(rules)[:80]}.",
                 fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
             )
         )
@@ -169,12 +188,13 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
 def _tensors_only(named: Mapping[str, Any]) -> None:
     if not named:
         raise SpecError(report("the parameter tree has no leaves.", fix="pass a tree of tensors, as a dict."))
-    wrong = [f"params[{p!r}] is {type(v).__name__}" for p, v in named.items() if not isinstance(v, Tensor)]
+    wrong = {p: v for p, v in named.items() if not isinstance(v, Tensor)}
     if wrong:
         raise SpecError(
             report(
                 f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
-                wrong,
-                "keep tensors alone in the tree (a number: torch.tensor(x)); close over the rest.",
+                [f"params[{p!r}] is {type(v).__name__}" for p, v in wrong.items()],
+                f"{tree.how_to_register(wrong.values())}keep tensors, plain constants and functions "
+                "in the tree; close over the rest.",
             )
         )

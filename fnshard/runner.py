@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fnshard import agree, tree
+from fnshard.arguments import Arguments
+from fnshard.batches import Batch
 from fnshard.compiler.context import Context, Watch
 from fnshard.compiler.execute import bind, cut_batch
 from fnshard.compiler.program import Program
@@ -23,7 +24,7 @@ from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import Transfers
-from fnshard.shards import check_blocks, compare_paths, expected_blocks
+from fnshard.shards import check_blocks, compare_constants, compare_paths, expected_blocks
 from fnshard.state import TrainState
 from fnshard.transform import Optimizer
 
@@ -32,8 +33,7 @@ FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
 
 def default_mesh() -> Mesh:
     """One axis "shard" over the process group's ranks, or a mesh of one."""
-    started = dist.is_available() and dist.is_initialized()
-    return make_mesh(shard=dist.get_world_size() if started else 1)
+    return make_mesh()
 
 
 def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
@@ -101,16 +101,16 @@ class Runner:
 
     def bind(
         self,
-        batch: Sequence[Any],
+        batch: Batch,
         params: Any,
         scalars: Callable[[Lowered], Scalars | None],
-        policy: Sequence[str] = (),
+        settings: Callable[[], Mapping[str, str]] = dict,
     ) -> Bound:
         """The step for this batch, lowered, agreed on, compiled and bound.
 
         Args:
             params: this rank's stored blocks; at the first step replicas are compared.
-            policy: lines that must be alike on all ranks, beside the schedule.
+            settings: makes `{name: text}` of what must be alike on all ranks, beside the schedule.
 
         Raises:
             AgreementError: at the first step, where ranks hold different programs or values.
@@ -121,13 +121,13 @@ class Runner:
             return rank.bound[id(lowered)]
         first = rank.agreement is None
         if first:
-            rank.agreement = agree.reach(rank.comm, lowered.schedule, policy, items_of(lowered.program))
+            rank.agreement = agree.reach(rank.comm, lowered.schedule, settings, items_of(lowered.program))
             agree.compare_replicas(rank.comm, self.blocks(params), self.lowering.specs)
         if first and lowered.options.backend != "eager":
             agree.compile_in_turn(rank.comm, lowered.compile)
         lowered.compile()
         bound = self._bind(lowered, rank, scalars(lowered))
-        kept = {id(v) for v in self.lowering.cache.values()}
+        kept = {id(v) for v in self.lowering.programs.values()}
         rank.bound = {k: v for k, v in rank.bound.items() if k in kept} | {id(lowered): bound}
         return bound
 
@@ -160,16 +160,16 @@ class Runner:
         Raises:
             StateError: blocks of another mesh or spec.
         """
-        given = tree.flatten_with_paths(params)[0]
+        given, structure = tree.flatten_with_paths(params)
         compare_paths(self.lowering.specs, given)
+        if structure != self.lowering.structure:
+            compare_constants(self.lowering.tree, params)
         if self._expected is None:
             self._expected = expected_blocks(self.lowering.specs, self.lowering.mesh)
         check_blocks(self.lowering.specs, given, self.lowering.mesh, self._expected)
         return {p: given[p].detach() for p in self.lowering.specs}
 
-    def inputs(
-        self, lowered: Lowered, params: Any, batch: Sequence[Any], seed: int, step: int
-    ) -> dict[str, Any]:
+    def inputs(self, lowered: Lowered, params: Any, batch: Batch, seed: int, step: int) -> dict[str, Any]:
         """The environment a schedule starts from: stored blocks, batch, constants and random keys.
 
         Raises:
@@ -177,7 +177,7 @@ class Runner:
         """
         mesh, parts, program = self.lowering.mesh, lowered.options.accumulate, lowered.program
         blocks = self.blocks(params)
-        raw = tree.flatten_with_paths(tuple(batch))[0]
+        raw = tree.flatten_with_paths(Arguments.of(batch), constants=True)[0]
         named = flatten_batch(batch)[0]
         names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}
         values = {

@@ -19,6 +19,10 @@ State = Mapping[str, Tensor]
 class LossScale:
     """The policy; its state (`TrainState.loss_scale`) holds scale, good_steps and skipped_steps.
 
+    A skipped step is no update: neither bias corrections (as with torch's GradScaler) nor the rate's
+    schedule move on (as in DeepSpeed, Megatron and Accelerate; torch leaves the schedule to the loop).
+    `TrainState.step` counts it: its batch is used up.
+
     Args:
         initial: the first scale, or the constant one.
         dynamic: halve on overflow and skip the update; double after `growth_interval` good steps.
@@ -53,11 +57,6 @@ class LossScale:
             raise SpecError(f"loss_scale={given!r}: a positive finite number, 'dynamic', or None.")
         return LossScale(float(given))
 
-    @property
-    def active(self) -> bool:
-        """Whether gradients must be unscaled at all."""
-        return self.dynamic or self.initial != 1.0
-
     def init(self) -> dict[str, Tensor]:
         """State before the first step; empty unless dynamic."""
         if not self.dynamic:
@@ -91,6 +90,10 @@ class LossScale:
             )
         )
 
+    def updates(self, step: int, state: State) -> int:
+        """How many of `step` steps were updates."""
+        return step - int(state["skipped_steps"]) if self.dynamic else step
+
     def after(self, state: State, skipped: bool) -> dict[str, Tensor]:
         """The state behind a step."""
         if not self.dynamic:
@@ -111,3 +114,22 @@ class LossScale:
         if not self.dynamic:
             return {}
         return {"loss_scale": state["scale"], "skipped_steps": state["skipped_steps"]}
+
+
+def exact_seed(value: float, dtype: torch.dtype) -> tuple[float, float]:
+    """`(seed, rest)` of product `value`: what a backward starts from in the loss's dtype, and what is left.
+
+    A short dtype would round the value, and all gradients with it: there the seed is a power of two.
+
+    >>> exact_seed(1 / 3, torch.bfloat16)
+    (0.25, 1.3333333333333333)
+    >>> exact_seed(1 / 3, torch.float32)
+    (0.3333333333333333, 1.0)
+    """
+    info = torch.finfo(dtype)
+    if info.bits >= 32:
+        return value, 1.0
+    seed = 2.0 ** (math.frexp(value)[1] - 1)
+    largest, smallest = 2.0 ** (math.frexp(info.max)[1] - 1), info.smallest_normal * info.eps
+    seed = min(max(seed, smallest), largest)
+    return seed, value / seed

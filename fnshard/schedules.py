@@ -6,13 +6,22 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves, report
+from fnshard.errors import OptimizerError, leaves, report, stable_repr
 
-Rate = float | Callable[[Tensor], Tensor]
+__all__ = [
+    "SCHEDULES",
+    "constant",
+    "linear",
+    "warmup_cosine",
+    "wsd",
+]
+
+Rate = float | Callable[[Tensor], Tensor | float]
 ByPath = float | Sequence[tuple[str, float]]
 
 
@@ -22,7 +31,7 @@ def call_text(name: str, **arguments: object) -> str:
     >>> call_text("constant", value=0.1)
     'constant(value=0.1)'
     """
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+    return f"{name}({', '.join(f'{key}={stable_repr(value)}' for key, value in arguments.items())})"
 
 
 # ------------------------------------------------------------------ by step
@@ -32,24 +41,26 @@ def call_text(name: str, **arguments: object) -> str:
 class Schedule:
     """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
 
-    The value is made on the step's device by tensor operations alone: nothing is read back to the
-    host and nothing is compiled again as it changes.
+    The step counts updates; one that dynamic loss scaling skips is none. The schedules here make the value on
+    the step's device by tensor operations alone: nothing is read back to the host and nothing is compiled
+    again as it changes. A function of one's own may return a Python number.
 
     >>> warmup_cosine(peak=1.0, warmup=10, total=100)(torch.tensor(5)).item()
     0.5
     """
 
     text: str
-    function: Callable[[Tensor], Tensor]
+    function: Callable[[Tensor], Tensor | float]
 
     def __call__(self, step: Tensor) -> Tensor:
         rate = self.function(step)
+        if isinstance(rate, Real) and not isinstance(rate, bool):
+            return torch.full((), float(rate), dtype=torch.float64, device=step.device)
         if not isinstance(rate, Tensor) or rate.dim() != 0:
             raise OptimizerError(
                 report(
-                    f"the schedule {self.text} returned {_kind(rate)}, not a 0-d tensor.",
-                    fix="compute it from the step by tensor operations, as 0.1 * 0.99**step; one that does "
-                    "not change is a plain number: lr=0.1.",
+                    f"the schedule {self.text} returned {_kind(rate)}, not a number or a 0-d tensor.",
+                    fix="compute one rate from the step, as lambda step: 0.1 * 0.99**step.",
                 )
             )
         return rate
@@ -101,16 +112,14 @@ SCHEDULES = {"constant": constant, "warmup_cosine": warmup_cosine, "linear": lin
 
 
 def as_schedule(rate: Rate) -> Schedule:
-    """A float or any `step -> 0-d tensor` as a `Schedule` whose text is the argument's own."""
+    """A float or any `step -> number or 0-d tensor` as a `Schedule` whose text is the argument's own."""
     if isinstance(rate, Schedule):
         return rate
     if callable(rate):
-        return Schedule(repr(rate), rate)
+        return Schedule(stable_repr(rate), rate)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise OptimizerError(
-            report(
-                f"lr={rate!r} is no rate.", fix="give a float of at least 0, or a schedule: step -> tensor."
-            )
+            report(f"lr={rate!r} is no rate.", fix="give a float of at least 0, or a schedule: step -> rate.")
         )
     return Schedule(repr(rate), constant(float(rate)).function)
 

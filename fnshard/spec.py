@@ -165,8 +165,13 @@ class LayoutSpec:
         for name in ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, torch.dtype):
+                meant = _DTYPES.get(str(value), str(value).removeprefix("torch."))
+                meant = meant if isinstance(getattr(torch, meant, None), torch.dtype) else "bfloat16"
                 raise SpecError(
-                    f"LayoutSpec({name}={value!r}): expected a torch.dtype such as torch.bfloat16."
+                    report(
+                        f"LayoutSpec({name}={value!r}): expected a torch.dtype, not {type(value).__name__}.",
+                        fix=f"{name}=torch.{meant}.",
+                    )
                 )
         if self.compute != P():
             raise SpecError(
@@ -216,6 +221,9 @@ class LayoutSpec:
             unit=self.unit or unit,
             shape=tuple(leaf.shape),
         )
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def _trainable(leaf: Tensor) -> bool:

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fnshard import tree
 from fnshard.errors import StateError, report
+from fnshard.transform import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # typing's has `default` from Python 3.13 on
+
+    OptimizerT = TypeVar("OptimizerT", bound=Optimizer | None, default=None)
+    LossT = TypeVar("LossT", default=Tensor)  # what a step without an optimizer returns as its loss
+else:
+    from typing import TypeVar
+
+    OptimizerT, LossT = TypeVar("OptimizerT"), TypeVar("LossT")
 
 _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
+
+
+class Metrics(dict[str, Any]):
+    """What a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
+
+    A dict of 0-d tensors, which it prints as numbers; nothing is read from a device before that.
+
+    >>> Metrics(loss=torch.tensor(0.25), lr=torch.tensor(3e-4))
+    {'loss': 0.25, 'lr': 0.0003}
+    """
+
+    def __repr__(self) -> str:
+        shown = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in self.items()}
+        parts = (f"{k!r}: {v:.6g}" if isinstance(v, float) else f"{k!r}: {v!r}" for k, v in shown.items())
+        return "{" + ", ".join(parts) + "}"
 
 
 class TrainState:
     """One rank's part of a training run between two steps.
 
     Args:
-        step: 0-d int64 on the host, the number of steps made.
+        step: 0-d int64 on the host, the number of steps made; those skipped by dynamic loss scaling too.
         params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
             `optimizer_dtype` where that differs from storage.
@@ -34,7 +62,7 @@ class TrainState:
         StateError: on reading a field of a consumed state.
     """
 
-    __slots__ = ("_consumed_at", "_values", "data", "where")
+    __slots__ = ("_consumed_by", "_values", "data", "where")
 
     def __init__(
         self,
@@ -48,22 +76,25 @@ class TrainState:
         data: Any = None,
     ):
         self._values = dict(zip(_FIELDS, (step, params, opt_state, loss_scale, seed), strict=True))
-        self._consumed_at: int | None = None
+        self._consumed_by: str | None = None
         self.where, self.data = where, data
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
             raise AttributeError(f"TrainState has no {name!r}; it has {', '.join(_FIELDS)}")
-        if self._consumed_at is not None:
+        if self._consumed_by is not None:
             raise StateError(
                 report(
-                    f"this TrainState was consumed by step {self._consumed_at}: its tensors were updated "
-                    "in place and belong to the state that step returned (or are lost, if it failed).",
-                    fix="write `state, metrics = step(state, ...)`; to keep an old one, clone its tensors "
-                    "before the step (state.copy()).",
+                    f"this TrainState was consumed by {self._consumed_by}: the state that was returned "
+                    "takes its place (if it failed, there is none); the tensors were written to or freed.",
+                    fix="write `state, metrics = step(state, ...)`, `state = fs.reshard(state, ...)`; to "
+                    "keep an old one, clone its tensors before (state.copy()).",
                 )
             )
         return self._values[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_FIELDS})
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -71,7 +102,6 @@ class TrainState:
 
     def copy(self) -> TrainState:
         """A state with tensors of its own; of what rests on disk too they are in the host's memory."""
-        from fnshard import tree
 
         def copied(tensor: Tensor) -> Tensor:
             pinned = tensor.device.type == "cpu" and tensor.is_pinned()
@@ -84,17 +114,72 @@ class TrainState:
         """The same with other fields; the data has moved on."""
         return TrainState(**{**self.as_dict(), **fields}, where=self.where)
 
-    def consume(self) -> TrainState:
+    def consume(self, by: str | None = None) -> TrainState:
         """Hand the tensors on: a new state that holds them; this one becomes unreadable.
 
         A step does so before it runs: one that fails half way leaves no state that looks whole.
+
+        Args:
+            by: who takes it, as the error says it; None is the step that follows this state.
         """
         fields = self.as_dict()
-        self._consumed_at = int(fields["step"])
+        self._consumed_by = by or f"step {int(fields['step'])}"
         self._values = {}
         return TrainState(**fields, where=self.where)
 
     def __repr__(self) -> str:
-        if self._consumed_at is not None:
-            return f"TrainState(consumed by step {self._consumed_at})"
+        if self._consumed_by is not None:
+            return f"TrainState(consumed by {self._consumed_by})"
         return f"TrainState(step={int(self.step)}, {len(self.opt_state)} leaves with optimizer state)"
+
+
+def checked_rng(rng: Any) -> tuple[int, int]:
+    """The (seed, step) that random ops of a step without an optimizer draw from; (0, 0) for None.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if rng is None:
+        return 0, 0
+    if isinstance(rng, tuple) and len(rng) == 2 and all(isinstance(v, int) for v in rng):
+        return rng
+    raise StateError(
+        report(
+            f"rng is {type(rng).__name__}, and without an optimizer it is what random ops draw from.",
+            fix="rng=(seed, step), two integers; an argument of `fn` needs another name.",
+        )
+    )
+
+
+def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
+    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it.
+
+    Args:
+        paths: of the parameters' leaves.
+
+    Raises:
+        StateError: a tree for a state, a state for a tree, or the loss that a step without an optimizer
+            returns first.
+    """
+    training = isinstance(value, TrainState)
+    if has_optimizer and not training:
+        raise StateError(
+            report(
+                f"the first argument of this step is a TrainState, not {type(value).__name__}.",
+                fix="state = step.init(params); state, metrics = step(state, *batch).",
+            )
+        )
+    if not has_optimizer and training:
+        raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
+    loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    is_number = isinstance(loss, Tensor) and loss.dim() == 0
+    if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):
+        raise StateError(
+            report(
+                "the first argument of this step is a loss, not parameters: made without an optimizer, it "
+                "returns (loss, grads), and not (state, metrics).",
+                fix="shard_step(..., optimizer=fs.optim.adamw(3e-4)) and state = step.init(params); or "
+                "loss, grads = step(params, *batch).",
+            )
+        )
+    return training

@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.agree import optimizer_text
+from fnshard.arguments import Arguments
 from fnshard.compiler.build import AccumulateMode, Plan
 from fnshard.compiler.context import Watch
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.program import Program
 from fnshard.compiler.remat import Remat
-from fnshard.compiler.scalars import Scalars, Summary
+from fnshard.compiler.scalars import Scalars, Summary, rescale
 from fnshard.compiler.slots import Slots, check_slots, slots_of
 from fnshard.compiler.update import init_slots
-from fnshard.errors import OptimizerError, StateError, report
+from fnshard.errors import OptimizerError, StateError, leaves, report
 from fnshard.functional import make_functional
 from fnshard.held import blank_params, blank_slots
 from fnshard.init import InitFn, check_seed, init_params
+from fnshard.losses import Mean
 from fnshard.lowered import Backend, Lowered, Lowering, Options
 from fnshard.mesh import Mesh
 from fnshard.runner import FLAGS, Bound, Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.runtime.memory import check_directory
-from fnshard.scaling import LossScale
+from fnshard.scaling import LossScale, exact_seed
 from fnshard.shards import check_blocks, compare_paths
-from fnshard.state import TrainState
+from fnshard.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
 from fnshard.transform import Optimizer
 from fnshard.transform import check as check_optimizer
 
 
 def shard_step(
-    fn: Callable[..., Any],
+    fn: Callable[..., LossT | Mean],
     specs: Any,
     *,
     mesh: Mesh | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: OptimizerT = None,
     accumulate: int = 1,
     accumulate_mode: AccumulateMode = "reduce",
     prefetch: int | tuple[int, int] = (1, 1),
@@ -54,7 +57,7 @@ def shard_step(
     disk_dir: str | None = None,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
-) -> Step:
+) -> Step[OptimizerT, LossT]:
     """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
 
     Without an optimizer `step(params, *batch) -> (loss, grads)`, `grads` laid out as
@@ -62,7 +65,8 @@ def shard_step(
     `((loss, aux), grads)`). With one, `step(state, *batch) -> (state, metrics)`; see `Step.init`.
 
     Args:
-        fn: written for one device and full shapes; returns a 0-d loss or `Mean`, or `(loss, aux)`.
+        fn: written for one device and full shapes; returns a 0-d loss or `Mean`, or `(loss, aux)`. It may
+            read numbers, flags and tensors that are no arguments; for other values it is traced again.
         specs: a tree of `LayoutSpec`, from `match_specs` or a preset.
         mesh: default one axis "shard" over all ranks there are.
         optimizer: see `fnshard.optim`.
@@ -73,14 +77,15 @@ def shard_step(
         overlap: how many kernels later reductions are waited for.
         backend: "inductor", or "eager": the same graphs uncompiled.
         mode, options: as `torch.compile` takes them.
-        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16.
+        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. A step that
+            overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule.
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
         remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
             is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
             a dict from unit globs to these, where units that no glob matches keep everything.
         save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
         disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
-        cache: how many batch shapes are kept compiled.
+        cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
         timeout: seconds after which a silent peer is an error.
 
     >>> from fnshard import LayoutSpec, match_specs
@@ -90,7 +95,8 @@ def shard_step(
     >>> step(params, torch.arange(3.0))
     (tensor(3.), {'w': tensor([0., 1., 2.])})
 
-    Gradients come in `storage_dtype`; leaves that do not train have None.
+    Gradients come in `storage_dtype`; leaves that do not train have None. They are whole with
+    `fs.unshard(grads, specs, mesh, layout="gradient")`.
     """
     depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
     chosen = Options(
@@ -101,11 +107,11 @@ def shard_step(
     return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
 
 
-class Step:
+class Step(Generic[OptimizerT, LossT]):
     """A compiled training step; made by `shard_step`."""
 
     def __init__(
-        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options,
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: OptimizerT, options: Options,
         watch: Callable[[int], Watch] | None = None,
     ):  # fmt: skip
         if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -119,23 +125,41 @@ class Step:
         self._expected_slots: Slots | None = None
         self._check_optimizer()
 
+    def __repr__(self) -> str:
+        name = getattr(self._lowering.fn, "__qualname__", type(self._lowering.fn).__name__)
+        shapes = len(self._lowering.programs)
+        return (
+            f"Step({name}, {leaves(len(self._lowering.specs))} on mesh {self.mesh}, {self.optimizer!r}, "
+            f"{self.options.backend}, {shapes} batch {'shape' if shapes == 1 else 'shapes'} lowered)"
+        )
+
     @property
     def specs(self) -> Any:
         """The spec tree, resolved as soon as a tree of full leaves was seen."""
         return self._lowering.tree
 
-    def init(self, source: Any, *, init: InitFn | None = None, seed: int = 0) -> Any:
+    @overload
+    def init(
+        self: Step[Optimizer, Any], source: Any, *, init: InitFn | None = ..., seed: int | None = ...
+    ) -> TrainState: ...
+    @overload
+    def init(
+        self: Step[None, Any], source: Any, *, init: InitFn | None = ..., seed: int | None = ...
+    ) -> Any: ...
+    def init(self, source: Any, *, init: InitFn | None = None, seed: int | None = None) -> Any:
         """The state before the first step; each rank makes only its own shards.
 
         The values do not depend on the mesh. Without an optimizer: the parameter shards alone.
 
         Args:
-            source: a full tree of values; or a meta tree with `init(path, leaf)` that fills a full
-                leaf in place; or an `nn.Module`, whose modules reset themselves if it is on meta.
-            seed: of this initialisation, and of the random ops of all steps to come.
+            source: an `nn.Module` built under `fs.deferred()`, whose leaves become what its constructor makes
+                them under `torch.manual_seed(seed)` on a CPU, bit for bit; or one with values; or a full tree
+                of values; or a meta tree with `init(path, leaf)` that fills a full leaf in place.
+            seed: of these values, and of the random ops of all steps to come; default 0. For a module with
+                values, whose numbers it would not change, it is an error; of a tree, it is of the steps.
 
         Raises:
-            StateError: meta leaves and no way to fill them.
+            StateError: meta leaves and no way to fill them; a seed that nothing uses.
         """
         self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
         specs = self._lowering.leaves
@@ -143,10 +167,15 @@ class Step:
         tiers = {p: (s.memory, s.optimizer_memory) for p, s in specs.items()}
         check_directory(disk_dir, [p for p, both in tiers.items() if "disk" in both])
         shards = init_params(
-            source, specs, self._lowering.leaf_structure, mesh, init=init, seed=seed, disk_dir=disk_dir
-        )
-        return self._begin(shards, seed)
+            source, specs, self._lowering.leaf_structure, mesh, init=init, seed=seed, disk_dir=disk_dir,
+            seeds_steps=self.optimizer is not None,
+        )  # fmt: skip
+        return self._begin(shards, seed or 0)
 
+    @overload
+    def adopt(self: Step[Optimizer, Any], blocks: Any, *, seed: int = ...) -> TrainState: ...
+    @overload
+    def adopt(self: Step[None, Any], blocks: Any, *, seed: int = ...) -> Any: ...
     def adopt(self, blocks: Any, *, seed: int = 0) -> Any:
         """The state before the first step, of parameters that are sharded already; they become its own.
 
@@ -160,13 +189,13 @@ class Step:
             StateError: blocks of another mesh or spec; a seed that is no int64.
         """
         check_seed(seed)
+        self._resolve_from_blocks(blocks)
         named = tree.flatten_with_paths(blocks)[0]
         compare_paths(self._lowering.specs, named)
-        self._resolve_from_blocks(blocks)
         specs = self._lowering.specs
         check_blocks(specs, named, self.mesh)
         check_directory(self.options.disk_dir, [p for p, s in specs.items() if s.optimizer_memory == "disk"])
-        return self._begin(tree.unflatten(named.values(), self._lowering.structure), seed)
+        return self._begin(blocks, seed)
 
     def _begin(self, shards: Any, seed: int) -> Any:
         """The first state, of parameter shards."""
@@ -204,26 +233,35 @@ class Step:
             where=(self.specs, mesh),
         )
 
-    def lower(self, params: Any, *batch: Any) -> Lowered:
+    def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
 
         Needs neither devices nor a process group.
 
         Args:
             params: a tree of full leaves, or a state.
-            batch: this rank's slice.
+            batch, keywords: this rank's slice, passed as `fn` takes it.
         """
         if not isinstance(params, TrainState):
             compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
-        return self._lowering.lower(batch)
+        return self._lowering.lower(Arguments(batch, keywords))
 
-    def __call__(self, state: Any, *batch: Any, rng: tuple[int, int] = (0, 0)) -> Any:
+    @overload
+    def __call__(
+        self: Step[Optimizer, Any], state: TrainState, /, *batch: Any, **keywords: Any
+    ) -> tuple[TrainState, Metrics]: ...
+    @overload
+    def __call__(
+        self: Step[None, LossT], state: Any, /, *batch: Any, rng: tuple[int, int] = ..., **keywords: Any
+    ) -> tuple[LossT, Any]: ...
+    def __call__(self, state: Any, /, *batch: Any, rng: Any = None, **keywords: Any) -> Any:
         """One step; see `shard_step` for what comes in and goes out.
 
         Args:
-            rng: without an optimizer, the (seed, step) that random ops draw from: the same numbers
-                for the same pair. With one, the state holds it.
+            batch, keywords: this rank's slice, by position or by keyword, as `fn` takes it.
+            rng: without an optimizer, the (seed, step) that random ops draw from, (0, 0) by default.
+                With one, the state holds them, and `rng` is an argument of `fn`.
 
         Raises:
             StateError: a consumed state, blocks of another mesh or spec, a batch that `fn` does not
@@ -231,29 +269,32 @@ class Step:
             AgreementError: at the first step, where ranks hold different programs.
             CollectiveError: a peer died or stayed silent.
         """
-        training = self._check_state(state)
+        training = check_state(state, self.optimizer is not None, self._lowering.specs)
         params = state.params if training else state
         self._resolve_from_blocks(params)
-        seed, number = (int(state.seed), int(state.step)) if training else rng
+        seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
         if training:
+            keywords |= {} if rng is None else {"rng": rng}
             check_slots(state.opt_state, self._slots, self._lowering.specs, self.mesh)
             self._scale.check(state.loss_scale)
-        policy = [f"optimizer {self.optimizer!r}", f"{self._scale!r}", f"seed {seed}, step {number}"]
-        bound = self._runner.bind(batch, params, self._scalars, policy)
-        env = self._runner.inputs(bound.lowered, params, batch, seed, number)
+        passed = Arguments(batch, keywords)
+        bound = self._runner.bind(passed, params, self._scalars, lambda: self._settings(seed, number))
+        env = self._runner.inputs(bound.lowered, params, passed, seed, number)
         scale = self._scale.scale(state.loss_scale if training else {})
         program = bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
-        seed_value = float(scale) / self._bound_of(program)
-        env["seed"] = torch.full((), seed_value, dtype=loss.dtype, device=self.mesh.device)
+        divisor = self._divisor(program)
+        start, rest = exact_seed(float(scale) / divisor, loss.dtype)
+        env["seed"] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
         env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
-        env["rescale"] = lambda summary: self._rescale(program, summary, scale)
+        env["rescale"] = lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device)
         if not training:
             return self._gradients(bound, bound.run(env))
         state = state.consume()
         env |= {f"o:{path}": slots for path, slots in state.opt_state.items()}
         env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
-        bound.updater.start(env, torch.full((), number, dtype=torch.int64, device=self.mesh.device))
+        updates = self._scale.updates(number, state.loss_scale)
+        bound.updater.start(env, torch.full((), updates, dtype=torch.int64, device=self.mesh.device))
         bound.run(env)
         return self._advance(state, bound, env)
 
@@ -290,6 +331,12 @@ class Step:
         return self._runner.rank.comm.gather_object(text)
 
     # -------------------------------------------------------------- the plan
+
+    def _settings(self, seed: int, number: int) -> dict[str, str]:
+        """What must be alike on all ranks beside the schedule, as text by name."""
+        optimizer = optimizer_text(self.optimizer, self._lowering.specs)
+        scale = repr(self._scale)
+        return {"optimizer": optimizer, "loss scale": scale, "seed": str(seed), "step": str(number)}
 
     @property
     def _slots(self) -> Slots:
@@ -337,25 +384,11 @@ class Step:
             flags=FLAGS,
         )
 
-    def _bound_of(self, program: Program) -> float:
+    def _divisor(self, program: Program) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
         if program.outputs.count is None:
             return float(self.mesh.data_size * self.options.accumulate)
         return float(self._runner.rank.agreement.items)
-
-    def _rescale(self, program: Program, summary: Summary | None, scale: Tensor) -> Tensor | None:
-        """What reduced gradients must be multiplied by before they are used, if anything.
-
-        `summary`: None while the scalars are still under way.
-        """
-        factor = None
-        if program.outputs.count is not None and summary is not None:
-            safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
-            factor = torch.where(summary.count > 0, self._bound_of(program) / safe, 0.0)
-        if self._scale.active:
-            unscale = torch.full((), 1.0 / float(scale), dtype=torch.float64, device=self.mesh.device)
-            factor = unscale if factor is None else factor * unscale
-        return factor
 
     # -------------------------------------------------------------- checks
 
@@ -367,22 +400,9 @@ class Step:
             self.optimizer, [p for p, s in specs if s.trainable and self.mesh.ordered(s.optimizer.axes)]
         )
 
-    def _check_state(self, state: Any) -> bool:
-        training = isinstance(state, TrainState)
-        if self.optimizer is not None and not training:
-            raise StateError(
-                report(
-                    f"the first argument of this step is a TrainState, not {type(state).__name__}.",
-                    fix="state = step.init(params); state, metrics = step(state, *batch).",
-                )
-            )
-        if self.optimizer is None and training:
-            raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
-        return training
-
     def _resolve_from_blocks(self, params: Any) -> None:
         if self._lowering.resolved:
-            return
+            return self._lowering.follow(params)
         if self.mesh.size > 1:
             raise StateError(
                 report(
@@ -410,21 +430,21 @@ class Step:
         program = bound.lowered.program
         loss = summary.loss.to(program.results[program.outputs.loss].meta["val"].dtype)
         aux = bound.scalars.aux_tree(summary, env)
-        return (loss if aux is None else (loss, aux)), tree.unflatten(grads, self._lowering.structure)
+        return (loss if aux is None else (loss, aux)), tree.unflatten(
+            grads, self._lowering.structure.of_gradients
+        )
 
-    def _advance(
-        self, state: TrainState, bound: Bound, env: dict[str, Any]
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
         summary: Summary = env["scalars"]
         self._heard(summary)
         loss_scale = self._scale.after(state.loss_scale, env["skip"])
-        metrics: dict[str, Any] = {"loss": summary.loss}
+        metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:
             factor = env["rescale"](summary)
             metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
-        metrics |= self.optimizer.metrics(env["info"]) | self._scale.metrics(loss_scale)
+        metrics.update(self.optimizer.metrics(env["info"]), **self._scale.metrics(loss_scale))
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
-        # A skipped step counts: the data has moved on, and the schedule of the rate goes with it.
+        # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics

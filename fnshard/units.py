@@ -13,6 +13,8 @@ from torch import nn
 from fnshard import tree
 from fnshard.errors import SpecError, report
 
+__all__ = ["UnitPolicy", "by_class", "by_size", "numeric"]
+
 UnitPolicy = Callable[[Any], Mapping[str, str]]
 
 

@@ -81,12 +81,14 @@ def same(texts: Path, folder: Path) -> dict[str, Any]:
     for processes in (1, 2, 5):
         out = folder / f"by{processes}"
         config = TokenizeConfig(
-            str(out), (str(texts),), held_out_percent=30, shard_mb=SHARD_MB, processes=processes
+            out=str(out), files=(str(texts),), held_out_percent=30, shard_mb=SHARD_MB, processes=processes
         )
         _, status = os.waitpid(forked(lambda config=config: tokenize(config)), 0)
         found[f"by{processes}"] = sums(out) | {"status": status}
     out, draw = folder / "killed", random.Random(0)
-    config = TokenizeConfig(str(out), (str(texts),), held_out_percent=30, shard_mb=SHARD_MB, processes=2)
+    config = TokenizeConfig(
+        out=str(out), files=(str(texts),), held_out_percent=30, shard_mb=SHARD_MB, processes=2
+    )
     found["kills"] = [killed(out, lambda: tokenize(config), draw) for _ in range(5)]
     _, status = os.waitpid(forked(lambda: tokenize(config)), 0)
     found["killed"] = sums(out) | {"status": status}

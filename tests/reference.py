@@ -28,9 +28,9 @@ class Trained:
     grads: Params = field(default_factory=dict)  # of the last step, before clipping
 
 
-def adamw(lr: float, weight_decay: float = 0.1) -> Optimizers:
+def adamw(lr: float, weight_decay: float = 0.1, eps: float = 1e-8) -> Optimizers:
     """AdamW over all trainable leaves in one group."""
-    return lambda named: torch.optim.AdamW(named.values(), lr=lr, weight_decay=weight_decay)
+    return lambda named: torch.optim.AdamW(named.values(), lr=lr, weight_decay=weight_decay, eps=eps)
 
 
 def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizers:

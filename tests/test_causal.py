@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fnshard as fs
+from fnshard.compiler.causal import recognise_causal
+from fnshard.compiler.program import propagate, replay
 
 T = 6
 
@@ -82,3 +85,35 @@ def test_the_gradient_is_torchs_and_only_causal_masks_go(mask_of):
     expected, truth = torch.func.grad_and_value(loss)(params, x)[::-1]
     assert abs(value - expected) < 1e-12
     assert all((grads[n] - truth[n]).abs().max() < 1e-12 for n in params)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(
+    ("t", "s", "shape"),
+    [
+        (3, 3, (1, 3)), (3, 3, (1, 1, 1, 3)), (3, 3, (3, 1)), (1, 3, (1, 3)), (3, 1, (3, 1)), (2, 3, (2, 3)),
+        (3, 2, (1, 1, 3, 2)), (2, 2, (2, 2)), (2, 2, (2, 1, 1, 2)), (2, 3, (1, 3)),
+    ],
+)  # fmt: skip
+def test_every_mask_of_a_shape_gives_what_it_gave(additive, t, s, shape):
+    """Constant masks that broadcast, one program for all of them: as rewritten, and as written."""
+    size = torch.Size(shape).numel()
+
+    def attend(q, k, v):
+        outs = []
+        for bits in range(2**size):
+            mask = ((bits >> torch.arange(size)) & 1).bool().view(shape)
+            if additive:
+                mask = torch.zeros(shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+            outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        return outs
+
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 1, n, 4, generator=draw, dtype=torch.float64) for n in (t, s, s))
+    graph = make_fx(attend, pre_dispatch=True)(q, k, v).graph
+    propagate(graph, [q, k, v])
+    expected = replay(graph, [q, k, v])
+    found = recognise_causal(graph)
+    # The mask that lets all through; and the causal one, where the shape can say it and it is another.
+    assert found == (2 if shape[-2:] == (t, s) and s > 1 else 1)
+    torch.testing.assert_close(replay(graph, [q, k, v]), expected, rtol=0, atol=1e-12, equal_nan=True)

@@ -654,6 +654,32 @@ def test_resharding_in_memory(stored: tuple[str, str]) -> None:
                 assert found[0][2] > 0
 
 
+@pytest.mark.parametrize("how", ["reshard", "restore"])
+def test_a_state_without_optimizer_slots_goes_on(how: str, tmp_path: Path) -> None:
+    """Plain SGD holds nothing for a leaf, which is an entry without slots all the same."""
+    mesh = fs.make_mesh(shard=2, simulated=True) if how == "reshard" else fs.make_mesh(shard=1)
+    params = {"w": torch.randn(4, 3), "b": torch.randn(3)}
+    sgd = {"optimizer": fs.optim.sgd(0.1), "mesh": mesh, "backend": "eager"}
+    old, new = (
+        fs.shard_step(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), specs, **sgd)
+        for specs in (fs.presets.full_shard(params, mesh), fs.presets.no_shard(params, mesh))
+    )
+
+    def work(rank: int) -> Any:
+        state, _ = old(old.init(params), torch.ones(2, 4))
+        kept = state.copy()
+        if how == "reshard":
+            moved = fs.reshard(state, old.specs, new.specs, mesh)
+        else:
+            checkpoint.save(str(tmp_path / "1"), state)
+            moved = checkpoint.restore(str(tmp_path / "1"), new.specs, mesh)
+        same, other = old(kept, torch.ones(2, 4))[0], new(moved, torch.ones(2, 4))[0]
+        return fs.unshard(same.params, old.specs, mesh), other.params
+
+    for same, other in fs.simulate(mesh, work) if how == "reshard" else [work(0)]:
+        torch.testing.assert_close(other, same)
+
+
 def test_what_resharding_sends_is_counted() -> None:
     """One rank's block of every leaf that does not stay, to each of the three others."""
     mesh = fs.make_mesh(shard=4, abstract=True)

@@ -201,7 +201,7 @@ def test_what_an_init_makes_not_finite_is_refused() -> None:
         def reset_parameters(self) -> None:
             nn.init.constant_(self.weight, math.inf)
 
-    with torch.device("meta"):
+    with fs.deferred():
         model = Wild(70, 6, bias=False)
     specs = fs.match_specs(fs.make_functional(model)[1], [("*", LayoutSpec(codec="nf4", trainable=False))])
     step = fs.shard_step(lambda p, x: (p["weight"] * x).sum(), specs, backend="eager")
@@ -333,8 +333,8 @@ def test_two_processes_and_inductor(ranks: Any) -> None:
 # ------------------------------------------------------------------ in and out
 
 
-def test_a_module_on_meta_is_coded_leaf_by_leaf_and_checkpointed(tmp_path: Path) -> None:
-    with torch.device("meta"):
+def test_a_deferred_module_is_coded_leaf_by_leaf_and_checkpointed(tmp_path: Path) -> None:
+    with fs.deferred():
         model = nn.Sequential(nn.Linear(80, 70), nn.Tanh(), nn.Linear(70, 5))
     apply, params = fs.make_functional(model)
     rules = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from toys import rows
 
 import fnshard as fs
 from fnshard import LayoutSpec, runner
+from fnshard.compiler import kernels
 from fnshard.compiler.context import Context, Reduced
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, SpecError
@@ -96,3 +98,30 @@ def test_values_are_found_wherever_they_are_held() -> None:
     held = {"a": one, "b": {"m": one}, "c": Reduced({"w": one})}
     assert [name for name, _ in tensors(held)] == ["a", "b/m", "c/w"]
     assert list(tensors(object())) == []
+
+
+def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = kernels.compile_graph
+    monkeypatch.setattr(
+        kernels, "compile_graph", lambda *args, **how: plain(*args, **{**how, "backend": "eager"})
+    )
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("fnshard")
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        mesh, sgd = mesh_of(), fs.optim.sgd(0.1)
+        specs = PRESETS["full_shard"](PARAMS, mesh)
+        lowered = fs.shard_step(loss, specs, mesh=mesh, optimizer=sgd, backend="inductor").lower(
+            PARAMS, rows()
+        )
+        for _ in range(2):
+            lowered.compile()
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(logging.NOTSET)
+    count = len(heard) - 1
+    assert heard == ["lowering loss", *(f"compiling {n} of {count} kernels" for n in range(1, count + 1))]
+    assert count >= 4  # forward and backward of each

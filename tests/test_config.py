@@ -4,12 +4,15 @@ started, nothing made."""
 from __future__ import annotations
 
 import doctest
+import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -64,12 +67,19 @@ WRONG_TRAIN = {
     "hydra/launcher=slurm_": r"no such choice\. .*hydra/launcher has basic",
     # ---- types
     "run.steps=many": rf"run\.steps=many{CL}: expected a whole number, not 'many'\.",
-    "run.steps=99999999999999999999": r"must be below 2\*\*63",
+    "run.steps=99999999999999999999": rf"run\.steps=99999999999999999999{CL}: must be 1000000000 or less",
+    "model.layers=1000000000": rf"^error: model\.layers=1000000000{CL}: must be 10000 or less\.$",
+    "model.width=10000000000000": rf"{CL}: must be 1048576 or less",
+    "model.context=1e13": rf"model\.context=1e13{CL}: expected a whole number",
+    "mesh={shard: 10000000000000}": r"mesh\.shard=10000000000000.*: must be 1048576 or less",
+    "model.heads=${model.vocab} model.vocab=16777216": r"model\.heads=16777216.*: must be 16384 or less",
+    "--multirun run.seed=1,99999999999999999999": r"run\.seed=.*: must be 9223372036854775807 or less",
+    "run.timeout_s=1e300": r"run\.timeout_s=1e300.*: must be 100000000 or less",
     "run.steps=1.5": r"expected a whole number, not 1\.5\.",
     "run.steps=null": r"expected a whole number, not null\.",
     "run.steps=[1,2]": r"expected a whole number, not \[1, 2\]\.",
     "run.async_save=perhaps": r"expected true or false, not 'perhaps'\.",
-    "optimizer.lr=fast": r"expected a number, not 'fast'\.",
+    "optimizer.lr=fast": r"expected a number or null, not 'fast'\.",
     "run.device_gb=much": r"expected a number or null, not 'much'\.",
     "mesh.shard=all": r"expected a whole number or null, not 'all'\.",
     "run.resume=null": r"expected text, not null\.",
@@ -86,6 +96,12 @@ WRONG_TRAIN = {
     "hydra.run.dir=''": r"hydra\.run\.dir=.*: names no folder",
     "--multirun strategy=zero1,zer2": r"no such choice\. Did you mean strategy=zero2\?",
     "--multirun run.steps=2,many": r"expected a whole number, not 'many'\.",
+    "--multirun run.seed=range(0,10000000000)": rf"seed=range.*{CL}: a sweep of 1e\+10 jobs; 10000 is",
+    "--multirun run.seed=shuffle(range(0,99999999999))": rf"{CL}: a sweep of 1e\+11 jobs",
+    "--multirun optimizer.lr=range(0,1,1e-30)": rf"{CL}: a sweep of 1e\+30 jobs",
+    "--multirun run.seed=range(0,5,0)": rf"range\(0,5,0\){CL}: a sweep of inf jobs",
+    "--multirun run.seed=range(0,200) run.steps=range(1,200)": rf"--multirun{CL}: a sweep of 3\.98e\+04 jobs",
+    "--multirun hydra.launcher.timeout_min=range(0,10000000000)": rf"{CL}: a sweep of 1e\+10 jobs",
     # ---- values
     "run.steps=0": rf"^error: run\.steps=0{CL}: must be 1 or more\.$",
     "optimizer.lr=nan": rf"optimizer\.lr=nan{CL}: expected a finite number",
@@ -113,6 +129,12 @@ WRONG_TRAIN = {
     "data=shards": r"data=shards .*: needs the folder that experiments\.tokenize wrote\. Fix: data\.root=",
     # ---- the machine
     "mesh.shard=3 run.device=cpu": r"data\.rows=8 \(conf/data/stdlib\.yaml:7\) does not divide over 3 ranks",
+    "model.width=1048576 model.layers=10000 run.device=cpu": (
+        r"^error: a rank, one of 2, takes more memory than it has:\n  120,946,.* parameters\n"
+        r"  memory: 967,575,77\d GB or more \(optimizer .*\) of .* GB\nFix: a smaller model"
+    ),
+    "mesh.shard=1048576 data.rows=1048576 data.held_out_rows=1048576 run.device=cpu": r"or more \(process",
+    "data.rows=1048576 model.context=16777216 run.device=cpu": r"memory: 140,738 GB or more \(batch",
     "mesh.shard=0": rf"mesh\.shard=0{CL}: must be 1 or more",
     "run.accumulate=3 run.device=cpu": r"2 ranks times run\.accumulate=3 \(command line\)\.",
     "run.device=tpu": rf"run\.device=tpu{CL}: this machine has cpu",
@@ -123,6 +145,7 @@ WRONG_FINETUNE = {
     "method=qlora": r"no such choice\. Did you mean method=qlora[48]\? method has auto, full, lora, ",
     "objective=ppo": r"no such choice\. Did you mean objective=dpo\? objective has dpo, sft\.",
     "method.rnak=4": r"no such key\. Did you mean method\.rank\?",
+    "method.rank=1000000000": rf"method\.rank=1000000000{CL}: must be 16384 or less",
     "method.rank=0": rf"method\.rank=0{CL}: must be 1 or more",
     "method.alpha=big": r"expected a number, not 'big'",
     "model={width: 64}": rf"model=\{{width: 64\}}{CL}: expected text, not ",
@@ -238,14 +261,23 @@ def file_of(folder: Path, text: str) -> str:
         ("defaults:\n  - override /strategy: zer2\n", r"Could not find 'strategy/zer2'"),
         ("run: [1\n", r"mine\.yaml"),
         ("just words", r"mine\.yaml: expected lines of `key: value`, not "),
-        ("run: &r\n  steps: *r\n", r"cannot be read: RecursionError"),
+        ("run: &r\n  steps: *r\n", r"mine\.yaml:3: the alias \*r stands for what holds it\."),
+        ("a: &a [" + "1," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]\n",
+         r"mine\.yaml:3: more than 10000 values, aliases written out"),
+        ("a: &a {" + ",".join(f"k{i}: 1" for i in range(99)) + "}\nb:\n" +
+         "".join(f"  - <<: [*a, *a]\n    k: {i}\n" for i in range(99)), r"mine\.yaml:\d+: more than 10000"),
+        ("run:\n  steps: " + "[" * 100_000, r"mine\.yaml:3: .* or more than 32 levels of them"),
+        ("# " + "x" * 2**20, r"mine\.yaml: has 10485\d\d bytes, the most is 1048576\."),
+        ("hydra:\n  sweeper:\n    params:\n      run.seed: range(0,10000000000)\n",
+         r"hydra\.sweeper\.params \(.*mine\.yaml:5\): a sweep of 1e\+10 jobs"),
         ("defaults: [mine, _self_]\n", r"cannot be read: RecursionError"),
         ("run: 5\n", r"run=5 \(.*mine\.yaml:2\): has keys below it; a choice belongs to the defaults"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_its_line(tmp_path_factory, told, text, said):
     folder = file_of(tmp_path_factory.mktemp("own"), text)
-    shown = told(TRAIN, "--config-dir", folder, "experiment=mine")
+    more = ["--multirun"] if "sweeper" in text else []
+    shown = told(TRAIN, "--config-dir", folder, "experiment=mine", *more)
     assert re.search(said, shown), shown
     assert shown.count("error: ") == 1 and "Traceback" not in shown
 
@@ -271,79 +303,126 @@ def test_right_command_lines_are_taken():
     assert ask(TRAIN.form, ["--cfg", "job", "run.steps=0"]).config is None  # it is to be looked at
 
 
-# ------------------------------------------------------------------ what Hydra would call
+# ------------------------------------------------------------------ a configuration that runs code
 
 
-X = "+hydra.callbacks.x._target_="
-HANDLER = "+hydra.job_logging.handlers.h"
-CANARIES = [
+OWN = r"Hydra's own, which could run code\. A configuration may set of Hydra's keys hydra\.run\.dir, "
+SLURM, SEARCH = ("--multirun", "launcher=slurm"), ("--multirun", "hydra/sweeper=search_lr")
+TEN = "${run.device}" * 10
+CHAIN = ("device", "prompt", "resume", "backend", "watch", "accumulate_mode")
+CHAINED = zip(CHAIN, [*(f"run.{name}" for name in CHAIN[1:]), "data.suffix"], strict=True)
+TEN_OF_TEN = (*(f"run.{a}='{TEN.replace('run.device', b)}'" for a, b in CHAINED), f"data.suffix={'x' * 3000}")
+HOSTILE = [  # arguments, and what is said of them
+    (("hydra.job.env_set.LD_PRELOAD=x.so",), rf"hydra\.job\.env_set\.LD_PRELOAD=x\.so{CL}: {OWN}"),
+    (("+hydra.job.env_set.PYTHONPATH=.",), rf"hydra\.job\.env_set\.PYTHONPATH=\.{CL}: {OWN}"),
+    (("hydra.job.env_set={LD_PRELOAD: x.so}",), rf"hydra\.job\.env_set=.*{CL}: {OWN}"),
+    (("hydra.job={env_set: {LD_PRELOAD: x.so}}",), rf"hydra\.job=.*{CL}: {OWN}"),
+    (("hydra={job: {env_set: {LD_PRELOAD: x.so}}}",), rf"hydra=.*{CL}: {OWN}"),
+    (("hydra.job.env_copy=[HOME]",), OWN),
+    (("hydra.searchpath=[pkg://tests]",), OWN),
+    (("hydra.overrides.task=[x]",), OWN),
+    (("hydra.runtime.output_dir=/",), OWN),
+    (("++hydra.env.x=1",), OWN),
+    (("+hydra.callbacks.x._target_=os.mkdir", "+hydra.callbacks.x.path=canary"), OWN),
+    (("+hydra.callbacks.x='${oc.create:{_target_: os.mkdir, path: canary}}'",), OWN),
     (
-        (f"{X}os.mkdir", "+hydra.callbacks.x.path=canary"),
-        r"callbacks\.x\._target_ \(command line\): 'os\.mkdir' is not",
+        ("hydra.callbacks.table._target_=os.mkdir",),
+        r"callbacks\.table\._target_ \(.*: 'os\.mkdir' is not made",
     ),
-    (
-        ("hydra.callbacks.table._target_=os.mkdir", "+hydra.callbacks.table.path=canary"),
-        r"callbacks\.table\._target_ \(",
-    ),
+    (("hydra.callbacks.table._target_='${oc.env:HOME}'",), r"callbacks\.table\._target_ \(.*is not made"),
+    (("+hydra.job_logging.handlers.h.class=os.mkdir",), OWN),
+    (("hydra.hydra_logging.handlers.console.stream=ext://os.mkdir",), OWN),
     (("hydra.sweeper._target_=os.mkdir", "--multirun"), r"hydra\.sweeper\._target_ \(command line\): "),
     (("hydra.launcher._target_=os.mkdir", "--multirun"), r"hydra\.launcher\._target_ \(command line\): "),
+    ((*SEARCH, "+hydra.sweeper.params={hydra.job.env_set.A: b}"), r"params\.hydra\.job\.env_set\.A \("),
+    ((*SEARCH, "+hydra.sweeper.params={run.stpes: '1,2'}"), r"hydra\.sweeper\.params\.run\.stpes \("),
+    (("hydra/sweeper=optuna", "hydra.sweeper.custom_search_space=os.mkdir", "--multirun"), OWN),
+    ((*SLURM, "hydra.launcher.partition='a\nb'"), r"launcher\.partition .*: 'a\\nb': SLURM reads one line"),
+    ((*SLURM, "hydra.job.name='a\nb'"), r"hydra\.launcher\.name .*: 'a\\nb': SLURM reads one line"),
     (
-        (HANDLER + ".class=os.mkdir", HANDLER + ".path=canary"),
-        r"hydra\.job_logging\.handlers\.h\.class \(command",
+        (*SLURM, "+hydra.launcher.additional_parameters={a: 'b\nc'}"),
+        r"parameters\.a .*: SLURM reads one line",
     ),
+    ((*SLURM, "hydra.launcher.setup=[{_target_: os.mkdir}]"), r"setup"),
     (
-        (HANDLER + ".class=logging.StreamHandler", HANDLER + ".stream=ext://os.mkdir"),
-        r"job_logging\.handlers\.h\.stream",
+        (*SLURM, "+hydra.launcher.additional_parameters={_target_: os.mkdir}"),
+        r"_target_ .* is not made",
     ),
-    (
-        ("+hydra.callbacks.x='${oc.create:{_target_: os.mkdir, path: canary}}'",),
-        r"hydra\.callbacks\.x \(command line\): ",
-    ),
-    (
-        (X + "'${oc.env:HOME}'",),
-        r"hydra\.callbacks\.x\._target_ \(command line\): '\$\{oc\.env:HOME\}' is not",
-    ),
-    (
-        ("hydra/sweeper=optuna", "hydra.sweeper.custom_search_space=os.mkdir", "--multirun"),
-        r"sweeper\.custom_search_space",
-    ),
+    ((*SLURM, "hydra.launcher.submitit_folder=there"), OWN),
+    (("launcher=joblib", "hydra.launcher.temp_folder=there", "--multirun"), OWN),
     (
         ("+strategy._target_=os.mkdir", "+strategy.path=canary"),
-        r"strategy\._target_=os\.mkdir \(command line\): no such key",
+        r"strategy\._target_=os\.mkdir .*: no such key",
     ),
     (("strategy.remat={_target_: os.mkdir, path: canary}",), r"strategy\.remat="),
     (("--experimental-rerun", "canary.pickle"), r"--experimental-rerun"),
+    (TEN_OF_TEN, r"run\.device: 3\d{9} characters, all references written out; the most is 1048576"),
+    ((f"hydra.run.dir='{TEN}'", *TEN_OF_TEN), r"hydra\.run\.dir: \d+ characters, all references written out"),
+    (("run.prompt='${run.${run.watch}}'",), r"run\.prompt=\$\{run\.\$\{run\.watch\}\}.*: a reference inside"),
+    (("strategy.remat=" + "[" * 3000,), r"expected KEY=VALUE"),
+    (
+        ("launcher=joblib", "hydra.launcher.n_jobs=1000000000", "--multirun"),
+        r"n_jobs=1000000000.*: must be 10000",
+    ),
+    (
+        (*SEARCH, "hydra.sweeper.storage='redis://127.0.0.1:1/0'"),
+        r"storage.*redis.*kept in a file, sqlite:///",
+    ),
+    ((*SEARCH, "hydra.sweeper.n_trials=1000000000"), r"n_trials=1000000000.*: must be 10000 or less"),
+    ((*SEARCH, "run.seed=range(0,10000000000)"), r"a sweep of 1e\+10 jobs"),
 ]
+PLUGINS = {"launcher=slurm": "submitit_launcher", "launcher=joblib": "joblib_launcher",
+           "hydra/sweeper=optuna": "optuna_sweeper", "hydra/sweeper=search_lr": "optuna_sweeper"}  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "said"), CANARIES, ids=[" ".join(each) for each, _ in CANARIES])
-def test_nothing_is_called_by_name(told, arguments, said):
+@pytest.mark.parametrize(("arguments", "said"), HOSTILE, ids=[" ".join(each)[:90] for each, _ in HOSTILE])
+def test_a_hostile_command_line_is_refused(told, arguments, said):
     """`told` would find a canary."""
-    if "hydra/sweeper=optuna" in arguments:
-        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    for argument in PLUGINS.keys() & set(arguments):
+        pytest.importorskip(f"hydra_plugins.hydra_{PLUGINS[argument]}")
     shown = told(TRAIN, *arguments)
     assert re.search(said, shown), shown
     assert shown.count("error: ") == 1 and "Traceback" not in shown
 
 
-def test_nothing_is_called_by_name_from_a_file(told, tmp_path_factory):
-    text = "hydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: canary\n"
+HOSTILE_FILES = {
+    "hydra:\n  job:\n    env_set:\n      LD_PRELOAD: x.so\n": rf"LD_PRELOAD \(.*mine\.yaml:5\): {OWN}",
+    "hydra:\n  job: {env_set: {PYTHONPATH: .}}\n": rf"PYTHONPATH \(.*mine\.yaml:3\): {OWN}",
+    "hydra.job.env_set:\n  LD_PRELOAD: x.so\n": rf"hydra\.job\.env_set\.LD_PRELOAD \(.*mine\.yaml:3\): {OWN}",
+    "hydra: '${oc.create:{job: {env_set: {LD_PRELOAD: x.so}}}}'\n": r"hydra=.*mine\.yaml:2\): no such key",
+    "hydra:\n  searchpath: [pkg://tests]\n": OWN,
+    "defaults:\n  - /data@hydra.job.env_set: stdlib\n": rf"hydra\.job\.env_set\.\w+ \(conf/data/.*: {OWN}",
+    "hydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: canary\n": OWN,
+    "hydra:\n  job_logging:\n    handlers:\n      h:\n        (): os.mkdir\n": OWN,
+    "hydra:\n  launcher:\n    _target_: os.mkdir\n    path: canary\n": r"hydra\.launcher\.path \(.*yaml:5\)",
+    "hydra:\n  sweeper:\n    params:\n      hydra.job.env_set.A: b\n": r"params\.hydra\.job\.env_set\.A",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), HOSTILE_FILES.items())
+def test_a_hostile_file_is_refused(told, tmp_path_factory, text, said):
     folder = file_of(tmp_path_factory.mktemp("own"), text)
     for flags in ((), ("--multirun",), ("--cfg", "job")):
         shown = told(TRAIN, "--config-dir", folder, "experiment=mine", *flags)
-        assert re.search(r"hydra\.callbacks\.x\._target_ \(.*mine\.yaml:5\): 'os\.mkdir' is not made", shown)
+        assert re.search(said, shown), shown
     shown = told(TRAIN, "--config-dir", folder, "--multirun", "experiment=laptop,mine")
-    assert "hydra.callbacks.x._target_" in shown
+    assert re.search(said, shown), shown
 
 
-def test_no_logger_is_made_by_any_callable(told, tmp_path_factory):
-    """`logging.config` calls what "()" names."""
-    text = "hydra:\n  job_logging:\n    handlers:\n      h:\n        (): os.mkdir\n        path: canary\n"
-    folder = file_of(tmp_path_factory.mktemp("own"), text)
+def test_a_hostile_folder_is_refused(told, tmp_path_factory, monkeypatch):
+    """Twenty files, each of which names the next one twice: a million to compose."""
+    folder = file_of(tmp_path_factory.mktemp("own"), "defaults: [f0@a, f0@b]\n")
+    for i in range(20):
+        next_one = f"defaults: [f{i + 1}@a, f{i + 1}@b]\n" if i < 19 else "x: 1\n"
+        Path(folder, "experiment", f"f{i}.yaml").write_text(next_one)
+    monkeypatch.setattr(asked, "READING_CPU_S", 2.0)
     shown = told(TRAIN, "--config-dir", folder, "experiment=mine")
-    assert re.search(r"job_logging\.handlers\.h\.\(\) \(.*mine\.yaml:6\): 'os\.mkdir' is not made", shown), (
-        shown
-    )
+    assert shown == "error: the files of this configuration take more than 2 s to read.\n"
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_there_are_thirty_hostile_ones():
+    assert len(HOSTILE) >= 30
 
 
 def test_what_hydra_would_have_done():
@@ -438,7 +517,7 @@ def test_a_mistake_that_is_found_later_is_told_once(monkeypatch, tmp_path, capfd
 
 
 def test_a_rank_that_fails_is_no_mistake(monkeypatch, tmp_path, capfd):
-    from fnshard.launch import LaunchError
+    from fnshard.launcher import LaunchError
 
     def fails(*_, **__):
         raise LaunchError("rank 1 died")
@@ -460,3 +539,15 @@ def test_problems_are_one_error():
 def test_docstrings_are_right(module):
     found = doctest.testmod(module)
     assert found.failed == 0 and found.attempted > 0
+
+
+def test_configurations_are_built_by_keyword_alone():
+    """A field that comes to stand before others must not change what a value of theirs means."""
+    modules = [
+        ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "experiments").rglob("config.py")
+    ]
+    members = [vars(importlib.import_module(module)).values() for module in modules]
+    kinds = {kind for each in members for kind in each if isinstance(kind, type) and is_dataclass(kind)}
+    assert {"TrainConfig", "FinetuneConfig", "BenchConfig"} <= {kind.__name__ for kind in kinds}
+    named = [f"{kind.__name__}.{f.name}" for kind in kinds for f in fields(kind) if not f.kw_only]
+    assert [name for name in named if "Config." in name] == []

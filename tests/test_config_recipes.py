@@ -20,6 +20,7 @@ from experiments.asked import ask
 from experiments.bench.config import FORM as BENCH
 from experiments.chaos.config import FORM as CHAOS
 from experiments.command import main
+from experiments.config import TrainConfig
 from experiments.finetune import loop as tuning_loop
 from experiments.finetune import materials
 from experiments.finetune.job import FORM as FINETUNE
@@ -76,6 +77,27 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     assert (tmp_path / "run" / "plan.json").exists() == (name == "planned")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [1, 60])
+@pytest.mark.parametrize("name", recipes(TRAIN))
+def test_a_recipe_trains_without_its_safety_net(ranks, name, layers, text, tmp_path, monkeypatch):
+    """On two real ranks, by SGD, without clipping and accumulation; one block, and more than any bound."""
+    monkeypatch.chdir(tmp_path)
+    if name == "shards":
+        tokenize(TokenizeConfig(out="shards", files=(str(text),), processes=1, held_out_percent=20))
+    root = () if name == "shards" else (f"data.root={text}",)
+    bare = ("optimizer=sgd", "optimizer.clip=null", "optimizer.lr=0.01", "run.accumulate=1")
+    more = (*SMALL, *root, *bare, "mesh.shard=2", f"model.layers={layers}")
+    config = JOB.prepare(place(ask(TRAIN, [f"experiment={name}", *more]).config, accelerators={}))
+    ranks(2).run(trained, config, str(tmp_path / "run"), timeout=250.0)
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
+
+
+def trained(rank: int, config: TrainConfig, folder: str) -> None:
+    loop.train(config, run_in(Path(folder)), [], Stop())
 
 
 @pytest.mark.parametrize("name", some(FINETUNE))

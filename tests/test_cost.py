@@ -385,10 +385,10 @@ def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
 def test_ranks_of_one_host_share_its_memory_and_heed_a_limit() -> None:
     cpu = torch.device("cpu")
     with mock.patch.object(measuring, "_cgroup_limits", lambda root: []):
-        whole = measuring._memory_bytes(cpu, 1)
-        assert measuring._memory_bytes(cpu, 4) == whole // 4
+        whole = measuring.memory_bytes(cpu, 1)
+        assert measuring.memory_bytes(cpu, 4) == whole // 4
     with mock.patch.object(measuring, "_cgroup_limits", lambda root: [whole // 2, 2 * whole]):
-        assert measuring._memory_bytes(cpu, 2) == whole // 2 // 2
+        assert measuring.memory_bytes(cpu, 2) == whole // 2 // 2
 
 
 def _measure(rank: int) -> Any:
@@ -400,5 +400,5 @@ def _measure(rank: int) -> Any:
 def test_ranks_measure_together_and_get_equal_numbers(ranks: Any) -> None:
     first, second = ranks(2).run(_measure)
     assert first == second
-    assert first["memory_bytes"] == measuring._memory_bytes(torch.device("cpu"), 2)
+    assert first["memory_bytes"] == measuring.memory_bytes(torch.device("cpu"), 2)
     assert first["ranks_per_node"] == 2 and first["node"]["latency_seconds"] > 0

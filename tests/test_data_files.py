@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import tracemalloc
@@ -17,6 +18,7 @@ from experiments.config import ConfigError
 from experiments.data import builtin, lines, prepared, writer
 from experiments.data.prepared import open_prepared, prepare
 from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
+from fnshard.errors import MissingExtraError
 
 TOKENIZER = byte_tokenizer()
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -263,7 +265,7 @@ def test_wrong_lines_are_skipped_and_counted_if_asked(made, kind, capsys):
         made(content, kind=kind, too_long="skip")
 
 
-def test_all_mistakes_are_in_one_error_the_first_eight_shown(made, tmp_path):
+def test_all_mistakes_are_in_one_error_the_first_dozen_shown(made, tmp_path):
     made([GOOD["samples"]], "good.jsonl")
     (tmp_path / "one.jsonl").write_text('{"text": ""}\n' * 3)
     (tmp_path / "two.jsonl").write_text('{"text": "%s"}\n{"text": 1}\n' % ("x" * 70) * 600)
@@ -272,18 +274,34 @@ def test_all_mistakes_are_in_one_error_the_first_eight_shown(made, tmp_path):
         prepare(files, TOKENIZER, context=64, cache=tmp_path / "cache")
     told = str(error.value).splitlines()
     assert told[0] == "1203 lines cannot be used:"
-    assert [line.split(": ")[0].rpartition("/")[2] for line in told[1:9]] == [
+    assert [line.split(": ")[0].rpartition("/")[2] for line in told[1:13]] == [
         *(f"one.jsonl:{n}" for n in (1, 2, 3)),
-        *(f"two.jsonl:{n}" for n in (1, 2, 3, 4, 5)),
+        *(f"two.jsonl:{n}" for n in range(1, 10)),
     ]
     listed = next((tmp_path / "cache").glob("*.refused.txt"))
-    assert told[9] == f"  and 1195 more; all of them: {listed}"
-    assert told[10].startswith("Fix: mend the lines, or leave such out with data.broken=skip;")
-    assert "data.too_long=skip, cut them with data.too_long=truncate, or take data.context=71." in told[10]
-    assert len(told) == 11
+    assert told[13] == f"  and 1191 more; all of them: {listed}"
+    assert told[14].startswith("Fix: mend the lines, or leave such out with data.broken=skip;")
+    assert "data.too_long=skip, cut them with data.too_long=truncate, or take data.context=71." in told[14]
+    assert len(told) == 15
     lines = listed.read_text().splitlines()
-    assert [f"  {line}" for line in lines[:8]] == told[1:9]
+    assert [f"  {line}" for line in lines[:12]] == told[1:13]
     assert [int(line.split(":")[1]) for line in lines[3:]] == list(range(1, 1201))
+
+
+def test_a_line_with_several_wrong_fields_names_them_all(made):
+    talk = [{"role": 1, "content": None}, {"role": "assistant", "content": ""}, {"content": "b"}]
+    with pytest.raises(
+        ConfigError,
+        match=r"messages\[0\]\.role: expected a text, got int; messages\[0\]\.content: expected a text, got "
+        r"null; messages\[1\]\.content: is empty; messages\[2\]: expected an object with 'role'",
+    ):
+        made([{"messages": talk}])
+    with pytest.raises(ConfigError, match=r"prompt: expected a text, got int; response: is empty"):
+        made([{"prompt": 1, "response": ""}])
+    with pytest.raises(ConfigError, match=r"prompt: .* int; chosen: is empty; rejected: .* got null"):
+        made([{"prompt": 1, "chosen": "", "rejected": None}], kind="pairs")
+    with pytest.raises(ConfigError, match=r"answer: expected 0 to 1.*; choices\[1\]: is empty"):
+        made([{"prompt": "a", "choices": ["b", ""], "answer": 2}], kind="choices")
 
 
 def test_the_list_of_refused_lines_is_bounded_and_a_few_are_none(made, tmp_path, monkeypatch):
@@ -292,23 +310,71 @@ def test_the_list_of_refused_lines_is_bounded_and_a_few_are_none(made, tmp_path,
     assert not list((tmp_path / "cache").iterdir())
     for module in (prepared, writer):
         monkeypatch.setattr(module, "LISTED", 10)
-    with pytest.raises(ConfigError, match=r"and 1992 more; the first 10 of them: .*refused\.txt"):
+    with pytest.raises(ConfigError, match=r"and 1988 more; the first 10 of them: .*refused\.txt"):
         made([{"text": ""}] * 2000)
     assert len(next((tmp_path / "cache").glob("*.refused.txt")).read_text().splitlines()) == 10
 
 
-def test_lists_of_json_are_told_in_one_go(tmp_path):
-    for name, content in {
-        "pretty": '\ufeff\n[\n {"text": "a"}\n]',
-        "line": '[{"text": "a"}]',
-        "none": "[]",
-    }.items():
-        (tmp_path / f"{name}.json").write_text(content)
-    files = sorted(tmp_path.glob("*.json"))
-    with pytest.raises(ConfigError, match=r"Fix: name files of JSONL: one object a line") as error:
-        prepare(files, TOKENIZER, context=9, cache=tmp_path / "cache", broken="skip")
-    told = str(error.value).splitlines()[1:-1]
-    assert told == [f"  {f}: begins with [, so it is one list of JSON and no JSONL" for f in files]
+RECORDS = [{"prompt": f"{n}+1=", "response": f"{n + 1}"} for n in range(30)]
+
+
+def samples_in(path, tmp_path, **how):
+    data = prepare([path], TOKENIZER, context=40, cache=tmp_path / "cache", **how)
+    return [tuple(map(bytes, data.sample(n))) for n in range(data.samples)]
+
+
+def test_a_list_of_json_is_as_good_as_lines(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    expected = samples_in(lines, tmp_path)
+    for number, text in enumerate((json.dumps(RECORDS), "\ufeff\n" + json.dumps(RECORDS, indent=1))):
+        path = tmp_path / f"list{number}.json"
+        path.write_text(text, encoding="utf-8")
+        assert samples_in(path, tmp_path) == expected
+        held = [samples_in(path, tmp_path, part=(5, side)) for side in (False, True)]
+        assert sorted(held[0] + held[1]) == sorted(expected) and all(held)
+    for text, told in (
+        ('[{"text": "a"}, {"text": 1}, 5]', r"(?s)json:2: text: expected.*json:3: holds a int"),
+        ('[{"text": "a"}, ', r"begins as a list of JSON and is none: Expecting.*Fix: JSONL"),
+        ("[]", r"nothing to learn from \(no lines\)"),
+    ):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            samples_in(tmp_path / "wrong.json", tmp_path)
+
+
+def test_what_datasets_has_written_is_as_good_as_lines(tmp_path):
+    """Parquet, and folders of one and of several splits; columns that a row does not have are null in it."""
+    datasets = pytest.importorskip("datasets", reason="pip install fnshard[datasets]")
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in (*RECORDS, talk)))
+    expected = samples_in(lines, tmp_path)
+    table = datasets.Dataset.from_list([{"messages": None, **record} for record in RECORDS] + [talk])
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=table, test=table.select(range(3))).save_to_disk(tmp_path / "several")
+    datasets.DatasetDict(test=table).save_to_disk(tmp_path / "other")
+    for name in ("rows.parquet", "one", "several"):
+        assert samples_in(tmp_path / name, tmp_path) == expected
+    assert samples_in(tmp_path / "several" / "test", tmp_path) == expected[:3]
+    with pytest.raises(ConfigError, match=r"has no split train; it has test\. Fix: name one, .*other/test"):
+        samples_in(tmp_path / "other", tmp_path)
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-99])
+    (tmp_path / "one" / "dataset_info.json").write_text("{")
+    for name in ("torn.parquet", "one"):
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read by datasets: \w+: "):
+            samples_in(tmp_path / name, tmp_path)
+    datasets.Dataset.from_dict({"text": ["a", ""]}).to_parquet(tmp_path / "wrong.parquet")
+    with pytest.raises(ConfigError, match=r"wrong\.parquet:2: text: is empty"):
+        samples_in(tmp_path / "wrong.parquet", tmp_path)
+
+
+def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and so on")
+    with pytest.raises(MissingExtraError, match=r"rows\.parquet is read by datasets.*fnshard\[datasets\]"):
+        samples_in(tmp_path / "rows.parquet", tmp_path)
 
 
 def test_long_samples_are_cut_if_asked(made, capsys):
@@ -394,6 +460,18 @@ def test_settings_that_mean_nothing_are_refused(made, how, message):
 def test_files_that_cannot_be_read_are_all_named(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)no\.jsonl: No such file.*: is a folder.*Fix: name files"):
         prepare([tmp_path / "no.jsonl", tmp_path], TOKENIZER, context=9, cache=tmp_path)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, target in {"zero.jsonl": "/dev/zero", "none.jsonl": "/proc/self/pagemap"}.items():
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "sparse.jsonl").touch()
+    os.truncate(tmp_path / "sparse.jsonl", 2**42)
+    told = (
+        r"(?s)/dev/zero: is no regular file.*pipe\.jsonl: is no regular file.*zero\.jsonl: is no regular file"
+        r".*none\.jsonl: is empty.*sparse\.jsonl: has 4398046511104 bytes, the most is 1099511627776"
+    )
+    named = [tmp_path / f"{name}.jsonl" for name in ("pipe", "zero", "none", "sparse")]
+    with pytest.raises(ConfigError, match=told):
+        prepare(["/dev/zero", *named], TOKENIZER, context=9, cache=tmp_path)
     with pytest.raises(ConfigError, match="no files of data"):
         prepare([], TOKENIZER, context=9, cache=tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 import unicodedata
 
 import pytest
@@ -11,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.config import ConfigError
-from experiments.data import template
+from experiments.data import renderer
 from experiments.data.bytelevel import ByteTokenizer
 from experiments.data.pieces import Piece, encode_all
+from experiments.data.records import KINDS
 from experiments.data.template import Plain, Template
 from experiments.data.tokenizer import FILE, byte_tokenizer, load_tokenizer, save_tokenizer
 from fnshard.errors import MissingExtraError
@@ -215,6 +219,10 @@ def test_directories_without_a_tokenizer_are_refused(tmp_path):
     (tmp_path / "vocab.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"(?s)it holds:\n  vocab\.txt\nFix: name a model directory"):
         load_tokenizer(tmp_path)
+    (tmp_path / FILE).touch()
+    os.truncate(tmp_path / FILE, 2**40)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: .*has 1099511627776 bytes"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_missing_library_names_its_extra(directory, monkeypatch):
@@ -274,11 +282,68 @@ def test_templates_that_cannot_be_cut_or_refuse_are_told(source, message):
         Template(source).conversation(TALK)
 
 
+COSTLY = {  # chat templates that take all time, or all memory
+    "a power, as it is compiled": "{{ 9**(9**8) }}",
+    "a power of what it is given": "{{ (messages|length + 8)**(9**8) }}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a long text": "{{ 'a' * 10**9 }}",
+    "a text wider than memory": "{{ 'a'.ljust(10**12) }}",
+    "doubling": "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "much, a little at a time": "{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}",
+    "a filter": "{{ 'a'|center(10**10) }}",
+    "itself": "{% macro a() %}{{ a() ~ a() }}{% endmacro %}{{ a() }}",
+}
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """Little time, and little memory, in a process of this test's own."""
+    monkeypatch.setattr(renderer, "CPU_S", 1.0)
+    monkeypatch.setattr(renderer, "MEMORY_bytes", 2**28)
+    renderer.renderer.cache_clear()
+    yield
+    renderer.renderer(os.getpid()).close()
+    renderer.renderer.cache_clear()
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_template_that_takes_all_time_or_memory_is_one_error_with_its_file(directory, little, name):
+    """Told of when it is looked at or when it is used, and the next template has a process anew."""
+    folder = directory(tokenizer_config={"eos_token": "</s>"}, chat_template={"chat_template": COSTLY[name]})
+    told = r"chat_template\.json: the chat template takes more than 10 s of CPU time, 2 GiB of memory"
+    if name == "itself":
+        told = r"the chat template refuses it \(RecursionError"
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=told) as caught:
+        KINDS["samples"]({"messages": TALK}, load_tokenizer(folder))
+    assert isinstance(caught.value, ConfigError) == (name != "itself") and time.monotonic() - began < 60
+    assert Template("{{ messages|length }}").render(TALK) == str(len(TALK))
+
+
+def test_a_renderer_that_stands_still_is_ended(little, monkeypatch):
+    assert Template("a").render([]) == "a"
+    monkeypatch.setattr(renderer, "WALL_S", 0.5)
+    os.kill(renderer.renderer(os.getpid())._process.pid, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="takes more than"):
+        Template("b").render([])
+    monkeypatch.setattr(renderer, "WALL_S", 60.0)
+    assert Template("c").render([]) == "c"
+
+
+def test_templates_are_rendered_by_whoever_was_forked(little):
+    assert Template("a").render([]) == "a"
+    if not (pid := os.fork()):
+        done = Template("b").render([]) == "b"
+        renderer.renderer(os.getpid()).close()
+        os._exit(0 if done else 1)
+    assert os.waitpid(pid, 0)[1] == 0 and Template("c").render([]) == "c"
+
+
 def test_templates_know_the_special_tokens_and_one_date():
     source = "{{ bos_token }}{{ strftime_now('%Y') }}{{ messages[0] | tojson }}"
     out = Template(source, (("bos_token", "<s>"),)).render([{"role": "user", "content": "é<"}])
     assert out == '<s>2024{"role": "user", "content": "é<"}'
-    assert template.DAY.year == 2024
+    assert renderer.DAY.year == 2024
 
 
 def test_without_a_template_turns_are_plain(directory):

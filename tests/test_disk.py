@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, STEPS = 12, 2048, 3
 PROGRAM = """
 import json, resource, sys
@@ -90,22 +92,56 @@ except StateError as error:
 """
 
 
-def test_a_file_system_that_is_full(tmp_path: Path) -> None:
-    """A real one of 1 MB, mounted in a namespace of its own: an error, no SIGBUS, and nothing left on it."""
-    script = tmp_path / "full.py"
-    script.write_text(FULL)
+def on_small_disk(tmp_path: Path, size: str, *command: str, timeout: float = 120) -> str:
+    """What a command prints whose "DISK" is a real file system of that size, in a namespace of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    shell = f"mount -t tmpfs -o size=1m none {disk} && {sys.executable} {script} {disk} && ls {disk} | wc -l"
+    told = " ".join(str(disk) if word == "DISK" else word for word in command)
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
+    shell = f"mount -t tmpfs -o size={size} none {disk} && {told}"
     done = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", shell],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=timeout,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     if done.returncode and ("not permitted" in done.stderr or "denied" in done.stderr):
         pytest.skip("no namespaces here")
     assert done.returncode == 0, done.stderr[-2000:]
-    *lines, intact, left = done.stdout.splitlines()
+    return done.stdout
+
+
+def test_a_file_system_that_is_full(tmp_path: Path) -> None:
+    """An error, no SIGBUS, and nothing left on it."""
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    told = on_small_disk(tmp_path, "1m", sys.executable, str(script), "DISK", "&& ls", "DISK", "| wc -l")
+    *lines, intact, left = told.splitlines()
     assert "is full, with" in "\n".join(lines)
     assert (intact, left.strip()) == ("True", "0")
+
+
+def test_a_training_run_whose_disk_is_full_is_one_error(tmp_path: Path) -> None:
+    """Whatever it is writing then: path, step and rank are told, and nothing is left torn."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 40)
+    script = ROOT / "tests" / "full_disk.py"
+    shown = on_small_disk(tmp_path, "2m", sys.executable, str(script), "DISK", str(text), timeout=280)
+    runs = [json.loads(line) for line in shown.splitlines() if line.startswith('{"blocks"')]
+    assert runs[0]["said"] == "ok" and runs[0]["result"]["status"] == "ok"
+    where = re.escape(str(tmp_path / "disk" / "run"))
+    ways = [
+        rf"OSError: \[Errno 28\] No space left on device: '{where}/(?P<launcher>\S+)'",
+        rf"LaunchError: rank 0 of 1 failed: (before the first step|step \d+): cannot write "
+        rf"{where}/(?P<rank>\S+): No space left on device\.\nFix: make room, .*\nLog: \S+",
+        rf"LaunchError: cannot save {where}/(?P<save>\S+):\n  rank 0: \[Errno 28\] No space .*\nFix: .*",
+    ]
+    named = set()
+    for run in runs[1:]:
+        found = [match for match in (re.fullmatch(way, run["said"]) for way in ways) if match]
+        assert found, run
+        named |= set(found[0].groupdict().values())
+        assert run["partial"] == [] and (run["result"] is None or run["result"]["status"] == "failed"), run
+    assert {"identity.json", "config.yaml", "metrics.jsonl", "checkpoints/40", "loss.png"} <= named

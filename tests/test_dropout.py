@@ -93,8 +93,7 @@ def test_backward_uses_the_forward_mask(preset: str) -> None:
 
     def run(rank: int) -> Any:
         (total, y), grads = step(fs.shard(params, specs, mesh), x)
-        layouts = {"layers.0.w": LayoutSpec(specs["layers.0.w"].gradient).resolve(params["layers.0.w"], "u")}
-        return total, y, fs.unshard({"layers.0.w": grads["layers.0.w"]}, layouts, mesh)["layers.0.w"]
+        return total, y, fs.unshard(grads, specs, mesh, layout="gradient")["layers.0.w"]
 
     ranks = fs.simulate(mesh, run)
     grad = ranks[0][2]

@@ -188,7 +188,7 @@ def test_whole_leaves_are_not_cut() -> None:
 def test_a_new_batch_shape_warns_with_the_argument_that_changed() -> None:
     one = step()
     one(chain(2), rows())
-    with pytest.warns(UserWarning, match=r"(?s)new batch.*batch\['0'\] from \(\(4, 8\).* to \(\(2, 8\)"):
+    with pytest.warns(UserWarning, match=r"(?s)new batch.*batch\['0'\] from \[4, 8\].* to \[2, 8\]"):
         one(chain(2), rows()[:2])
 
 
@@ -227,6 +227,30 @@ def test_a_consumed_state_says_which_step_took_it() -> None:
     assert int(copied.step) == 1
 
 
+def test_a_resharded_state_says_what_took_it() -> None:
+    one = step(optimizer=fs.optim.adamw(0.1))
+    state = one.init(chain(2))
+    fs.reshard(state, one.specs, one.specs)
+    with pytest.raises(StateError, match=r"(?s)consumed by fs.reshard.*state = fs.reshard\(state"):
+        one(state, rows())
+    assert repr(state) == "TrainState(consumed by fs.reshard)"
+
+
+def test_a_state_says_what_took_it_whatever_came_before() -> None:
+    one = step(optimizer=fs.optim.adamw(0.1))
+    first = one.init(chain(2))
+    second, _ = one(first, rows())
+    third = fs.reshard(second, one.specs, one.specs)
+    fourth, _ = one(third, rows())
+    shown = [repr(state).partition("(")[2] for state in (first, second, third)]
+    assert shown == ["consumed by step 0)", "consumed by fs.reshard)", "consumed by step 1)"]
+    assert int(fourth.step) == 2
+    with pytest.raises(
+        StateError, match=r"consumed by fs\.reshard: the state that was returned takes its place"
+    ):
+        _ = second.params
+
+
 def test_a_state_has_no_other_fields() -> None:
     with pytest.raises(AttributeError, match="no 'parameters'; it has step, params"):
         _ = step(optimizer=SGD).init(chain(2)).parameters
@@ -244,12 +268,18 @@ def test_a_train_step_takes_a_state_and_a_gradient_step_a_tree() -> None:
     [
         ({"layers.0.w": torch.zeros(3, 3)}, r"'layers.0.w'\] is \[3, 3\] .*expected a block \[8, 8\]"),
         ({"layers.1.w": torch.zeros(WIDTH, WIDTH).half()}, r"'layers.1.w'\] is \[8, 8\] torch.float16"),
-        ({"layers.0.w": None, "layers.1.w": 3}, r"2 leaves.*'layers.0.w'\] is None.*'layers.1.w'\] is int"),
     ],
 )  # fmt: skip
 def test_blocks_of_another_shape_or_dtype_are_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(StateError, match=rf"(?s){message}.*Fix: pass fs.shard"):
         step()({**chain(2), **wrong}, rows())
+
+
+def test_constants_where_the_specs_have_leaves_are_named() -> None:
+    with pytest.raises(
+        SpecError, match=r"(?s)2 leaves.*'layers.0.w'\] has no leaf.*'layers.1.w'\] has no leaf"
+    ):
+        step()({**chain(2), "layers.0.w": None, "layers.1.w": 3}, rows())
 
 
 def test_whole_leaves_where_shards_are_meant() -> None:

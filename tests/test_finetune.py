@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,17 @@ import fnshard as fs
 from experiments import schema, steps
 from experiments.config import ConfigError
 from experiments.data.bytelevel import ByteTokenizer
+from experiments.data.pieces import encode_all
+from experiments.data.tokenizer import load_tokenizer
 from experiments.finetune import bases, evaluate, job, loop, materials, sizes
 from experiments.finetune.choosing import planned
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
+from experiments.finetune.rates import default_rate
 from experiments.finetune.tuning import Tuning
 from experiments.job import start
 from experiments.place import place
+from experiments.record import PARTS
 from experiments.report import METRICS
 from experiments.resume import Run
 from experiments.sweep import read_result
@@ -101,6 +107,25 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
+def timed(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, float]:
+    """Seconds that functions of the loop take from here on, by name."""
+    seconds = dict.fromkeys(names, 0.0)
+
+    def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return plain(*args, **how)
+            finally:
+                seconds[name] += time.perf_counter() - began
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(loop, name, wrapped(name, getattr(loop, name)))
+    return seconds
+
+
 # ------------------------------------------------------------------ methods and objectives
 
 
@@ -114,20 +139,23 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         pytest.param("full", "dpo", marks=pytest.mark.long),
     ],
 )
-def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
+def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, monkeypatch, method, objective):
     """Losses fall; what is exported opens elsewhere and is what was tuned."""
     rate = {"sft": 0.02, "dpo": 0.004}[objective]
     config = config_of(model, data, tmp_path, f"method={method}", f"objective={objective}",
                        f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
                        f"export={'merged' if method == 'full' else 'both'}")  # fmt: skip
     folder = tmp_path / "run"
+    began, seconds = time.perf_counter(), timed(monkeypatch, "measured", "export", "run_steps", "prepare")
     loop.finetune(config, run_in(folder), [], Stop())
+    whole = time.perf_counter() - began
     result, shown = read_result(folder), capfd.readouterr().out
     assert result["status"] == "ok" and 0 <= result["accuracy"] <= 1
     before = json.loads((folder / loop.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"]
     assert (folder / "samples.txt").read_text() in shown and "before:" in shown
     assert (folder / "loss.png").exists() and "train" in shown.splitlines()[1]
+    assert re.search(r"<\|begin\|>\d\+\d=«\d+<\|end\|>»", shown)  # what is learned of an example
     assert len([r for r in rows_of(folder) if "loss" in r]) == STEPS
     ids = torch.arange(3, 23).view(2, 10)
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder / bases.WHOLE).eval()
@@ -135,6 +163,12 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     assert (after - untouched(ids).logits).abs().max() > 1e-3
     assert (folder / bases.WHOLE / "tokenizer.json").exists()
+    spent = json.loads((folder / "run.json").read_text())["totals"]
+    assert sum(spent[f"{part}_s"] for part in PARTS) == pytest.approx(whole, rel=0.05, abs=0.5)
+    assert spent["other_s"] < 0.05 * whole + 0.2
+    assert spent["evaluation_s"] >= seconds["measured"] and spent["start_s"] >= seconds["prepare"]
+    assert spent["export_s"] == pytest.approx(seconds["export"], rel=0.05, abs=0.05)
+    assert spent["steps_s"] + spent["compile_s"] < seconds["run_steps"]
     if method == "lora":
         import peft
 
@@ -327,6 +361,7 @@ def test_a_large_model_on_paper(layers, limit):
         (["objective.beta=0"], r"objective\.beta=0\.0: must be above 0"),
         (["method=auto"], r"method=auto: needs a budget\. Fix: run\.device_gb=24"),
         (["method=full", "export=adapters"], r"export=adapters: method=full has no adapters"),
+        (["optimizer=sgd"], r"optimizer\.lr=null: the defaults are AdamW's"),
         (["export=gguf"], r"export='gguf': must be one of auto, adapters"),
         (["data.held_out=x"], r"data\.held_out: without data\.train"),
         (["data.too_long=cut"], r"data\.too_long='cut': must be one of refuse, skip, truncate"),
@@ -363,6 +398,9 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
         ("model=empty",): r"safetensors|weights",
         (f"model={model}", "data.context=65"): r"data\.context=65, and it was made for 64 positions",
         (f"model={narrow}",): r"its tokenizer has ids up to 263, its embedding 40 rows",
+        (
+            "model=acme/nothing",
+        ): r"(?s)no model of this name in the Hugging Face cache \(.*`hf download acme/n",
         (f"model={model}", "data.train=nothing.jsonl"): r"nothing\.jsonl: No such file",
         (f"model={model}", "data.train=broken.jsonl"): r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: lacks",
         (
@@ -383,6 +421,82 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     config = config_of(model, data, tmp_path, "method.rank=99")
     with pytest.raises(ConfigError, match=r"(?s)method\.rank=99: .*rank=99 is more than 16"):
         loop.prepare(config)
+
+
+def test_the_rate_that_nobody_names_is_by_method_objective_and_size(model, data, tmp_path, capfd):
+    """As README's table has it; it is printed, and written into the run's configuration."""
+    table = re.search(
+        r"\| base \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "experiments/finetune/README.md").read_text()
+    )
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
+    columns = (("sft", "full"), ("sft", "lora"), ("dpo", "full"), ("dpo", "qlora4"))
+    for size, (_, *row) in zip((1e6, 1e9, 8e9, 7e10), cells, strict=True):
+        assert [default_rate(*each, int(size)) for each in columns] == [float(cell) for cell in row]
+    config = config_of(model, data, tmp_path, "run.steps=1", "run.sample_tokens=0", "export=none")
+    loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
+    assert (
+        "optimizer.lr=0.005, the default of objective=sft method=lora and a base of" in capfd.readouterr().out
+    )
+    assert "lr: 0.005" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_what_is_wrong_with_several_files_is_told_at_once(model, data, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("samples", "choices")}
+    for path in files.values():
+        path.write_text('{"other": 1}\n')
+    with pytest.raises(ConfigError, match=r"(?s)samples\.jsonl:1: has none of .*choices\.jsonl:1: lacks"):
+        config_of(model, files, tmp_path)
+
+
+def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monkeypatch):
+    """As huggingface_hub lays it out: links from a snapshot to blobs."""
+    from huggingface_hub import constants
+
+    place_of = tmp_path / "models--acme--tiny"
+    snapshot = place_of / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (place_of / "blobs").mkdir()
+    (place_of / "refs").mkdir()
+    (place_of / "refs" / "main").write_text("0" * 40)
+    for number, file in enumerate(sorted(model.iterdir())):
+        shutil.copy(file, place_of / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert bases.directory_of(compose(*SMALL, "model=acme/tiny"), None) == str(snapshot)
+    specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
+    assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
+
+
+def test_one_template_in_training_sampling_and_the_exported_model(model, data, tmp_path):
+    """A model that comes without one gets that which it learned by: transformers makes the same tokens."""
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    tokenizer_file = json.loads(
+        (bare / "tokenizer.json").read_text()
+    )  # else it is taken for the built-in one
+    (bare / "tokenizer.json").write_text(json.dumps(tokenizer_file))
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path = tmp_path / "talk.jsonl"
+    lines = [[{**talk[0], "content": f"{n}+1="}, {**talk[1], "content": f"{n + 1}"}] for n in range(1, 40)]
+    path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    config = config_of(bare, data | {"samples": path}, tmp_path, "export=both", "run.prompt='1+1='")
+    setup = loop.prepare(config)
+    trained = [setup.materials.train.sample(n)[0].tolist() for n in range(setup.materials.train.samples)]
+    asked = setup.shown.examples[-1].prompt
+    assert any(tokens[: len(asked)] == asked for tokens in trained)
+    state, _, _ = loop.begin(setup, run_in(tmp_path / "run"))
+    loop.export(setup, state, tmp_path / "run")
+    for name in (bases.WHOLE, loop.ADAPTERS):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
+        ids = theirs.apply_chat_template(talk, return_dict=False)
+        assert ids in trained
+        assert theirs.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False) == asked
+        ours = load_tokenizer(tmp_path / "run" / name)
+        ((again, _),) = encode_all(ours, [ours.conversation(talk)])
+        assert again.tolist() == ids
 
 
 # ------------------------------------------------------------------ the command

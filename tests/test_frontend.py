@@ -269,6 +269,10 @@ def closed_over() -> Fn:
             lambda p, x: (x @ p["q"])[x[:, 0] > 0].sum(),
             r"depends on a tensor's value \(.*test_frontend.py:\d+",
         ),
+        (
+            lambda p, x: (x @ p["q"])[[True, False]].sum(),
+            r"fails in __getitem__: a mask of 2 for dim 0 of .*\[4, 6\]",
+        ),
         (lambda p, x: (x @ p["q"]).sum() * x.sum().item(), r"value \(.*test_frontend.py:\d+"),
     ],
 )
@@ -379,81 +383,44 @@ def test_one_data_axis_may_be_a_string() -> None:
     assert fs.make_mesh(replicate=2, shard=2, abstract=True, data_axes="shard").data_axes == ("shard",)
 
 
-def test_a_schedule_that_returns_no_tensor() -> None:
-    step = step_of(lambda p, x: (x @ p["q"] @ p["r"]).sum(), weights(), optimizer=optim.sgd(lambda s: 0.1))
-    with pytest.raises(fs.OptimizerError, match=r"(?s)returned float 0.1, not a 0-d tensor.*lr=0.1"):
+def test_a_schedule_that_returns_no_number() -> None:
+    step = step_of(lambda p, x: (x @ p["q"] @ p["r"]).sum(), weights(), optimizer=optim.sgd(lambda s: "0.1"))
+    with pytest.raises(fs.OptimizerError, match=r"(?s)returned str '0.1', not a number or a 0-d tensor.*Fix"):
         step(step.init(weights()), rows())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layout", "words"),
+    [
+        (
+            {"q": torch.ones(3, 6), "r": torch.ones(6, 6)},
+            "storage",
+            r"'q'\] is \[3, 6\].*layout=\"gradient\"",
+        ),
+        ({"q": torch.ones(6, 6), "r": None}, "storage", r"'r'\] is NoneType.*layout=\"gradient\""),
+        ({"q": torch.ones(6, 6), "r": None}, "gradient", r"'q'\] is \[6, 6\].*block \[3, 6\].*P\('shard'\)"),
+        ({"r": None}, "gradient", r"specs\['q'\] has no leaf"),
+        ({"q": None, "r": None}, "grads", "layout='grads': 'storage', 'gradient' or 'optimizer'"),
+    ],
+)
+def test_blocks_that_lie_otherwise_than_unshard_is_told_are_named(
+    blocks: Any, layout: str, words: str
+) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"q": torch.zeros(6, 6), "r": torch.zeros(6, 6)}
+    frozen = ("r", LayoutSpec(trainable=False))
+    specs = fs.match_specs(params, [frozen, ("*", LayoutSpec(gradient=P("shard"), optimizer=P("shard")))])
+    with pytest.raises((StateError, SpecError), match=f"(?s){words}"):
+        fs.simulate(mesh, lambda rank: fs.unshard(blocks, specs, mesh, layout=layout))
 
 
 # ------------------------------------------------------------------ init
 
 
-def initial(make: Callable[[], nn.Module], world: int = 1, **options: Any) -> dict[str, Tensor]:
-    """Full values of the module's leaves, made from meta on `world` simulated ranks."""
-    with torch.device("meta"):
-        model = make()
-    mesh = fs.make_mesh(shard=world, simulated=True, device="cpu")
-    tree = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
-    step = fs.shard_step(lambda p: 0, tree, mesh=mesh, backend="eager")
-    return fs.simulate(mesh, lambda rank: fs.unshard(step.init(model, **options), tree, mesh))[0]
-
-
-def attention() -> nn.Module:
-    return nn.MultiheadAttention(8, 2)
-
-
-def transformer() -> nn.Module:
-    return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-
-
-@pytest.mark.parametrize("make", [attention, transformer])
-def test_a_parents_reset_of_its_childrens_leaves_counts(make: Callable[[], nn.Module]) -> None:
-    values = initial(make)
-    for path, true in make().named_parameters():
-        value = values[path]
-        if true.std() == 0:  # biases and norms
-            torch.testing.assert_close(value, true.detach())
-        elif make is transformer and true.dim() > 1:  # Xavier's bound instead of Linear's
-            bound = math.sqrt(6 / sum(true.shape))
-            assert 0.85 * bound < value.abs().max() <= bound
-    again = initial(make, world=2)
-    torch.testing.assert_close(values, again, rtol=0, atol=0)
-
-
-class Doubled(nn.Module):
-    """Its reset reads what its child's reset made."""
-
-    def __init__(self, by_data: bool):
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.by_data = by_data
-
-    def reset_parameters(self) -> None:
-        weight = self.inner.weight.data if self.by_data else self.inner.weight
-        weight.copy_(weight.sign() * 7)
-
-
-@pytest.mark.parametrize("by_data", [False, True])
-def test_children_are_reset_before_their_parent(by_data: bool) -> None:
-    values = initial(lambda: Doubled(by_data))
-    assert set(values["inner.weight"].unique().tolist()) == {-7.0, 7.0}
-    assert values["inner.bias"].abs().max() <= 3**-0.5
-
-
-def test_a_parametrised_module_on_meta_is_refused() -> None:
-    def make() -> nn.Module:
-        return nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
-
-    with pytest.raises(
-        StateError, match=r"(?s)ParametrizationList has no reset_parameters \(owns .*original0"
-    ):
-        initial(make)
-
-
-@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.5, None, True])
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.5, True])
 def test_a_seed_is_an_int64(seed: Any) -> None:
     with pytest.raises(StateError, match=r"seed=.*an int that fits 64 bits"):
-        initial(attention, seed=seed)
+        step_of(lambda p, x: (x @ p["q"]).sum(), weights()).init(weights(), seed=seed)
 
 
 def test_meta_leaves_have_the_shape_of_their_specs() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sharded
+import torch.distributed as dist
 from models import MODELS
 
 import fnshard as fs
+from fnshard.runtime import rollcall
 from fnshard.runtime.connect import connect
 
 TIMEOUT_S = 1.5
@@ -54,3 +59,17 @@ def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str,
     assert line.split()[1:4] == [phase, unit, verb] and detail.split()[0] in line
     assert re.search(r"\n  rank 1 did not (come|answer) within 1.5 s", said), said
     assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 7
+
+
+def test_a_roll_call_compares_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of hosts differ by hours; signatures of an earlier failure do not count."""
+    store, clock = dist.HashStore(), itertools.count(0, 3600)
+    away = SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(rollcall, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rollcall, "time", away)
+    monkeypatch.setattr(rollcall, "WAIT_S", 0.5)
+    with ThreadPoolExecutor(3) as ranks:
+        for answering, silent in (([0, 2], [1]), ([0, 2], [1]), ([2], [0, 1])):
+            assert list(ranks.map(lambda rank: rollcall.absent(rank, 3), answering)) == [silent] * len(
+                answering
+            )

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,6 +22,7 @@ PUBLIC = [
     "CollectiveError",
     "FnshardError",
     "Hardware",
+    "LaunchError",
     "LayoutSpec",
     "Mean",
     "Mesh",
@@ -36,10 +38,12 @@ PUBLIC = [
     "checkpoint",
     "codecs",
     "debug",
+    "deferred",
     "diff",
     "errors",
     "fit",
     "hf",
+    "launch",
     "lockstep",
     "lora",
     "losses",
@@ -52,51 +56,58 @@ PUBLIC = [
     "profile",
     "reshard",
     "reshard_cost",
+    "run_rank",
     "schedules",
     "shard",
     "shard_forward",
     "shard_step",
     "simulate",
+    "tree",
     "units",
     "unshard",
 ]
 
 # Every module, floor by floor; one may import only those that stand before it, here and above.
 FLOORS = {
-    "F0: pytrees, errors, axes": "errors tree mesh",
+    "F0: pytrees, errors, axes": "errors tree arguments process_group mesh reachable guard",
     "F1: what a user names": """
-        fused losses spec codecs units rules presets functional schedules lora transform optim scaling
-        state""",
+        fused losses spec codecs units rules presets tape recorder deferred_init
+        functional schedules lora transform optim scaling state""",
     "F2: how it is done": """
         runtime runtime.memory runtime.buckets runtime.rollcall runtime.collectives runtime.messages
-        runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile runtime.fileblocks
+        runtime.endpoint runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile
+        runtime.fileblocks
         runtime.folder runtime.plain runtime.manifest runtime.root runtime.dcp runtime.together
         measure hardware""",
     "F3: paper": """
-        compiler compiler.program compiler.random compiler.refuse compiler.normalize compiler.inplace
-        compiler.causal compiler.stacks compiler.operands compiler.trace compiler.source compiler.split
-        compiler.remat compiler.differentiate compiler.schedule compiler.build compiler.passes.reshard
-        compiler.passes.updates compiler.passes.offload compiler.passes.overlap compiler.passes.prefetch
-        compiler.passes.frees
+        compiler compiler.program compiler.random compiler.host_random compiler.stacks compiler.failures
+        compiler.positions compiler.substitutes compiler.refuse compiler.normalize compiler.inplace
+        compiler.causal
+        compiler.operands compiler.outputs
+        compiler.rounding compiler.trace
+        compiler.derived
+        compiler.source compiler.split compiler.remat compiler.differentiate compiler.schedule compiler.build
+        compiler.passes.reshard compiler.passes.updates compiler.passes.offload compiler.passes.overlap
+        compiler.passes.prefetch compiler.passes.frees
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
     "F4: machinery": """
         compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute
         compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
-        shards held init agree batches compiles lowered runner forward step lockstep choice fit saving
-        checkpoint reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
+        shards held init agree batches programs compiles lowered runner forward step lockstep choice fit
+        saving checkpoint reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
     "F6: around it": """
-        rank nodes launch plot.scales plot.canvas plot.lanes plot.steps plot.blocks plot.sharding plot.leaves
-        plot.treemap plot.text plot profile debug.values debug.nodes debug.batch debug.record debug.hunt
-        debug.truth
-        debug.layouts debug""",
+        post_mortem rank nodes launcher plot.scales plot.canvas plot.lanes plot.steps plot.blocks
+        plot.sharding plot.leaves plot.treemap plot.text plot profile debug.values debug.nodes debug.batch
+        debug.record debug.hunt debug.truth debug.layouts debug""",
 }
 ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split()] + ["fnshard"]
 
 # Private torch APIs: which module may use which. Anything else has a public way.
 PRIVATE = {
     "fnshard.tree": {"torch.utils._pytree"},
+    "fnshard.recorder": {"torch.nn.init._no_grad_trunc_normal_", "torch.utils._python_dispatch"},
     "fnshard.transform": {"torch._foreach_mul_"},
     "fnshard.optim": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
     "fnshard.runtime.buckets": {"torch._foreach_copy_"},
@@ -104,6 +115,14 @@ PRIVATE = {
     "fnshard.runtime.rollcall": {"torch.distributed.distributed_c10d._get_default_store"},
     "fnshard.compiler.program": {"torch._ops"},  # OpOverload; others import it from there
     "fnshard.compiler.refuse": {"torch._C", "torch._dynamo", "torch._functorch", "torch._ops"},
+    "fnshard.compiler.substitutes": {
+        "torch._ctc_loss",
+        "torch._grouped_mm",
+        "torch._higher_order_ops",
+        "torch.ops.aten._ctc_loss_backward",
+        "torch.ops.aten._linalg_check_errors",
+    },
+    "fnshard.compiler.failures": {"torch._subclasses"},
     "fnshard.compiler.normalize": {
         "torch._C",  # _set_grad_enabled, a node of every traced graph
         "torch.amp.autocast_mode._enter_autocast",
@@ -148,6 +167,13 @@ def imports(tree: ast.AST) -> Iterator[str]:
 def test_public_names_are_frozen() -> None:
     assert fnshard.__all__ == PUBLIC
     assert [n for n in PUBLIC if not hasattr(fnshard, n)] == []
+
+
+def test_public_modules_name_their_api() -> None:
+    assert dir(fnshard) == sorted([*PUBLIC, "__version__"])
+    modules = {n: m for n in PUBLIC if isinstance(m := getattr(fnshard, n), ModuleType)}
+    missing = {n: [a for a in m.__all__ if not hasattr(m, a)] for n, m in modules.items()}
+    assert len(modules) > 10 and not any(missing.values())
 
 
 def test_every_module_has_its_floor() -> None:
@@ -252,7 +278,10 @@ def test_public_functions_and_classes_are_documented(module: str) -> None:
             bare += [
                 f"{node.name}.{m.name}"
                 for m in node.body
-                if isinstance(m, ast.FunctionDef) and not m.name.startswith("_") and not ast.get_docstring(m)
+                if isinstance(m, ast.FunctionDef)
+                and not m.name.startswith("_")
+                and not ast.get_docstring(m)
+                and "overload" not in map(ast.unparse, m.decorator_list)
             ]
     assert bare == []
 

@@ -86,6 +86,31 @@ FAMILIES = {
     "vit": Family("ViT", "ForImageClassification", IMAGES),
 }  # fmt: skip
 
+EXPERTS = {**SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+NAMED, LOCAL_EXPERTS = {**EXPERTS, "num_experts": 4}, {**EXPERTS, "num_local_experts": 4}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+          "first_k_dense_replace": 1}  # fmt: skip
+LATENT = {**ROUTED, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+          "v_head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
+# Most choose their experts by a softmax in fp32.
+MIXTURES = {
+    "mixtral": Family("Mixtral", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
+    "qwen2_moe": Family(
+        "Qwen2Moe", "ForCausalLM", {**NAMED, "shared_expert_intermediate_size": 12}, atol=1e-6),
+    "gpt_oss": Family("GptOss", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 4}),
+}  # fmt: skip
+MORE_MIXTURES = {
+    "qwen3_moe": Family("Qwen3Moe", "ForCausalLM", {**NAMED, "head_dim": 8}, atol=1e-6),
+    "olmoe": Family("Olmoe", "ForCausalLM", NAMED, atol=1e-6),
+    "granitemoe": Family("GraniteMoe", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
+    "deepseek_v2": Family("DeepseekV2", "ForCausalLM", LATENT, atol=1e-6),
+    "deepseek_v3": Family("DeepseekV3", "ForCausalLM", LATENT),
+    "glm4_moe": Family("Glm4Moe", "ForCausalLM", {**ROUTED, "head_dim": 8}, atol=1e-6),
+    "phimoe": Family("Phimoe", "ForCausalLM", LOCAL_EXPERTS),
+    "minimax": Family(
+        "MiniMax", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": ["full_attention"] * 2}),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Case:
@@ -139,11 +164,11 @@ def check(case: Case, blocks: Callable[[Any, fs.Mesh], Any], atol: float = shard
 
     def run(rank: int) -> Any:
         got, grads = step(blocks(specs, mesh), *sharded.part(case.batch, rank, 2))
-        held = {p: g for p, g in grads.items() if g is not None}
-        return got, fs.unshard(held, {p: specs[p] for p in held}, mesh)
+        return got, fs.unshard(grads, specs, mesh, layout="gradient")
 
     for got, grads in fs.simulate(mesh, run):
         torch.testing.assert_close(got, case.value, rtol=0, atol=atol)
+        grads = {path: grad for path, grad in grads.items() if grad is not None}
         for path, grad in grads.items():
             wanted = case.grads.get(path, torch.zeros_like(grad))
             torch.testing.assert_close(
@@ -174,6 +199,20 @@ def test_gradients_of_an_unmodified_model(name: str) -> None:
         assert len(gathered) == family.layers, gathered
 
 
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, id=n) for n, f in MIXTURES.items()]
+    + [pytest.param(f, id=n, marks=pytest.mark.long) for n, f in MORE_MIXTURES.items()],
+)
+def test_gradients_of_a_mixture_of_experts(family: Family) -> None:
+    """One product of groups for all experts, as transformers computes; the truth is a loop over experts."""
+    module = family.build()
+    module.set_experts_implementation("eager")
+    case = case_of(module)
+    module.set_experts_implementation("grouped_mm")
+    check(case, lambda specs, mesh: fs.shard(case.params, specs, mesh), family.atol)
+
+
 AUTO = {"bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
 
 
@@ -187,7 +226,7 @@ def test_a_model_of_a_local_directory(name: str, with_model: bool, tmp_path: Pat
     auto = getattr(transformers, AUTO.get(name, "AutoModelForCausalLM"))
     read = auto.from_pretrained(tmp_path / "model", local_files_only=True)
     leaves = fs.make_functional(read)[1]
-    with torch.device("meta"):
+    with fs.deferred():
         meta = auto.from_config(read.config, dtype=torch.float64)
     made = {p for p in leaves if p not in read.state_dict()} - set(dict(read.named_parameters()))
     how = {"model": meta} if with_model else {"missing": {p: leaves[p] for p in made}}

@@ -1,4 +1,4 @@
-"""`fnshard.launch`: real processes that end well, raise, and are killed."""
+"""`fs.launch`: real processes that end well, raise, and are killed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -16,14 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from fnshard import launch
-from fnshard.launch import LaunchError
+from fnshard import launcher
+from fnshard.errors import SpecError
+from fnshard.launcher import LaunchError
+from fnshard.process_group import RENDEZVOUS, join_group
+from fnshard.runtime.folder import scratch
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = """
 import json, os, signal, sys, time
 import torch, torch.distributed as dist
-from fnshard.rank import Stop, attempt, run_rank
+from fnshard.process_group import attempt
+from fnshard.rank import Stop, run_rank
 out = sys.argv[1]
 rank = int(os.environ["RANK"])
 """
@@ -41,7 +47,7 @@ def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool =
 def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60) -> None:
     """`body` defines `main()`; each rank runs it."""
     program = program_of(tmp_path, body, timeout_s=timeout_s)
-    launch.launch(
+    launcher.launch(
         [sys.executable, "-u", str(program), str(tmp_path)],
         ranks=ranks,
         logs=tmp_path / "ranks",
@@ -62,19 +68,30 @@ def main():
 """
 
 
-def test_normal_job(tmp_path, capfd):
-    environment, handlers = dict(os.environ), [signal.getsignal(s) for s in launch.SIGNALS]
+def test_normal_job(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    environment, handlers = dict(os.environ), [signal.getsignal(s) for s in launcher.SIGNALS]
     run(tmp_path, REDUCE)
     for rank in range(2):
         total, threads, interface = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert (total, threads) == (6.0, launch.cpu_threads(2))
-        assert interface == launch.LOOPBACK
+        assert (total, threads) == (6.0, launcher.cpu_threads(2))
+        assert interface == launcher.LOOPBACK
     shown = capfd.readouterr().out
     assert "hello from 0" in shown and "hello from 1" not in shown
     for rank in range(2):
         assert (tmp_path / "ranks" / f"rank{rank}.log").read_text() == f"hello from {rank}\n"
     assert dict(os.environ) == environment
-    assert [signal.getsignal(s) for s in launch.SIGNALS] == handlers
+    assert [signal.getsignal(s) for s in launcher.SIGNALS] == handlers
+
+
+def test_the_users_number_of_threads_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    body = """
+    def main():
+        open(f"{out}/threads", "w").write(os.environ["OMP_NUM_THREADS"])
+    """
+    run(tmp_path, body, ranks=1)
+    assert (tmp_path / "threads").read_text() == "7"
 
 
 @pytest.mark.long
@@ -114,15 +131,21 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path, capfd):
 
 
 def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
+    """And with what may have killed it."""
     body = """
+    from fnshard.rank import expect_memory
+
     def main():
         if rank == 1:
+            expect_memory(12_300_000_000)
             print("about to allocate a lot")
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1))
     """
     began = time.monotonic()
-    with pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 was killed by SIGKILL.*about to allocate a lot"):
+    said = r"rank 1 of 2 was killed by signal 9 \(SIGKILL\): perhaps out of memory "
+    memory = r"\(peak predicted 12.3 GB a rank, free at the least \d[\d.]* GB\)\.\n.*about to allocate a lot"
+    with pytest.raises(LaunchError, match=said + memory):
         run(tmp_path, body)
     assert time.monotonic() - began < 30
 
@@ -166,24 +189,74 @@ def test_ranks_end_with_their_launcher(tmp_path):
         run_rank(main, device_type="cpu")
         """)
     )
-    for number, code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+    meetings, environment = tmp_path / "meetings", {**_environment(), "TMPDIR": str(tmp_path / "meetings")}
+    meetings.mkdir()
+    ends = ((signal.SIGKILL, -signal.SIGKILL, 1), (signal.SIGTERM, 128 + signal.SIGTERM, 0))
+    for number, code, left in ends:
         out = tmp_path / number.name
         out.mkdir()
         command = f"[sys.executable, {str(program)!r}, {str(out)!r}]"
         starter = (
-            "import sys, pathlib; from fnshard.launch import launch; "
+            "import sys, pathlib; from fnshard.launcher import launch; "
             f"launch({command}, ranks=2, logs=pathlib.Path({str(out)!r}))"
         )
-        with subprocess.Popen(
-            [sys.executable, "-c", starter], env={**os.environ, "PYTHONPATH": str(ROOT)}
-        ) as process:
+        with subprocess.Popen([sys.executable, "-c", starter], env=environment) as process:
             pids = [int(_wait_for(out / f"pid{rank}").read_text()) for rank in range(2)]
+            assert len(list(meetings.glob("fnshard-*"))) == 1  # what the one before has left is gone
             process.send_signal(number)
             assert process.wait(timeout=30) == code
+        assert len(list(meetings.glob("fnshard-*"))) == left
         deadline = time.monotonic() + 20
         while any(_alive(pid) for pid in pids):
             assert time.monotonic() < deadline, f"ranks {pids} outlived a launcher ended by {number.name}"
             time.sleep(0.05)
+
+
+def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
+    """Those of living ones, of other names, and what links lead to stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    linked = tmp_path / "elsewhere"
+    linked.mkdir()
+    with scratch("fnshard-x-") as alive:
+        (tmp_path / "fnshard-x-killed" / "deep").mkdir(parents=True)
+        (tmp_path / "fnshard-logs-1").mkdir()
+        (tmp_path / "fnshard-x-link").symlink_to(linked)
+        with scratch("fnshard-x-") as mine:
+            assert {p.name for p in tmp_path.iterdir()} == {
+                alive.name, mine.name, "fnshard-logs-1", "fnshard-x-link", "elsewhere"
+            }  # fmt: skip
+    assert {p.name for p in tmp_path.iterdir()} == {"fnshard-logs-1", "fnshard-x-link", "elsewhere"}
+
+
+# ------------------------------------------------------------------ meeting at an address
+
+
+def place_to_meet(monkeypatch: pytest.MonkeyPatch, host: str, port: int, rank: int = 0) -> None:
+    for name in (RENDEZVOUS, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    told = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 29500), ("localhost", 70000)])
+def test_a_place_that_there_is_not_is_told_at_once(monkeypatch, host, port):
+    place_to_meet(monkeypatch, host, port, rank=1)
+    began = time.monotonic()
+    with pytest.raises(
+        SpecError, match=rf"(?s)rank 1 of 2 .*: there is no such place\.\n  MASTER_ADDR={host}, "
+    ):
+        join_group("cpu", 600.0)
+    assert time.monotonic() - began < 30
+
+
+def test_a_port_that_is_taken_is_told_at_once(monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        place_to_meet(monkeypatch, "localhost", taken.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(SpecError, match=r"rank 0 of 2 cannot meet the others: the port is taken\."):
+            join_group("cpu", 600.0)
+        assert time.monotonic() - began < 30
 
 
 # ------------------------------------------------------------------ restarts
@@ -206,11 +279,11 @@ def test_restarts_run_out_and_each_is_told_in_one_line(tmp_path, capfd):
         open(f"{out}/{attempt()}-{rank}", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    with pytest.raises(LaunchError, match="rank 0 of 1 was killed by SIGKILL"):
+    with pytest.raises(LaunchError, match="rank 0 of 1 was killed by signal 9"):
         run(tmp_path, body, ranks=1, max_restarts=1)
     assert sorted(p.name for p in tmp_path.glob("[0-9]-*")) == ["0-0", "1-0"]
     (told,) = capfd.readouterr().err.splitlines()
-    assert told.startswith("restart 1 of 1: rank 0 of 1 was killed by SIGKILL")
+    assert told.startswith("restart 1 of 1: rank 0 of 1 was killed by signal 9 (SIGKILL)")
 
 
 MEETS_AGAIN = """
@@ -297,7 +370,7 @@ def test_a_silent_rank_is_named(tmp_path):
 def started(command: list[str], out: Path, **options) -> Iterator[subprocess.Popen]:
     """`launch` in a process of its own, with two ranks."""
     starter = (
-        "import pathlib; from fnshard.launch import launch; "
+        "import pathlib; from fnshard.launcher import launch; "
         f"launch({command!r}, ranks=2, logs=pathlib.Path({str(out)!r}, 'ranks'), **{options!r})"
     )
     with subprocess.Popen(
@@ -437,5 +510,5 @@ def test_an_echo_is_never_the_cause():
         failure(2, 1, "KeyError: 'x'", 9),
         failure(2, 7, None, 9),
     ):
-        shown = launch.describe_failure({0: echo, 2: cause, 3: told}, 4, Path("logs"))
+        shown = launcher.describe_failure({0: echo, 2: cause, 3: told}, 4, Path("logs"))
         assert shown.startswith("rank 2 of 4 ")

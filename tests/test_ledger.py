@@ -212,12 +212,10 @@ def test_shared_memory_grows_as_predicted(steps: list[tuple[int, bool]]) -> None
     """Against the real allocator of slots, its peers never late."""
 
     class Message:
-        done = False
+        done = finished = False
 
         def free(self) -> bool:
             return self.done
-
-        owed = settle = free
 
     real, paper = Slots(0), SharedHeap()
     taken: list[tuple[Message, Any]] = []

@@ -67,6 +67,22 @@ def test_logits_and_labels() -> None:
         losses.linear_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(7, 5), tokens)
 
 
+def test_a_count_that_trains_is_refused_and_a_detached_one_is_a_number() -> None:
+    params = {"w": torch.ones(3), "gate": torch.full((3,), 0.5), "b": torch.ones(3)}
+
+    def weighted(p: Any, x: Tensor, detached: bool) -> Mean:
+        count = (p["gate"] * 2).sum()
+        return Mean((p["w"] * x + p["b"]).sum(), count.detach() if detached else count)
+
+    step = fs.shard_step(weighted, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    with pytest.raises(
+        fs.TraceError, match=r"(?s)count of the loss's Mean depends on.*\n  params\['gate'\]\nFix: count.det"
+    ):
+        step(params, torch.ones(3), False)
+    _, grads = step(params, torch.arange(3.0), True)
+    torch.testing.assert_close(grads["w"], torch.arange(3.0) / 3)
+
+
 def of_batch(p: Any, tokens: Tensor, targets: Tensor) -> Mean:
     """A tied head: the embedding has two readers."""
     x = torch.tanh(F.linear(F.embedding(tokens, p["embed"]), p["layers.0.w"]))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from test_launch import HEADER, ROOT
 from test_train import SMALL
 
 from experiments.report import METRICS
-from fnshard.launch import LaunchError, launch
-from fnshard.nodes import Ending, Nodes, NodesError, first_host, meet, under_slurm, verdict
+from fnshard.launcher import LaunchError, launch
+from fnshard.nodes import BEAT_S, Ending, Nodes, NodesError, first_host, meet, under_slurm, verdict
 
 TORCHRUN = ("-m", "torch.distributed.run")
 WITHIN_S = 60.0  # from one agent's death until all have ended
@@ -36,9 +38,9 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def two(**how: Any) -> list[Nodes]:
-    given = {"join_s": 60.0, "silent_s": 3.0, "port": free_port(), **how}
-    return [Nodes(2, number, "127.0.0.1", job="7.0", here="127.0.0.1", **given) for number in range(2)]
+def two(folder: Path, **how: Any) -> list[Nodes]:
+    options = {"join_s": 60.0, "silent_s": 3.0, "head": "127.0.0.1", **how}
+    return [Nodes(2, number, folder / "nodes", **options) for number in range(2)]
 
 
 def together(work: Callable[[Nodes], Any], nodes: list[Nodes]) -> list[Any]:
@@ -64,24 +66,23 @@ def together(work: Callable[[Nodes], Any], nodes: list[Nodes]) -> list[Any]:
 
 
 def test_slurm_tells_the_node():
-    first, second = (under_slurm(step_of(node, 2)) for node in range(2))
+    first, second = (under_slurm(step_of(node, 2), Path("shared")) for node in range(2))
     assert (first.number, second.number) == (0, 1) and first.count == 2
-    assert first.head == second.head == "127.0.0.1" and first.port == second.port
-    assert first.environment["MASTER_PORT"] == str(first.port)
-    assert under_slurm({**step_of(0, 2), "MASTER_PORT": "4711"}).port == 4711
-    assert under_slurm({**step_of(0, 2), "SLURM_RESTART_COUNT": "1"}).port != first.port
-    assert 15000 <= first.port < 30000  # below what systems hand out
+    assert first.folder == second.folder == Path("shared")
+    assert first.environment == second.environment == {"GLOO_SOCKET_IFNAME": "lo"}
+    elsewhere = {**step_of(0, 2), "SLURM_STEP_NODELIST": "gpu[07-08]"}
+    assert under_slurm(elsewhere, Path("shared")).environment == {}
 
 
 def test_one_node_or_a_batch_script_is_an_ordinary_start():
-    assert under_slurm({}) is None and under_slurm(step_of(0, 1)) is None
+    assert under_slurm({}, Path()) is None and under_slurm(step_of(0, 1), Path()) is None
     script = {k: v for k, v in step_of(0, 2).items() if "STEP" not in k}
-    assert under_slurm({**script, "SLURM_JOB_NUM_NODES": "2"}) is None
+    assert under_slurm({**script, "SLURM_JOB_NUM_NODES": "2"}, Path()) is None
 
 
 def test_tasks_are_one_a_node():
     with pytest.raises(NodesError, match=r"SLURM started 8 tasks on 2 nodes; .* --ntasks-per-node=1"):
-        under_slurm({**step_of(0, 2), "SLURM_STEP_NUM_TASKS": "8"})
+        under_slurm({**step_of(0, 2), "SLURM_STEP_NUM_TASKS": "8"}, Path())
 
 
 @pytest.mark.parametrize(
@@ -95,29 +96,32 @@ def test_the_first_host_of_a_list(listed, first):
 # ------------------------------------------------------------------ meeting, and what agents tell each other
 
 
-def test_an_agent_alone_does_not_wait_for_ever():
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_agent_alone_does_not_wait_for_ever(number, tmp_path):
+    """Files of an earlier job are nobody."""
+    met = together(lambda node: meet(node, 0, lambda: None), two(tmp_path))
+    for peers in met:
+        peers.leave()
     began = time.monotonic()
-    alone = two(join_s=2.0)[0]
-    with pytest.raises(
-        NodesError, match=rf"node 0 of 2 has not met all others at 127\.0\.0\.1:{alone.port} in"
-    ):
-        meet(alone, 0, lambda: None)
+    told = rf"node {number} of 2 has not met node {1 - number} in .*nodes within 1 s.*Fix: start"
+    with pytest.raises(NodesError, match=told):
+        meet(two(tmp_path, join_s=1.0)[number], 0, lambda: None)
     assert time.monotonic() - began < 20
 
 
-def test_a_wait_can_be_given_up():
+def test_a_wait_can_be_given_up(tmp_path):
     calls = []
 
     def give_up() -> None:
         calls.append(None)
-        if len(calls) > 20:
+        if len(calls) > 2:
             raise SystemExit(143)
 
     with pytest.raises(SystemExit, match="143"):
-        meet(two()[0], 0, give_up)
+        meet(two(tmp_path)[0], 0, give_up)
 
 
-def test_all_find_the_same_cause():
+def test_all_find_the_same_cause(tmp_path):
     def work(node: Nodes) -> Ending:
         peers = meet(node, 0, lambda: None)
         mine = [Ending("connection closed", echo=2), Ending("rank 1 died", may_go_on=False)][node.number]
@@ -125,10 +129,10 @@ def test_all_find_the_same_cause():
         peers.leave()
         return found
 
-    assert together(work, two()) == [Ending("on node 1 of 2: rank 1 died", False, 0)] * 2
+    assert together(work, two(tmp_path)) == [Ending("on node 1 of 2: rank 1 died", False, 0)] * 2
 
 
-def test_all_ended_well_and_attempts_do_not_mix():
+def test_all_ended_well_and_attempts_do_not_mix(tmp_path):
     def work(node: Nodes) -> list[Ending]:
         found, kept = [], []
         for attempt, mine in enumerate([Ending("died"), Ending()]):
@@ -137,19 +141,19 @@ def test_all_ended_well_and_attempts_do_not_mix():
             kept[-1].leave()
         return found
 
-    assert together(work, two()) == [[Ending("on node 0 of 2: died"), Ending()]] * 2
+    assert together(work, two(tmp_path)) == [[Ending("on node 0 of 2: died"), Ending()]] * 2
 
 
 @pytest.mark.parametrize("silent", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_who_is_silent_is_gone(silent):
+def test_who_is_silent_is_gone(silent, tmp_path):
     """A machine without power says nothing, not even that its connection is closed."""
-    nodes = two(silent_s=2.5)
+    nodes = two(tmp_path, silent_s=2.5)
 
     def work(node: Nodes) -> Any:
         peers = meet(node, 0, lambda: None)
         if node.number == silent:
             peers._closed.set()
-            return peers  # the store, on node 0, stays
+            return peers
         began = time.monotonic()
         while not peers.trouble():
             assert time.monotonic() - began < 20
@@ -192,7 +196,7 @@ def agents(tmp_path: Path, body: str, *, max_restarts: int = 0) -> list[Any]:
             ranks=1, logs=tmp_path / "ranks", max_restarts=max_restarts,
             env={"PYTHONPATH": str(ROOT)}, nodes=node,
         ),
-        two(silent_s=20.0),
+        two(tmp_path, silent_s=20.0),
     )  # fmt: skip
 
 
@@ -211,7 +215,7 @@ def test_two_agents_restart_together(tmp_path, capfd):
     told = {p.name: json.loads(p.read_text()) for p in tmp_path.glob("*.json")}
     assert told == {"1-0.json": [3.0, "0", "0", 2], "1-1.json": [3.0, "0", "1", 2]}
     shown = capfd.readouterr().err
-    assert shown.count("restart 1 of 1: on node 1 of 2: rank 1 of 2 was killed by SIGKILL") == 2
+    assert shown.count("restart 1 of 1: on node 1 of 2: rank 1 of 2 was killed by signal 9") == 2
 
 
 @pytest.mark.long
@@ -226,6 +230,90 @@ def test_an_exception_on_one_node_ends_both_with_its_words(tmp_path):
     assert all(isinstance(error, LaunchError) for error in errors), errors
     assert str(errors[0]) == str(errors[1])
     assert str(errors[0]).startswith("on node 1 of 2: rank 1 of 2 failed: ValueError: seven is not even")
+
+
+# ------------------------------------------------------------------ what others may do
+
+
+@pytest.mark.parametrize("how", ["mode", "owner", "link", "file"])
+def test_a_folder_that_is_open_to_others_is_refused(how, tmp_path, monkeypatch):
+    node = two(tmp_path)[0]
+    if how == "link":
+        (tmp_path / "other").mkdir(mode=0o700)
+        node.folder.symlink_to(tmp_path / "other")
+    elif how == "file":
+        node.folder.touch()
+    else:
+        node.folder.mkdir(mode=0o700)
+    if how == "mode":
+        node.folder.chmod(0o770)
+    if how == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: node.folder.stat().st_uid + 1)
+    told = r"is open to others \(owner \d+, mode 07[07]0\)" if how in ("mode", "owner") else "is no folder"
+    with pytest.raises(NodesError, match=told):
+        meet(node, 0, lambda: None)
+
+
+class Planted:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def listening(pids: list[int]) -> list[tuple[str, int]]:
+    """Addresses that processes listen on, over TCP."""
+    mine = {os.stat(fd).st_ino for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
+    found = []
+    for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        columns = row.split()
+        host, port = columns[1].split(":")
+        if columns[3] == "0A" and int(columns[9]) in mine:
+            found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return found
+
+
+def test_a_planted_pickle_is_executed_by_nobody(tmp_path):
+    """Whatever a stranger reaches of two agents and their ranks: ports, and as if by mistake their files."""
+    body = """
+    def main():
+        dist.all_reduce(torch.ones(1))
+        open(f"{out}/pid{rank}", "w").write(str(os.getpid()))
+        while not os.path.exists(f"{out}/planted"):
+            time.sleep(0.01)
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        open(f"{out}/sum{rank}", "w").write(str(total.item()))
+    """
+    mark = tmp_path / "executed"
+    raw = pickle.dumps(Planted(mark))
+    ports: list[tuple[str, int]] = []
+
+    def plant() -> None:
+        files = [tmp_path / f"pid{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.05)
+        ports.extend(listening([os.getpid(), *(int(file.read_text()) for file in files)]))
+        for host, port in ports:
+            with suppress(OSError), socket.create_connection((host, port), timeout=5) as stranger:
+                stranger.sendall(raw)
+        for _ in range(3):  # the agents write theirs again
+            for file in [*(tmp_path / "nodes").glob("*.json"), tmp_path / "nodes" / "2-0.json"]:
+                file.write_bytes(raw)
+            time.sleep(BEAT_S / 2)
+        (tmp_path / "planted").touch()
+
+    stranger = threading.Thread(target=plant, daemon=True)
+    stranger.start()
+    assert agents(tmp_path, body) == [None, None]
+    stranger.join()
+    assert [(tmp_path / f"sum{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]
+    assert not mark.exists()
+    assert {host for host, _ in ports} <= {"127.0.0.1"}, ports
+    assert stat.S_IMODE((tmp_path / "nodes").stat().st_mode) == 0o700
 
 
 # ------------------------------------------------------------------ whole jobs
@@ -263,9 +351,8 @@ def losses_of(folder: Path) -> list[tuple[int, str, float]]:
 def on_two_agents(folder: Path, *arguments: str, number: str = "7") -> list[tuple[int, str]]:
     """Exit codes and outputs."""
     with ExitStack() as stack:
-        port = {"MASTER_PORT": str(free_port())}
         both = [
-            stack.enter_context(job(folder, [*TRAIN, *arguments], step_of(node, 2, number) | port))
+            stack.enter_context(job(folder, [*TRAIN, *arguments], step_of(node, 2, number)))
             for node in range(2)
         ]
         outputs = [process.communicate(timeout=150)[0] for process in both]
@@ -308,12 +395,9 @@ def test_two_agents_train_to_the_losses_of_one(tmp_path):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killing_one_agent_ends_both_and_the_same_command_goes_on(killed, tmp_path):
     many = ("mesh.shard=2", "run.steps=400", "run.save_every=5", "run.held_out_every=400")
-    port = {"MASTER_PORT": str(free_port())}
     folder = tmp_path / "outputs" / "slurm" / "7.0"
     with ExitStack() as stack:
-        both = [
-            stack.enter_context(job(tmp_path, [*TRAIN, *many], step_of(node, 2) | port)) for node in range(2)
-        ]
+        both = [stack.enter_context(job(tmp_path, [*TRAIN, *many], step_of(node, 2))) for node in range(2)]
         deadline = time.monotonic() + 120
         while len(rows_of(folder)) < 12:
             assert all(p.poll() is None for p in both) and time.monotonic() < deadline, "no step was made"

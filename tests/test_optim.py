@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -505,6 +506,18 @@ def test_schedules_equal_their_formulas():
     assert schedules.constant(0.3)(steps[4]).item() == 0.3
 
 
+def test_a_schedule_of_ones_own_may_return_python_numbers():
+    for rate in (lambda step: 0.1 * 0.9 ** int(step), lambda step: np.float32(0.25), lambda step: 1):
+        value = schedules.as_schedule(rate)(torch.tensor(3))
+        assert value.shape == () and value.dtype == torch.float64
+        assert value.item() == pytest.approx(float(rate(3)))
+
+
+def test_betas_are_b1_and_b2():
+    assert adamw(0.1, betas=(0.8, 0.95)).name == adamw(0.1, b1=0.8, b2=0.95).name
+    assert adamw(betas=(0.9, 0.95)).name == adamw(1e-3, b2=0.95).name  # torch's own default rate
+
+
 def test_linear_equals_torch():
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.5)
     theirs = torch.optim.lr_scheduler.LinearLR(dummy, 1.0, 0.1, total_iters=5)
@@ -587,6 +600,9 @@ def test_a_blind_optimizer_on_sharded_leaves_is_refused():
     [
         (lambda: adamw(-1.0), r"lr=-1.0 is no rate"),
         (lambda: adamw("3e-4"), r"lr='3e-4' is no rate"),
+        (lambda: adamw(1e-3, betas=(1.0, 0.9)), r"b1=1.0 must be at least 0 and below 1"),
+        (lambda: adamw(1e-3, betas=0.9), r"betas=0.9 are not two numbers"),
+        (lambda: adamw(1e-3, b2=0.95, betas=(0.9, 0.95)), r"betas=.* and b1=0.9, b2=0.95: give one or"),
         (lambda: adamw(1e-3, b1=1.0), r"b1=1.0 must be at least 0 and below 1"),
         (lambda: adamw(1e-3, weight_decay=-0.1), r"weight_decay=-0.1: -0.1 is negative"),
         (lambda: sgd(0.1, nesterov=True), "nesterov needs a momentum"),

@@ -24,7 +24,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "tenth": {"remat": 0.1},
     "nothing": {"remat": 0.0},
     "offload": {"remat": "offload"},
-    "unit_offload": {"remat": "unit+offload"},
+    "unit_offload": {"remat": "unit+offload", "overlap": 5},
     "globs": {"remat": {"layers.0": "unit", "layers.*": 0.3}},
     "selective": {"remat": "unit", "save": ["matmul", "attention"]},
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,17 @@ from experiments import loop, steps
 from experiments.chaos.campaign import differences
 from experiments.config import ConfigError, TrainConfig
 from experiments.report import METRICS, Report
-from experiments.resume import CHECKPOINTS, Run, finished, held, identity_of, source_of, sweep_taken, taken
+from experiments.resume import (
+    CHECKPOINTS,
+    IDENTITY,
+    Run,
+    finished,
+    held,
+    identity_of,
+    source_of,
+    sweep_taken,
+    taken,
+)
 from experiments.sweep import TABLE, read_result, write_result
 from fnshard.errors import CheckpointError
 from fnshard.rank import Stop
@@ -102,6 +113,12 @@ def lowered_once() -> Iterator[None]:
         patch.setattr(loop, "prepare", prepared)
         patch.setattr(loop, "plot_losses", plotted)
         yield
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +218,20 @@ def test_a_save_that_fails_is_told_and_training_goes_on(unbroken, tmp_path, monk
     assert "not saved, training goes on: cannot save 8: no space left" in capfd.readouterr().err
     assert fs.checkpoint.all_steps(tmp_path / CHECKPOINTS) == [4, 12, STEPS]
     assert differences(unbroken, tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_last_save_that_fails_fails_the_run(here, how):
+    """Nobody would write it again; the run stays unfinished."""
+    config = config_of("run.save_every=0", f"run.async_save={str(how == 'async').lower()}")
+    with taken(config, here / "r", chosen=False) as run:
+        (here / "r" / CHECKPOINTS).touch()
+        with pytest.raises(
+            CheckpointError, match=rf"cannot save {here}/r/{CHECKPOINTS}/{STEPS}:\n  rank 0: "
+        ):
+            loop.train(config, run, [], Stop())
+        assert Path(run.note).exists() and read_result(here / "r")["status"] != "ok"
+        assert json.loads((here / "r" / "run.json").read_text())["status"] == "failed"
 
 
 def test_only_at_the_end_and_what_stays(tmp_path):
@@ -309,6 +340,22 @@ def test_a_bar_begins_where_the_run_goes_on(tmp_path):
     assert "4/6" in shown.getvalue() and re.search(r"5/6.*loss 1\.000", shown.getvalue())
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, terminal):
+    """On the bar each kernel, among plain lines one in a while; once the report is closed nothing."""
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal, raising=False)
+    logger = logging.getLogger("fnshard")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with Report(tmp_path, 6, 10, {}, stream=shown) as report:
+        for number in (1, 2):
+            logger.info("compiling %d of 8 kernels", number)
+        report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)
+    logger.info("compiling 3 of 8 kernels")
+    assert [f"compiling {n} of 8 kernels" in shown.getvalue() for n in (1, 2, 3)] == [True, terminal, False]
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+
+
 # ------------------------------------------------------------------ which folder
 
 
@@ -318,12 +365,6 @@ def leave_checkpoint(folder: Path, number: int = 4) -> None:
     params = {"w": fs.shards.torch.ones(2)}
     step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, optimizer=fs.optim.sgd(0.1), backend="eager")
     fs.checkpoint.save(folder / CHECKPOINTS / str(number), step.init(params))
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_same_configuration_goes_on_in_its_folder(here):
@@ -359,6 +400,34 @@ def test_nothing_saved_is_nothing_to_go_on_from(here):
         with taken(config_of(), here / name, chosen=False) as run:
             assert run.folder == str(here / name)
             (here / name / CHECKPOINTS / ".4.saving").mkdir(parents=True)
+
+
+def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(here, monkeypatch):
+    """Files are flushed before they have their names, and so are the names of new folders."""
+    done: list[tuple[str, str]] = []
+
+    def noted(name: str, place: Callable[..., Any]) -> None:
+        plain = getattr(os, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            result = plain(*args, **how)
+            done.append((name, str(place(*args))))
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    noted("replace", lambda _, to: to)
+    noted("mkdir", lambda path, *_: path)
+    with taken(config_of(), here / "day" / "time", chosen=False) as run:
+        leave_checkpoint(Path(run.folder))
+        for path in (Path(run.note), Path(run.folder, IDENTITY)):
+            at = done.index(("replace", str(path)))
+            assert ("fsync", f"{path}.partial") in done[:at]
+            assert ("fsync", str(path.parent)) in done[at:]
+        for folder in (run.root, here / "day" / "time", here / "outputs", here / "outputs" / "unfinished"):
+            at = done.index(("mkdir", str(folder)))
+            assert ("fsync", str(folder.parent)) in done[at:], folder
 
 
 def test_a_run_that_is_still_at_work_is_left_alone(here, capfd):

@@ -219,6 +219,20 @@ def test_overlap_waits_for_reductions_later(depth: int) -> None:
             assert len(between) == min(depth, len(later))
 
 
+@pytest.mark.parametrize("remat", ["offload", {"layers.*": "unit+offload"}], ids=["all", "by name"])
+@pytest.mark.parametrize("depth", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_overlap_moves_no_kernel(remat: Any, depth: tuple[int, int], accumulate: int) -> None:
+    """Activations on their way to the host are waited for before the kernel that loads them again."""
+    options = {"remat": remat, "prefetch": depth, "accumulate": accumulate, "ranks": 2}
+    early, late = (lower(loss, chain(5), rows(), overlap=n, **options) for n in (0, 5))
+
+    def kernels_and_gathers(low: Lowered) -> list[tuple[str, str]]:
+        return [(i.unit, i.verb) for i in low.schedule.instructions if isinstance(i, Run | Gather)]
+
+    assert kernels_and_gathers(late) == kernels_and_gathers(early)
+
+
 def test_reshard_false_gathers_once() -> None:
     low = lower(loss, chain(5), rows(), preset="shard_grad_op")
     assert not lines(low, Gather, "backward")

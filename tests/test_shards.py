@@ -75,8 +75,8 @@ def made(texts, tmp_path_factory):
 
 def config(out: Path, *files: Path | str, **options) -> TokenizeConfig:
     return TokenizeConfig(
-        str(out),
-        tuple(map(str, files)),
+        out=str(out),
+        files=tuple(map(str, files)),
         **{"shard_mb": 0.01, "processes": 1, "held_out_percent": PERCENT, **options},
     )
 
@@ -360,7 +360,7 @@ def test_the_command_line(texts, tmp_path, monkeypatch, capfd):
         (lambda folder: (folder / "000001.bin").unlink(), r"not whole:\n  000001.bin: No such file"),
         (
             lambda folder: os.truncate(folder / "000000.bin", 10),
-            r"000000.bin: holds 10 bytes, \d+ were written",
+            r"000000.bin: has 10 bytes, written were \d+",
         ),
     ],
 )
@@ -371,6 +371,66 @@ def test_a_folder_that_is_not_whole_is_refused(made, tmp_path, spoil, message):
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=message):
         open_shards(tmp_path)
+
+
+FIRST = {  # what a header says of its first array, and what is said of that
+    "a file of the machine": ({"file": "/etc/passwd"}, r"'/etc/passwd' is no name of a file"),
+    "a file above": ({"file": "../held_out/000000.bin"}, "is no name of a file"),
+    "the folder": ({"file": "."}, r"'\.' is no name of a file"),
+    "a name that is none": ({"file": "a\0b"}, "is no name of a file"),
+    "a link": ({"file": "link.bin"}, r"link\.bin: is a link"),
+    "a device": ({"file": "null.bin"}, r"null\.bin: is a link"),
+    "a pipe": ({"file": "pipe.bin"}, r"pipe\.bin: is no file"),
+    "an array twice": ({"file": "000001.bin"}, "an array is named twice"),
+    "more tokens than bytes": ({"tokens": 10**12}, r"holds \d+ tokens, 1000000000000 are told of"),
+    "past 64 bits": ({"tokens": 2**63}, "tokens is 9223372036854775808"),
+    "less than nothing": ({"tokens": -1}, "tokens is -1"),
+    "text for a number": ({"bytes": "8"}, "bytes is '8'"),
+    "a key too many": ({"surplus": 1}, "surplus"),
+}
+TOP = {
+    "truth for a number": ({"largest": True}, "largest is True"),
+    "a type that is none": ({"dtype": "O"}, "tokens of O"),
+    "a list for an object": ({"shards": [[]]}, "is no header of shards"),
+    "a small largest": ({"largest": 3}, r"holds the token \d+, and shards\.json says that 3 is the largest"),
+    "a sum that is none": ({"tokens": 5}, "5 tokens of <u2"),
+}
+
+
+@pytest.mark.parametrize("lie", [*FIRST, *TOP])
+def test_nothing_in_a_header_is_believed(made, tmp_path, lie):
+    for path in (made / "train").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "link.bin").symlink_to(tmp_path / "000000.bin")
+    (tmp_path / "null.bin").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.bin")
+    change, message = (FIRST | TOP)[lie]
+    header = json.loads((tmp_path / HEADER).read_text())
+    if lie in FIRST:
+        header["shards"][0] |= change
+        header["tokens"] = sum(shard["tokens"] for shard in header["shards"])
+    else:
+        header |= change
+    (tmp_path / HEADER).write_text(json.dumps(header))
+    with pytest.raises(ConfigError, match=message):
+        check_vocab([open_shards(tmp_path)], 264)
+
+
+def test_a_header_of_brackets_and_one_that_is_no_file(tmp_path):
+    (tmp_path / HEADER).write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"is no header of shards \(.*recursion"):
+        open_shards(tmp_path)
+    (tmp_path / HEADER).unlink()
+    (tmp_path / HEADER).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"is no header of shards \(shards\.json: is a link"):
+        open_shards(tmp_path)
+
+
+def test_a_token_that_no_header_tells_of_is_met_in_its_window(made, tmp_path):
+    shards = open_shards(made / "train")
+    lying = replace(shards, largest=3)
+    with pytest.raises(ValueError, match=r"train: holds the token \d+, and shards\.json says that 3"):
+        lying.windows(np.array([0]), shards.tokens)
 
 
 # ------------------------------------------------------------------ arrays of others
@@ -388,7 +448,7 @@ def test_plain_arrays_are_read(tmp_path, dtype):
         check_vocab([shards], 612)
     check_vocab([shards], 613)
     np.save(tmp_path / "0.npy", np.zeros(5, np.uint16))
-    with pytest.raises(ConfigError, match=r"(?s)0.npy: holds .* delete shards.json"):
+    with pytest.raises(ConfigError, match=r"(?s)0.npy: has .* delete shards.json"):
         open_shards(tmp_path)
 
 
@@ -396,9 +456,17 @@ def test_arrays_that_are_no_tokens(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 3), np.uint16))
     np.save(tmp_path / "b.npy", np.zeros(3, np.float32))
     (tmp_path / "c.npy").write_bytes(b"no array")
-    with pytest.raises(
-        ConfigError, match=r"(?s)a.npy: uint16 \[2, 3\].*b.npy: float32.*c.npy: .*several types"
-    ):
+    np.save(tmp_path / "d.npy", np.array([{}]), allow_pickle=True)
+    (tmp_path / "e.npy").symlink_to("/dev/zero")
+    np.save(tmp_path / "f.npy", np.zeros(9, np.uint16))
+    os.truncate(tmp_path / "f.npy", 140)
+    np.save(tmp_path / "g.npy", np.zeros(9, np.uint16))
+    np.save(tmp_path / "h.npy", np.zeros(9, np.uint32))
+    told = (
+        r"(?s)a.npy: uint16 \[2, 3\].*b.npy: float32.*c.npy: .*d.npy: object.*e.npy: is a link"
+        r".*f.npy: is not as long as \[9\] of uint16.*several types"
+    )
+    with pytest.raises(ConfigError, match=told):
         open_shards(tmp_path)
 
 

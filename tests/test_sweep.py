@@ -33,7 +33,7 @@ from experiments.resume import sweep_taken
 from experiments.sweep import TABLE, objective, read_result, write_result
 from experiments.train import JOB
 from fnshard.errors import MissingExtraError
-from fnshard.launch import LaunchError
+from fnshard.launcher import LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -23,8 +23,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments import config as configs
 from experiments import job, schema, train
+from experiments.asked import ask
+from experiments.budget import check_memory, state_bytes
 from experiments.command import is_mistake
 from experiments.config import ConfigError
+from experiments.explain.__main__ import FORM as EXPLAIN
+from experiments.explain.paper import explain
 from experiments.model import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.place import place
 from experiments.sample import Sampler, last_logits, printable
@@ -126,6 +130,7 @@ REFUSED_BY_US = [
     (["optimizer=sgd", "+optimizer.b1=0.1"], r"optimizer\.b1: no such key; optimizer has name, lr, momentum"),
     (["run.steps=0"], r"run\.steps=0: must be 1 or more"),
     (["optimizer.lr=nan"], r"optimizer\.lr=nan: expected a finite number"),
+    (["optimizer.lr=null"], r"optimizer\.lr=null: only fine-tuning has defaults"),
     (["optimizer.lr=0"], r"optimizer\.lr=0\.0: must be above 0"),
     (["optimizer.b1=1"], r"optimizer\.b1=1\.0: must be 0 or more and below 1"),
     (["mesh.shard=0"], r"mesh\.shard=0: must be 1 or more"),
@@ -262,6 +267,45 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, wan
 def test_ranks_that_cannot_be(overrides, gpus, world, message):
     with pytest.raises(ConfigError, match=message):
         placed(*overrides, gpus=gpus, world=world)
+
+
+# ------------------------------------------------------------------ its memory
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("full_shard", ("precision=bf16",)),
+        ("zero2", ("optimizer=sgd", "optimizer.clip=null")),
+        ("zero1", ()),
+        ("no_shard", ()),
+        ("hybrid_shard", ("mesh.replicate=2",)),
+    ],
+)
+def test_what_is_predicted_from_sizes_is_a_part_of_what_the_step_takes(strategy, more):
+    """Nothing is refused that could run."""
+    asked = placed(f"strategy={strategy}", "mesh.shard=4", "model.layers=1", "model.context=32", *more)
+    least = sum(size for _, size in state_bytes(asked).values())
+    same = {name: getattr(asked, name) for name in ("model", "mesh", "strategy", "precision", "optimizer")}
+    paper = explain(dataclasses.replace(ask(EXPLAIN, []).config, **same))
+    assert 0.2 * paper.memory.peak_bytes < least <= paper.memory.peak_bytes
+
+
+def test_more_than_the_machine_has_is_refused_with_its_bytes():
+    here = {"device": 10**9, "host": 10**9}
+    told = (
+        r"one of 2, takes more memory than it has:\n  70,553,706,496 parameters\n  device: 564 GB or more "
+        r"\(optimizer 282 GB, parameters 141 GB, gradients 141 GB\) of 1\.00 GB\nFix: a smaller model"
+    )
+    with pytest.raises(ConfigError, match=told):
+        check_memory(placed("model=70b", gpus=2), 2, here)
+    tiers = ("strategy=zero3", "strategy.memory=host", "strategy.optimizer_memory=host")
+    with pytest.raises(ConfigError, match=r"device: 141 GB .*\n  host: 423 GB"):
+        check_memory(placed("model=70b", *tiers, gpus=2), 2, here)
+    check_memory(placed("model=70b", gpus=2), 2, {"device": 10**12, "host": 10**9})
+    with pytest.raises(ConfigError, match=r"(?s)one of 1,000,000, .* memory: 0\.13 GB or more \(process"):
+        rows = ("data.rows=1000000", "data.held_out_rows=1000000")
+        check_memory(placed("mesh.shard=1000000", *rows), 10**6, {"host": 10**4})
 
 
 # ------------------------------------------------------------------ the model
@@ -487,7 +531,7 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path):
         killed = time.monotonic()
         _, shown = job.communicate(timeout=60)
     assert job.returncode == 1 and time.monotonic() - killed < 30
-    assert "rank 1 of 2 was killed by SIGKILL" in shown
+    assert "rank 1 of 2 was killed by signal 9" in shown
 
 
 def test_under_torchrun_it_starts_nothing_itself(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import Counter
 
@@ -72,6 +73,20 @@ def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"hold \d bytes to train on .* Fix: name a folder with more text"):
         text.load_corpus(tmp_path, suffix=suffix)
+
+
+def test_what_is_no_text_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
+    (tmp_path / "sparse.py").touch()
+    os.truncate(tmp_path / "sparse.py", 2**40)
+    told = (
+        r"(?s)gone\.py: No such file.*pipe\.py: is no regular file.*sparse\.py: has 1099511627776 bytes, the "
+        r"most is 8589934592\n.*zero\.py: is no regular file\nFix: .*experiments\.tokenize"
+    )
+    with pytest.raises(ValueError, match=told):
+        text.load_corpus(tmp_path)
 
 
 # ------------------------------------------------------------------ batches

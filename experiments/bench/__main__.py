@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.bench.config import FORM, BenchConfig, build
 from experiments.command import answer
 from experiments.form import ROOT
-from fnshard.launch import launch
+from fnshard.launcher import launch
 
 
 def main() -> None:

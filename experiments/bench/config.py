@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """All options; those that are None depend on the device (`DEFAULTS`).
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from experiments.bench import measure, report
 from experiments.bench.config import BenchConfig, build
-from fnshard.launch import run_rank
+from fnshard.launcher import run_rank
 
 
 def bench(config: BenchConfig, folder: Path) -> None:

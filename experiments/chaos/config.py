@@ -14,7 +14,7 @@ MODES = ("kill_rank", "kill_all", "kill_launcher", "term_launcher", "term_rank")
 MOMENTS = ("start", "step", "save")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
     """All options.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments.checkpoint.job import Job
 from experiments.checks import count
-from fnshard.launch import launch
+from fnshard.launcher import launch
 from fnshard.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]

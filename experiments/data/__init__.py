@@ -7,7 +7,7 @@ For fine-tuning, samples:
 | `pieces` | stretches of text and whether they are to be learned; token ids of many at once |
 | `control` | control tokens that a text spells, and text that stands behind other text |
 | `bytelevel`, `tokenizer` | the built-in byte tokenizer, tokenizers from files |
-| `rendering`, `template` | chat templates, and what in their text people wrote |
+| `renderer`, `rendering`, `template` | chat templates run apart, and what in their text people wrote |
 | `lines`, `records` | lines of JSONL, and the samples, pairs and choices they describe |
 | `arrays`, `writer`, `prepared` | files tokenised once into a folder all ranks map; all their mistakes |
 | `permutation`, `packing` | the order of an epoch, samples to a row |

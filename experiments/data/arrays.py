@@ -21,7 +21,7 @@ class Arrays:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.samples = self.records = self.tokens = self.learned = self.longest = 0
+        self.samples = self.records = self.tokens = self.learned = self.longest = self.chats = 0
         self.shortest = sys.maxsize
 
     def __enter__(self) -> Arrays:
@@ -48,10 +48,11 @@ class Arrays:
             self._put("answers", [self.records, option == record.answer, size])
         self.samples += len(samples)
         self.records += 1
+        self.chats += record.chat
 
     def facts(self) -> dict[str, Any]:
         """What `Prepared` is told of them."""
-        names = ("samples", "records", "tokens", "learned", "longest", "shortest")
+        names = ("samples", "records", "tokens", "learned", "longest", "shortest", "chats")
         return {name: getattr(self, name) for name in names}
 
     def _put(self, name: str, values: Any) -> None:

@@ -57,9 +57,14 @@ class ByteTokenizer:
         """No text spells a control token."""
         return ()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; control tokens are left out, broken UTF-8 shows as a replacement sign."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Text of token ids; broken UTF-8 shows as a replacement sign.
+
+        Args:
+            control: control tokens are spelled, not left out.
+        """
+        spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
+        return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
     def conversation(self, messages: Sequence[Mapping[str, str]], first: int = 0) -> list[Piece]:
         """Each message is its role's marker, its text and the end token.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +17,16 @@ import numpy as np
 
 from experiments.config import ConfigError
 from experiments.data.arrays import ARRAYS
-from experiments.data.lines import MARK
+from experiments.data.layouts import blocks_of, files_of, is_saved
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import Tokenizer
 from experiments.data.writer import BROKEN, LISTED, TOO_LONG, Policy, Writer
+from experiments.files import size_of
 from fnshard.errors import report
 
-FORMAT = 2  # a change of what the files mean makes another key
+FORMAT = 3  # a change of what the files mean makes another key
 FACTS = "prepared.json"
-OPENING = 4096  # bytes of a file that are looked at to tell its format
-BLOCK = 2**20  # bytes of a file that are hashed at once
+LARGEST_bytes = 2**40  # of a file: what is larger takes hours before a rank starts, or is sparse
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Prepared:
         records: lines they come from.
         tokens, learned: of all samples.
         longest, shortest: positions of a sample.
+        chats: lines that went through the chat template.
         left_out: lines by reason: "broken", "too_long"; and samples cut to the context, "truncated".
     """
 
@@ -57,6 +58,7 @@ class Prepared:
     learned: int
     longest: int
     shortest: int
+    chats: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -96,12 +98,12 @@ def prepare(
     too_long: str = "refuse",
     part: tuple[int, bool] | None = None,
 ) -> Prepared:
-    """Tokenise JSONL files into a folder below `cache`, or find the one that an earlier call made of them.
+    """Tokenise files of records into a folder below `cache`, or find the one that an earlier call made.
 
     Files are streamed: memory holds a block of lines. Processes that prepare the same may race.
 
     Args:
-        files: of JSONL, in order.
+        files: in order; in one of `layouts`.
         tokenizer: of the model.
         context: the most positions of a sample.
         cache: a folder, made if need be.
@@ -181,7 +183,7 @@ def _make(
     partial = first.with_name(f"{first.name}.{uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     parts = {side: partial / folder.name for side, folder in folders.items()}
-    size = sum(p.stat().st_size for p in paths)
+    size = sum(file.stat().st_size for path in paths for file in files_of(path))
     try:
         with Writer(parts, partial / "refused.txt", kind, tokenizer, policy, size) as writer:
             for path, expected in zip(paths, sums, strict=True):
@@ -250,10 +252,10 @@ def _readable(files: Sequence[str | Path]) -> list[Path]:
     wrong = []
     for path in map(Path, files):
         try:
-            if path.is_dir():
-                wrong.append(f"{path}: is a folder")
-            elif _is_list(path):
-                wrong.append(f"{path}: begins with [, so it is one list of JSON and no JSONL")
+            if path.is_dir() and not is_saved(path):
+                wrong.append(f"{path}: is a folder, and none that save_to_disk of datasets has written")
+            elif not sum(size_of(each, LARGEST_bytes) for each in files_of(path)):
+                wrong.append(f"{path}: is empty")  # files of /proc say so, and some of them never end
         except OSError as error:
             wrong.append(f"{path}: {error.strerror or error}")
     if wrong:
@@ -261,30 +263,17 @@ def _readable(files: Sequence[str | Path]) -> list[Path]:
             report(
                 "data cannot be read:",
                 wrong,
-                "name files of JSONL: one object a line, with no brackets around and no commas between them.",
+                "name files: JSONL (one object a line), lists of JSON, Parquet; or a folder of save_to_disk.",
             )
         )
     return list(map(Path, files))
 
 
-def _is_list(path: Path) -> bool:
-    """Whether a file begins as a list of objects does."""
-    with path.open("rb") as file:
-        begin = file.read(OPENING).removeprefix(MARK).split(maxsplit=1)
-    return b"".join(begin)[:2] in (b"[", b"[{", b"[]")
-
-
 def _sum_of(path: Path) -> str:
     digest = hashlib.sha256()
-    for block in _blocks(path):
+    for block in blocks_of(path):
         digest.update(block)
     return digest.hexdigest()
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield block
 
 
 def _named(paths: Sequence[Any]) -> str:

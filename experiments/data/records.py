@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from experiments.config import ConfigError
 from experiments.data.lines import LineError
 from experiments.data.pieces import Piece
 from experiments.data.tokenizer import Tokenizer
@@ -24,11 +26,13 @@ class Record:
         drafts: the pieces of its samples: one, two of a pair (chosen first), one of every choice.
         answer: which choice is right; -1 where nothing is chosen.
         sizes: bytes of every choice's text, to compare choices of unequal length by.
+        chat: it went through the chat template.
     """
 
     drafts: tuple[Sequence[Piece], ...]
     answer: int = -1
     sizes: tuple[int, ...] = ()
+    chat: bool = False
 
 
 def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
@@ -43,12 +47,13 @@ def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
         messages = _messages(line, "messages")
         if not any(m["role"] == "assistant" for m in messages):
             raise LineError("messages: no assistant's message, so there is nothing to learn")
-        return Record((_conversation(tokenizer, messages, 0),))
+        return Record((_conversation(tokenizer, messages, 0),), chat=True)
     if "prompt" in line or "instruction" in line:
         name = next((n for n in RESPONSES if n in line), None)
         if name is None:
             raise LineError(f"lacks {' or '.join(map(repr, RESPONSES))}; it has {_keys(line)}")
-        return Record((_answered(tokenizer, _prompt(line), line, name),))
+        prompt, _ = _together(partial(_prompt, line), partial(_response, line, name))
+        return Record((_answered(tokenizer, prompt, line, name),), chat=_is_chat(prompt, line[name]))
     if "text" in line:
         text = _text(line, "text", empty=False)
         return Record(((*_begin(tokenizer), Piece(text, True), Piece(tokenizer.eos, True)),))
@@ -73,22 +78,23 @@ def pair(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
     if line["chosen"] == line["rejected"]:
         raise LineError("chosen and rejected are the same")
     if "prompt" in line or "instruction" in line:
-        prompt, names = _prompt(line), ("chosen", "rejected")
+        names = ("chosen", "rejected")
+        prompt, *_ = _together(partial(_prompt, line), *(partial(_response, line, n) for n in names))
         if isinstance(prompt, str) and any(isinstance(line[n], list) for n in names):
             prompt = _asked(prompt)
         if isinstance(prompt, list):
             told = [_continued(prompt, line, n) for n in names]
             if _same(told[0][0][: told[0][1]]) != _same(told[1][0][: told[1][1]]):
                 raise LineError("chosen and rejected answer different prompts")
-            return Record(tuple(_conversation(tokenizer, *each) for each in told))
+            return Record(tuple(_conversation(tokenizer, *each) for each in told), chat=True)
         return Record(tuple(_answered(tokenizer, prompt, line, n) for n in names))
     if not isinstance(line["chosen"], list):
         raise LineError(f"lacks 'prompt'; it has {_keys(line)}")
-    chosen, rejected = _messages(line, "chosen"), _messages(line, "rejected")
+    chosen, rejected = _together(*(partial(_messages, line, name) for name in ("chosen", "rejected")))
     alike = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), -1)
     if alike < 0 or any(m[-1]["role"] != "assistant" for m in (chosen, rejected)):
         raise LineError("chosen and rejected: expected to end in different messages of an assistant")
-    return Record(tuple(_conversation(tokenizer, m, alike) for m in (chosen, rejected)))
+    return Record(tuple(_conversation(tokenizer, m, alike) for m in (chosen, rejected)), chat=True)
 
 
 def choice(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
@@ -107,12 +113,15 @@ def choice(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
     choices = line["choices"]
     if not isinstance(choices, list) or len(choices) < 2:
         raise LineError(f"choices: expected a list of two or more texts, got {_kind(choices)}")
-    texts = [_text({f"choices[{i}]": c}, f"choices[{i}]", empty=False) for i, c in enumerate(choices)]
-    answer = _index(line["answer"], len(texts))
-    if "prompt" in line:
-        asked, space = _text(line, "prompt"), ""
-    else:
-        asked, space = f"Question: {_text(line, 'question', empty=False)}\nAnswer:", " "
+    named = {f"choices[{i}]": text for i, text in enumerate(choices)}
+    name, space = ("prompt", "") if "prompt" in line else ("question", " ")
+    asked, answer, *texts = _together(
+        partial(_text, line, name, empty=name == "prompt"),
+        partial(_index, line["answer"], len(choices)),
+        *(partial(_text, named, each, empty=False) for each in named),
+    )
+    if name == "question":
+        asked = f"Question: {asked}\nAnswer:"
     begin = (*_begin(tokenizer), Piece(asked, False))
     drafts = tuple((*begin, Piece(space + text, True)) for text in texts)
     return Record(drafts, answer, tuple(len(text.encode()) for text in texts))
@@ -131,8 +140,19 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Tokenizer], Record]] = {
 def _prompt(line: Mapping[str, Any]) -> str | Messages:
     if "prompt" in line:
         return _messages(line, "prompt") if isinstance(line["prompt"], list) else _text(line, "prompt")
-    parts = [_text(line, "instruction", empty=False), _text(line, "input") if line.get("input") else ""]
+    parts = _together(
+        partial(_text, line, "instruction", empty=False),
+        lambda: _text(line, "input") if line.get("input") else "",
+    )
     return "".join(f"{part}\n\n" for part in parts if part)
+
+
+def _response(line: Mapping[str, Any], name: str) -> str | Messages:
+    return _messages(line, name) if isinstance(line[name], list) else _text(line, name, empty=False)
+
+
+def _is_chat(prompt: str | Messages, response: Any) -> bool:
+    return isinstance(prompt, list) or isinstance(response, list)
 
 
 def _answered(
@@ -183,11 +203,26 @@ def _conversation(tokenizer: Tokenizer, messages: Messages, first: int) -> Seque
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")  # nothing is learned behind it
     try:
         return tokenizer.conversation(messages[: last + 1], first)
+    except ConfigError:  # of the template, whatever the line
+        raise
     except ValueError as error:
         raise LineError(str(error)) from error
 
 
 # ------------------------------------------------------------------ fields
+
+
+def _together(*parts: Callable[[], Any]) -> list[Any]:
+    """What each of them gives; what is wrong with several of them is one error."""
+    found, wrong = [], []
+    for part in parts:
+        try:
+            found.append(part())
+        except LineError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise LineError("; ".join(wrong))
+    return found
 
 
 def _text(line: Mapping[str, Any], name: str, empty: bool = True) -> str:
@@ -209,15 +244,19 @@ def _messages(line: Mapping[str, Any], name: str) -> Messages:
     if not isinstance(value, list) or not value:
         raise LineError(f"{name}: expected a list of messages, got {_kind(value)}")
     _no_tools(line)
-    for number, message in enumerate(value):
-        where = f"{name}[{number}]"
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise LineError(f"{where}: expected an object with 'role' and 'content', got {_kind(message)}")
-        _no_tools(message, f"{where}.")
-        told = {f"{where}.{k}": message[k] for k in ("role", "content")}
-        role = _text(told, f"{where}.role", empty=False)
-        _text(told, f"{where}.content", empty=role != "assistant")
+    _together(*(partial(_check_message, message, f"{name}[{n}]") for n, message in enumerate(value)))
     return value
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        raise LineError(f"{where}: expected an object with 'role' and 'content', got {_kind(message)}")
+    _no_tools(message, f"{where}.")
+    named = {f"{where}.{k}": message[k] for k in ("role", "content")}
+    _together(
+        partial(_text, named, f"{where}.role", empty=False),
+        partial(_text, named, f"{where}.content", empty=message["role"] != "assistant"),
+    )
 
 
 def _no_tools(told: Mapping[str, Any], where: str = "") -> None:

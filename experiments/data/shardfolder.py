@@ -1,15 +1,19 @@
 """Shards: a folder of arrays of token ids, mapped: memory holds what is read and no more.
 
 `shards.json` tells what they hold. It is written last, so a folder without it is not whole; only plain
-`.npy` arrays that somebody else wrote are looked through, and get one.
+`.npy` arrays that somebody else wrote are looked through, and get one. People copy such folders from each
+other, so nothing in it is believed: it names plain files of its own folder, as long as its counts say, and
+every window that is read is compared with its largest token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,12 +24,18 @@ from uuid import uuid4
 import numpy as np
 
 from experiments.config import ConfigError
+from experiments.schema import options_of
 from fnshard.errors import report
+from fnshard.runtime.tensorfile import open_regular
 
 HEADER = "shards.json"
 FORMAT = 1
 DTYPES = ("<u2", "<u4", ">u2", ">u4")
+NPY = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what comes of an `.npy` that is none
+LIMIT_bytes = 64 << 20  # of a header: some 400,000 arrays
 BLOCK = 2**22  # tokens that are looked through at once
+LOOKED = 2**25  # tokens of a folder that are looked through before ranks start; the rest as it is read
 SHOWN = 8
 
 
@@ -75,13 +85,14 @@ class Shards:
     @cached_property
     def tokens(self) -> int:
         """In all arrays."""
-        return int(self._ends[-1])
+        return sum(shard.tokens for shard in self.shards)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """`length` tokens from each of `starts` on; int64 [starts, length].
 
         Raises:
             IndexError: a window is not inside.
+            ValueError: a token is larger than `largest`.
         """
         if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
             raise IndexError(f"windows of {length} from {starts.min()} to {starts.max()} of {self.tokens}.")
@@ -94,6 +105,11 @@ class Shards:
                 part = self._array(array)[place : place + length - done]
                 out[row, done : done + len(part)] = part
                 done, array = done + len(part), array + 1
+        if out.size and out.max() > self.largest:
+            raise ValueError(
+                f"{self.folder}: holds the token {out.max()}, and {HEADER} says that {self.largest} is the "
+                f"largest. Fix: write the shards anew; where you changed arrays of your own, delete {HEADER}."
+            )
         return out
 
     @cached_property
@@ -107,15 +123,28 @@ class Shards:
     def _array(self, number: int) -> np.ndarray:
         found = self._mapped[number]
         if found is None:
-            found = self._mapped[number] = mapped(self.folder / self.shards[number].file, self.dtype)
+            found = self._mapped[number] = mapped(self.folder, self.shards[number].file, self.dtype)
         return found
 
 
-def mapped(path: Path, dtype: str) -> np.ndarray:
-    """An array of tokens, not read yet."""
-    if path.suffix == ".npy":
-        return np.load(path, mmap_mode="r")
-    return np.memmap(path, dtype, "r")
+def mapped(folder: Path, file: str, dtype: str | None = None) -> np.ndarray:
+    """An array of tokens, not read yet.
+
+    Args:
+        dtype: None: as the file says, which an `.npy` does.
+
+    Raises:
+        ValueError: it is no plain file of this folder, or holds something else.
+    """
+    with open(open_regular(folder, file), "rb") as opened:
+        if not file.endswith(".npy"):
+            return np.memmap(opened, dtype, "r")
+        shape, _, found = NPY[np.lib.format.read_magic(opened)](opened)
+        if len(shape) != 1 or found.str not in DTYPES or not shape[0] or found != np.dtype(dtype or found):
+            raise ValueError(f"{found} {list(shape)}")
+        if opened.tell() + shape[0] * found.itemsize != os.fstat(opened.fileno()).st_size:
+            raise ValueError(f"is not as long as {list(shape)} of {found}")
+        return np.memmap(opened, found, "r", opened.tell(), shape)
 
 
 def write_header(shards: Shards) -> None:
@@ -145,20 +174,16 @@ def open_shards(folder: str | Path) -> Shards:
         ConfigError: there are none, or not all that its header tells of.
     """
     folder = Path(folder)
-    if not (folder / HEADER).is_file():
+    if not os.path.lexists(folder / HEADER):
         return _others(folder)
     try:
-        told = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-        shards = tuple(Shard(**each) for each in told.pop("shards"))
-        tokens, known = told.pop("tokens"), told.pop("format")
-        found = Shards(folder=folder, shards=shards, **told)
-        if known != FORMAT or not shards or tokens != found.tokens or found.dtype not in DTYPES:
-            raise ValueError(f"format {known}, {tokens} tokens of {found.dtype} in {len(shards)} arrays")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with open(open_regular(folder, HEADER), encoding="utf-8") as opened:
+            found = _believing_nothing(folder, json.loads(opened.read(LIMIT_bytes)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{folder / HEADER} is no header of shards ({error}). Fix: write the shards anew."
         ) from None
-    wrong = [f"{shard.file}: {said}" for shard in shards if (said := _missing(folder, shard))]
+    wrong = [f"{shard.file}: {said}" for shard in found.shards if (said := _misfit(found, shard))]
     if wrong:
         raise ConfigError(
             report(
@@ -170,12 +195,39 @@ def open_shards(folder: str | Path) -> Shards:
     return found
 
 
-def _missing(folder: Path, shard: Shard) -> str:
+def _believing_nothing(folder: Path, values: Any) -> Shards:
+    """What a header says, where that can be."""
+    shards = tuple(Shard(**_typed(Shard, each)) for each in values.pop("shards"))
+    tokens, known = values.pop("tokens"), values.pop("format")
+    found = Shards(folder=folder, shards=shards, **_typed(Shards, values))
+    if known != FORMAT or not shards or tokens != found.tokens or found.dtype not in DTYPES:
+        raise ValueError(f"format {known}, {tokens} tokens of {found.dtype} in {len(shards)} arrays")
+    if len({shard.file for shard in shards}) < len(shards):
+        raise ValueError("an array is named twice")
+    return found
+
+
+def _typed(kind: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Values of a dataclass; numbers are counts.
+
+    Raises:
+        ValueError: one has another type.
+    """
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        if type(value) not in options_of(hints[name]) or (type(value) is int and not 0 <= value < 2**63):
+            raise ValueError(f"{name} is {value!r}"[:80])
+    return values
+
+
+def _misfit(shards: Shards, shard: Shard) -> str:
+    """Why a file is not what the header tells of it; "" if it is."""
     try:
-        size = (folder / shard.file).stat().st_size
-    except OSError as error:
-        return error.strerror or str(error)
-    return "" if size == shard.bytes else f"holds {size} bytes, {shard.bytes} were written"
+        os.close(open_regular(shards.folder, shard.file, shard.bytes))
+        tokens = len(mapped(shards.folder, shard.file, shards.dtype))
+    except UNREADABLE as error:
+        return str(error).removeprefix(f"{shard.file}: ")
+    return "" if tokens == shard.tokens else f"holds {tokens} tokens, {shard.tokens} are told of"
 
 
 # ------------------------------------------------------------------ arrays of others
@@ -193,13 +245,9 @@ def _others(folder: Path) -> Shards:
     wrong, arrays = [], []
     for path in paths:
         try:
-            array = np.load(path, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            wrong.append(f"{path.name}: {error}")
-            continue
-        arrays.append(array)
-        if array.ndim != 1 or array.dtype.str not in DTYPES or not array.size:
-            wrong.append(f"{path.name}: {array.dtype} {list(array.shape)}")
+            arrays.append(mapped(folder, path.name))
+        except UNREADABLE as error:
+            wrong.append(f"{path.name}: {str(error).removeprefix(f'{path.name}: ')}")
     if len({array.dtype.str for array in arrays}) > 1:
         wrong.append(f"several types: {', '.join(sorted({str(array.dtype) for array in arrays}))}")
     if wrong:
@@ -231,8 +279,14 @@ def check_vocab(shards: Sequence[Shards], vocab: int) -> None:
     """Refuse tokens that a model of `vocab` rows does not know.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: there are some, or larger ones than a header tells of among the first `LOOKED`.
     """
+    for each in shards:
+        try:
+            for start in range(0, min(each.tokens, LOOKED), BLOCK):
+                each.windows(np.array([start]), min(BLOCK, each.tokens - start))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     wrong = [f"{s.folder}: the largest is {s.largest}" for s in shards if s.largest >= vocab]
     if wrong:
         needed = max(s.vocab or s.largest + 1 for s in shards)

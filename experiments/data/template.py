@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache, partial
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
+from experiments.config import ConfigError
+from experiments.data import renderer
 from experiments.data.pieces import Piece
 from experiments.data.rendering import Messages, Rendering, rendered
 from fnshard.errors import MissingExtraError
-
-DAY = datetime(2024, 7, 26)  # what templates that ask for the date are told: the same text every day
 
 
 @dataclass(frozen=True)
@@ -24,27 +25,53 @@ class Template:
         names: what else it may read: `bos_token` and the like.
         ends: how turns end; what a template writes behind that is not learned: no model goes on there.
         control: texts of control tokens, which mean nothing in what people wrote.
+        file: that it stands in.
     """
 
     source: str
     names: tuple[tuple[str, str], ...] = ()
     ends: tuple[str, ...] = ()
     control: tuple[str, ...] = ()
+    file: str = field(default="the model's directory", compare=False)
+
+    def check(self) -> None:
+        """Compile it.
+
+        Raises:
+            ConfigError: it is none, or takes too long already.
+            MissingExtraError: jinja2 is not installed.
+        """
+        try:
+            self._run(None)
+        except renderer.BrokenError as error:
+            raise ConfigError(f"{self.file}: the chat template is broken, {error}.") from error
 
     def render(self, messages: Messages, *, ask: bool = False) -> str:
         """The text of `messages`; with `ask` also what opens the assistant's next turn.
 
         Raises:
             ValueError: the template does not take them.
+            ConfigError: it takes more time or memory than it may, whatever it is given next.
             MissingExtraError: jinja2 is not installed.
         """
-        template = compiled(self.source)
+        values = {"messages": [dict(m) for m in messages], "add_generation_prompt": ask, **dict(self.names)}
         try:
-            return template.render(
-                messages=[dict(m) for m in messages], add_generation_prompt=ask, **dict(self.names)
+            return self._run(values)
+        except renderer.BrokenError as error:
+            raise ValueError(f"the chat template refuses it ({error})") from error
+
+    def _run(self, values: Any) -> str:
+        if find_spec("jinja2") is None:
+            raise MissingExtraError(
+                "chat templates need jinja2. Fix: pip install fnshard[finetune], or use prompt and response."
             )
-        except Exception as error:  # templates are programs: anything can come out of one
-            raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+        try:
+            return renderer.render(self.source, values)
+        except renderer.CostsError:
+            raise ConfigError(
+                f"{self.file}: the chat template {renderer.COSTS}. Fix: mend it, or use the directory of "
+                "another model."
+            ) from None
 
     def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
         """The pieces up to the last assistant's turn; assistants' from message `first` on are learned.
@@ -121,52 +148,16 @@ class Plain:
                 pieces.append(Piece(f"{message['role']}: {message['content']}\n\n", False))
         return pieces
 
+    def source(self, text_of: Callable[[int], str]) -> str:
+        """The same as a chat template, for who opens an exported model; `text_of` a control token's id."""
+        begin = "" if self.bos is None else "{{ " + json.dumps(text_of(self.bos)) + " }}"
+        return (
+            begin + "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+            "{{ 'assistant: ' + message['content'] + " + json.dumps(text_of(self.eos)) + " }}{% else %}"
+            "{{ message['role'] + ': ' + message['content'] + '\\n\\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+        )
+
     def opening(self, messages: Messages) -> list[Piece]:
         """As `Template.opening`."""
         return [*self.conversation(messages, first=len(messages)), Piece("assistant:", False)]
-
-
-@lru_cache(maxsize=8)
-def compiled(source: str) -> Any:
-    """The template as transformers compiles it: sandboxed, blocks trimmed, a few helpers.
-
-    Raises:
-        ValueError: it is none.
-        MissingExtraError: jinja2 is not installed.
-    """
-    try:
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise MissingExtraError(
-            "chat templates need jinja2. Fix: pip install fnshard[finetune], or use prompt and response."
-        ) from error
-
-    class Generation(Extension):
-        """`{% generation %}` marks an assistant's part; prefixes tell us that, so it is passed over."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own way
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    environment.globals |= {"raise_exception": _refuse(jinja2.TemplateError), "strftime_now": DAY.strftime}
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"line {error.lineno}: {error.message}") from error
-
-
-def _refuse(kind: type[Exception]) -> Any:
-    def raise_exception(message: str) -> NoReturn:
-        raise kind(message)
-
-    return raise_exception

@@ -16,11 +16,13 @@ from experiments.config import ConfigError
 from experiments.data.bytelevel import TEMPLATE, ByteTokenizer, tokenizer_json
 from experiments.data.control import Controls, Spelled, behind_others, controls_of
 from experiments.data.pieces import CONTROL, NOTHING, TEXT, Piece
-from experiments.data.template import Plain, Template, compiled
+from experiments.data.template import Plain, Template
+from experiments.files import size_of
 from fnshard.errors import MissingExtraError, report
 
 FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+LARGEST_bytes = 2**28  # of a file: vocabularies take some tens of MB
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 Messages = Sequence[Mapping[str, str]]
 
@@ -52,8 +54,8 @@ class Tokenizer(Protocol):
     def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
         """The control tokens that a stretch of a text spells."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text, control tokens left out."""
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Text; control tokens are left out, or with `control` as they are spelled."""
 
     def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
         """The pieces of a conversation; what assistants said from message `first` on is learned."""
@@ -98,9 +100,9 @@ class FileTokenizer:
         """The control tokens that a stretch of a text spells."""
         return self.controls.find(text, start, stop)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; control tokens are left out."""
-        return self.file.decode([i for i in ids if i < self.vocab])
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Text of token ids."""
+        return self.file.decode([i for i in ids if i < self.vocab], skip_special_tokens=not control)
 
     def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
         """As the directory's chat template writes it, or plainly where it has none."""
@@ -111,10 +113,12 @@ class FileTokenizer:
         return self.chat.opening(messages)
 
     def save(self, folder: Path) -> None:
-        """Copy its files."""
+        """Copy its files; a chat template is among them, whether or not the model came with one."""
         for name in (FILE, *SETTINGS[:2], *TEMPLATES):
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
+        if isinstance(self.chat, Plain):
+            (folder / TEMPLATES[0]).write_text(self.chat.source(self.file.id_to_token), encoding="utf-8")
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -150,7 +154,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         )
     text = _read(folder / FILE)
     settings = _settings(folder)
-    source = _template(folder, settings)
+    source, stands_in = _template(folder, settings)
     if text == tokenizer_json() and source in (None, TEMPLATE):
         return ByteTokenizer()
     file = _open(folder / FILE, text)
@@ -159,6 +163,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     stops = _stops(file, names.get("eos_token"), settings, folder)
     pad = names.get("pad_token")
     controls = controls_of(file, stops)
+    plain = Plain(bos, stops[0])
+    if source == plain.source(file.id_to_token):  # as `save` left it
+        source = None
     told = json.dumps([text, bos, stops, source, sorted(names.items())])
     return FileTokenizer(
         folder=folder,
@@ -168,7 +175,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         stops=stops,
         pad=stops[0] if pad is None or file.token_to_id(pad) is None else file.token_to_id(pad),
         key=hashlib.sha256(told.encode()).hexdigest(),
-        chat=_chat(source, names, stops, controls) if source else Plain(bos, stops[0]),
+        chat=_chat(source, stands_in, names, stops, controls) if source else plain,
         file=file,
         behind=dict(zip((NOTHING, CONTROL, TEXT), (file, *behind_others(file)), strict=True)),
         controls=controls,
@@ -187,6 +194,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
 
 def _read(path: Path) -> str:
     try:
+        size_of(path, LARGEST_bytes)
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
@@ -259,12 +267,15 @@ def _stops(
     return stops
 
 
-def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> str | None:
+def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, Path]:
+    """The chat template, and the file it stands in."""
     jinja, wrapped = (folder / name for name in TEMPLATES)
     if jinja.is_file():
-        return _read(jinja)
+        return _read(jinja), jinja
+    file = folder / SETTINGS[0]
     told = settings[SETTINGS[0]].get("chat_template")
     if told is None and wrapped.is_file():
+        file = wrapped
         try:
             told = json.loads(_read(wrapped)).get("chat_template")
         except (ValueError, AttributeError, RecursionError) as error:
@@ -272,18 +283,18 @@ def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> str | 
     if isinstance(told, list):  # several, by name
         told = {t.get("name"): t.get("template") for t in told if isinstance(t, dict)}.get("default")
     if told is not None and not isinstance(told, str):
-        raise ConfigError(f"{folder / SETTINGS[0]}: chat_template is a {type(told).__name__}, not a text.")
-    return told or None
+        raise ConfigError(f"{file}: chat_template is a {type(told).__name__}, not a text.")
+    return told or None, file
 
 
-def _chat(source: str, names: Mapping[str, str], stops: tuple[int, ...], controls: Controls) -> Template:
+def _chat(
+    source: str, file: Path, names: Mapping[str, str], stops: tuple[int, ...], controls: Controls
+) -> Template:
     # Every token that generation stops at may end a turn: a chat model's often is not its text's.
     ends = tuple(text for stop in stops for text, i in controls.ids.items() if i == stop)
-    try:
-        compiled(source)
-    except ValueError as error:
-        raise ConfigError(f"the chat template is broken, {error}.") from error
-    return Template(source, tuple(sorted(names.items())), ends, tuple(controls.ids))
+    template = Template(source, tuple(sorted(names.items())), ends, tuple(controls.ids), str(file))
+    template.check()
+    return template
 
 
 def _first(names: Iterable[str], most: int = 8) -> list[str]:

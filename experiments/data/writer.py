@@ -16,14 +16,15 @@ import numpy as np
 
 from experiments.config import ConfigError
 from experiments.data.arrays import Arrays
-from experiments.data.lines import LineError, parse, read_lines
+from experiments.data.layouts import lines_of
+from experiments.data.lines import LineError, parse
 from experiments.data.pieces import encode_all
 from experiments.data.records import KINDS, Record
 from experiments.data.tokenizer import Tokenizer
 
 BROKEN, TOO_LONG, TRUNCATED = "broken", "too_long", "truncated"
 BLOCK_LINES, BLOCK_BYTES = 512, 2**20  # tokenised together
-SHOWN = 8  # of refused lines, in the error
+SHOWN = 12  # of refused lines, in the error
 LISTED = 100_000  # of them, in the file beside
 QUIET_S, EVERY_S = 2.0, 30.0  # before progress is told; between lines of it where no terminal listens
 
@@ -140,7 +141,7 @@ class Writer:
         """Take in a file; gives its checksum."""
         digest = hashlib.sha256()
         self._path = path
-        for number, line in read_lines(path, digest.update):
+        for number, line in lines_of(path, digest.update):
             where = Where(number, self.policy.side(line))
             try:
                 record = KINDS[self.kind](parse(line), self.tokenizer)

@@ -20,7 +20,7 @@ from experiments.form import Form, Help
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowsConfig:
     """`rows` of the global batch; null: one for each rank and micro-batch."""
 
@@ -31,7 +31,7 @@ class RowsConfig:
             raise ValueError(f"data.rows={self.rows}: must be 1 or more, or null.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PaperRunConfig:
     """`accumulate`: micro-batches of a step. `device_gb`: what the step may take of a rank's device, in 1e9
     bytes; null: all that the hardware has."""
@@ -46,7 +46,7 @@ class PaperRunConfig:
             raise ValueError(f"run.device_gb={self.device_gb:g}: must be above 0, or null.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExplainConfig:
     """Everything that `experiments.explain` is told.
 
@@ -70,6 +70,8 @@ class ExplainConfig:
         wrong = []
         if self.hardware.name == AUTO:
             wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
+        if self.optimizer.lr is None:
+            wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             told = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{told}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 from experiments.config import (
     AdamWConfig,
     ConfigError,
+    HardwareConfig,
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
@@ -27,10 +29,12 @@ from experiments.finetune.lm import LanguageModel, from_directory
 from experiments.finetune.stdlib import text_files
 from experiments.place import ranks_of
 from experiments.resume import identity_of
-from fnshard.errors import report
+from fnshard.errors import MissingExtraError, report
 
 BASES = Path("outputs", "bases")
 PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
+STEPS = 300  # of the pre-training that makes the tiny one
 WHOLE = "model"  # of a run's folder: what it exports of a whole model
 RANDOM: Mapping[str, Mapping[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -56,10 +60,40 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
         return str(_random(config.model, config.run.seed))
     path = Path(config.model)
     if not path.is_dir():
-        known = ", ".join([PRETRAINED, *RANDOM])
-        raise ConfigError(f"model={config.model}: no directory is there. Fix: a model directory, or {known}.")
+        path = downloaded(config.model)
     _check_fit(config, from_directory(path), load_tokenizer(path))
     return str(path.resolve())
+
+
+def downloaded(name: str) -> Path:
+    """The directory of a model of the hub in the local Hugging Face cache; nothing is fetched.
+
+    Args:
+        name: `organisation/name`.
+
+    Raises:
+        ConfigError: it is not there, or is no such name.
+    """
+    known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM])}"
+    if not HUB_ID.fullmatch(name):
+        raise ConfigError(f"model={name}: no directory is there. Fix: {known}.")
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise MissingExtraError(
+            f"model={name}: models of the hub need huggingface_hub. Fix: pip install fnshard[finetune]."
+        ) from error
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            report(
+                f"model={name}: no directory is there, and no model of this name in the Hugging Face cache "
+                f"({constants.HF_HUB_CACHE}); a run fetches nothing.",
+                fix=f"download it first with `hf download {name}`; or {known}.",
+            )
+        ) from error
 
 
 def _check_fit(config: FinetuneConfig, lm: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -128,15 +162,17 @@ def pretraining(config: FinetuneConfig) -> FinetuneConfig:
     """The job that makes the base of this one: on the same ranks, on plain text."""
     ranks = ranks_of(config)
     like = {n: getattr(config.run, n) for n in ("seed", "backend", "device", "timeout_s", "max_restarts")}
-    run = RunConfig(steps=300, held_out_every=150, save_every=100, sample_tokens=64, prompt="def ", **like)
+    run = RunConfig(steps=STEPS, held_out_every=150, save_every=100, sample_tokens=64, prompt="def ", **like)
     train, held_out = text_files((Path("outputs") / "data").resolve())
     data = FinetuneDataConfig(
-        str(train), str(held_out), context=256, rows=_multiple(16, ranks),
+        train=str(train), held_out=str(held_out), context=256, rows=_multiple(16, ranks),
         held_out_rows=_multiple(32, ranks), too_long="truncate",
     )  # fmt: skip
     return FinetuneConfig(
-        MethodConfig("full"), ObjectiveConfig(), StrategyConfig("full_shard"), PrecisionConfig(),
-        AdamWConfig(), ScheduleConfig(warmup=0.06, floor=0.05), run, config.mesh, data, "tiny", "merged",
+        method=MethodConfig(name="full"), objective=ObjectiveConfig(), strategy=StrategyConfig(),
+        precision=PrecisionConfig(), optimizer=AdamWConfig(),
+        schedule=ScheduleConfig(warmup=0.06, floor=0.05), run=run, hardware=HardwareConfig(),
+        mesh=config.mesh, data=data, model="tiny", export="merged",
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from experiments.config import AUTO
 from experiments.finetune.config import METHODS, FinetuneConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.objectives import OBJECTIVES
+from experiments.finetune.rates import default_rate
 from experiments.finetune.tuning import Tuning, tuning_of
 from experiments.plan import Plan, plan_of
 from experiments.steps import make_optimizer
@@ -25,12 +26,13 @@ EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
 
 @dataclass(frozen=True)
 class Planned:
-    """What trains, by which plan, and why."""
+    """What trains, by which plan, and why; `rate`: the peak, as it was named or by default."""
 
     tuning: Tuning
     optimizer: fs.optim.Optimizer
     plan: Plan
     why: str
+    rate: float
 
 
 def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any) -> Planned:
@@ -44,7 +46,8 @@ def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any
         tuning = tuning_of(config, lm)
         optimizer = _optimizer(config, tuning)
         plan = _plan(config, tuning, mesh, optimizer, batch)
-        return Planned(tuning, optimizer, plan, f"method={tuning.method.name}: {_counts(tuning)}")
+        told = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
+        return Planned(tuning, optimizer, plan, told, rate_of(config, tuning))
     passed: list[str] = []
     for name in METHODS if config.export in (AUTO, "merged", "none") else METHODS[1:]:
         tuning = tuning_of(config, lm, name)
@@ -58,7 +61,8 @@ def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any
         budget = int(config.run.device_gb * 1e9)
         if peak <= budget:
             told = f"method=auto: {name}, whose step takes {size(peak)} of {size(budget)}; {_counts(tuning)}"
-            return Planned(tuning, optimizer, plan, report(told, passed))
+            told = f"{report(told, passed)}\n{_rate_in_words(config, tuning)}"
+            return Planned(tuning, optimizer, plan, told, rate_of(config, tuning))
         passed.append(f"{name}: {config.strategy.name} takes {size(peak)} of {size(budget)}")
     fix = "a larger run.device_gb, a shorter data.context, fewer data.rows, more ranks, or strategy=auto."
     raise BudgetError(report("method=auto: none fits:", passed, fix))
@@ -69,10 +73,29 @@ def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
     named = tree.flatten_with_paths(tuning.params)[0]
     trained = {p: v for p, v in named.items() if v.requires_grad}
     still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
-    chosen = config.optimizer
+    chosen = replace(config.optimizer, lr=rate_of(config, tuning))
     if len(still) == len(trained):  # a rule for the rest would match nothing
         chosen, still = replace(chosen, weight_decay=0.0), []
     return make_optimizer(chosen, config.schedule, config.run.steps, tuple(glob.escape(p) for p in still))
+
+
+def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:
+    """The peak rate: the configuration's, or the default of this method, objective and base."""
+    if config.optimizer.lr is not None:
+        return config.optimizer.lr
+    return default_rate(config.objective.name, tuning.method.name, _size_of_base(tuning))
+
+
+def _size_of_base(tuning: Tuning) -> int:
+    return sum(leaf.numel() for leaf in tuning.lm.params.values())
+
+
+def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
+    told = f"optimizer.lr={rate_of(config, tuning):g}"
+    if config.optimizer.lr is not None:
+        return told
+    what = f"objective={config.objective.name} method={tuning.method.name}"
+    return f"{told}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
 
 
 def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any, batch: Any) -> Plan:

@@ -24,7 +24,7 @@ ALL_LINEAR = "all-linear"  # of method.targets: every matrix of every layer
 EXPORTS = (AUTO, "adapters", "merged", "both", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MethodConfig:
     """What trains: all (`full`), or adapters (`lora`) beside a base that is frozen, as it is or as codes.
 
@@ -46,7 +46,7 @@ class MethodConfig:
         fraction(self, "dropout")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """`sft`: the likelihood of responses; `dpo`: of the chosen above the rejected, by `beta`."""
 
@@ -62,9 +62,9 @@ class ObjectiveConfig:
             raise ValueError(f"objective.label_smoothing={self.label_smoothing}: must be below 0.5.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FinetuneDataConfig:
-    """JSONL files; null: docstrings of Python's standard library.
+    """Files in one of `experiments.data.layouts`; null: docstrings of Python's standard library.
 
     `held_out: null` with a `train` of your own: one in 20 of its lines, by content. `choices`: a file of
     multiple-choice questions, null for none (or, without a `train`, those of the library). `rows` of the
@@ -91,7 +91,7 @@ class FinetuneDataConfig:
             raise ValueError("data.held_out: without data.train there is nothing it is held out of.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
     """Everything a fine-tuning job is told.
 
@@ -123,6 +123,8 @@ class FinetuneConfig:
             wrong.append(f"export={self.export!r}: must be one of {', '.join(EXPORTS)}.")
         if self.method.name == "full" and self.export in ("adapters", "both"):
             wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
+        if self.optimizer.lr is None and isinstance(self.optimizer, SGDConfig):
+            wrong.append("optimizer.lr=null: the defaults are AdamW's. Fix: optimizer.lr=0.1.")
         if not self.data.pack and self.objective.name == "dpo":
             wrong.append("data.pack=false: pairs are never packed; leave the default.")
         if wrong:

@@ -5,8 +5,6 @@ What needs torch is imported where it is used: a mistake in a command line is to
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,19 +17,18 @@ if TYPE_CHECKING:
     from experiments.resume import Run
     from fnshard.rank import Stop
 
-MOST = 1e-3  # a rate that is told of, for a model of one's own
 HELP = Help(
     about="Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses "
     "(or of pairs, objective=dpo). With nothing said: a tiny base and docstrings of Python's own library.",
     options={
         "model": "a Hugging Face model directory; stdlib: a tiny base made here",
-        "data.train": "a JSONL file; null: docstrings of Python's library",
-        "data.held_out": "a JSONL file; null: one in 20 lines of data.train",
+        "data.train": "JSONL, JSON, Parquet, a folder of save_to_disk; null: docstrings of Python's library",
+        "data.held_out": "the same; null: one in 20 lines of data.train",
         "data.context": "tokens of a row",
         "data.rows": "rows of the global batch",
         "method.rank": "of the adapters",
         "method.targets": "globs of what gets adapters, joined by |",
-        "optimizer.lr": "the peak rate; some 2e-4 for a model that has learned",
+        "optimizer.lr": "the peak rate; null: by method, objective and size of the model",
         "run.steps": "optimizer steps",
         "run.device": "cpu, cuda; auto takes the GPUs if there are some",
         "run.device_gb": "of one rank, for method=auto and strategy=auto, in 1e9 bytes",
@@ -43,7 +40,7 @@ HELP = Help(
         "python -m experiments.finetune experiment=sft_lora run.steps=50": (
             "a whole recipe; what follows it changes it"
         ),
-        "python -m experiments.finetune model=FOLDER data.train=my.jsonl method=qlora4 optimizer.lr=2e-4": (
+        "python -m experiments.finetune model=FOLDER data.train=my.jsonl method=qlora4 precision=bf16": (
             "a model and data of your own, the base as 4-bit codes"
         ),
         "python -m experiments.finetune --multirun method=full,lora,qlora8 run.steps=100": (
@@ -59,12 +56,9 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     Raises:
         ConfigError: see `bases.directory_of`, `materials.prepared`.
     """
-    from experiments.finetune.bases import PRETRAINED, RANDOM, directory_of
+    from experiments.finetune.bases import directory_of
     from experiments.finetune.materials import prepared
 
-    rate = config.optimizer.lr
-    if config.model not in (PRETRAINED, *RANDOM) and rate > MOST and os.environ.get("RANK", "0") == "0":
-        print(f"optimizer.lr={rate:g} is much for a model that has learned: try 2e-4.", file=sys.stderr)
     return prepared(replace(config, model=directory_of(config, _pretrain)))
 
 
@@ -72,7 +66,7 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
     """Make a base by a job of its own."""
     from experiments.job import start
     from experiments.sweep import STOPPED
-    from fnshard.launch import under_launcher
+    from fnshard.launcher import under_launcher
 
     if under_launcher():
         raise ConfigError(

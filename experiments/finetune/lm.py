@@ -246,7 +246,7 @@ def of(model: nn.Module) -> LanguageModel:
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """On the meta device, by a configuration of transformers.
+    """Built under `fs.deferred`, by a configuration of transformers.
 
     Args:
         dtype: of the leaves.
@@ -260,7 +260,7 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     if getattr(config, "is_encoder_decoder", False):
         raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
     try:
-        with torch.device("meta"):
+        with fs.deferred():
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False
             )
@@ -270,7 +270,7 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """On the meta device, by the config.json of a model directory; `fs.hf.load` reads its weights.
+    """Built under `fs.deferred`, by the config.json of a model directory; `fs.hf.load` reads its weights.
 
     Nothing is fetched, and no code of the directory is run.
 

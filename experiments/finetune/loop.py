@@ -8,8 +8,9 @@ import math
 import os
 import shutil
 import statistics
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 import fnshard as fs
 from experiments.config import AUTO
+from experiments.files import write_json, write_text
 from experiments.finetune.bases import WHOLE
 from experiments.finetune.choosing import Planned, planned
 from experiments.finetune.config import FinetuneConfig
@@ -28,7 +30,7 @@ from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.plan import write_plan
-from experiments.record import varying
+from experiments.record import Spent, varying
 from experiments.report import Report, plot_losses
 from experiments.resume import Run
 from experiments.saver import Saver, restored
@@ -68,37 +70,44 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
         config: its model is a directory, its data are folders of `materials.prepared`.
         stop: once it is asked on any rank, all finish the step, save, and return.
     """
-    setup = prepare(config)
-    folder, mesh = Path(run.folder), setup.mesh
-    state, loader, found = begin(setup, run)
-    if mesh.rank == 0:
-        tell_resume(config.run, state, found)
-    sides = 2 if setup.materials.train.kind == "pairs" else 1
-    report = begin_report(
-        "finetune", config, run, setup.step, overrides, int(state.step), found,
-        tokens=config.data.rows * loader.loader.width * sides,
-    )  # fmt: skip
-    if mesh.rank == 0:
-        print(
-            f"{setup.planned.why}\n{setup.tuning.codes(state.params)}data: {setup.materials.train}",
-            flush=True,
-        )
-        write_plan(setup.planned.plan, folder)
+    spent = Spent()
+    with spent.on("start"):
+        setup = prepare(config)
+        folder, mesh = Path(run.folder), setup.mesh
+        state, loader, found = begin(setup, run)
+        if mesh.rank == 0:
+            tell_resume(config.run, state, found)
+        sides = 2 if setup.materials.train.kind == "pairs" else 1
+        report = begin_report(
+            "finetune", setup.config, run, setup.step, overrides, int(state.step), found, spent=spent,
+            tokens=config.data.rows * loader.loader.width * sides,
+        )  # fmt: skip
+        if mesh.rank == 0:
+            codes = setup.tuning.codes(state.params)
+            shown = setup.materials.shown(colour=sys.stdout.isatty())
+            print(
+                f"{setup.planned.why}\n{codes}data: {setup.materials.train}\n"
+                f"the first of them, what is learned between « and »:\n{shown}\n",
+                flush=True,
+            )
+            write_plan(setup.planned.plan, folder)
     saver = Saver(config, run.root, mesh.rank)
     with report:
-        before = told_before(setup, state, folder)
+        before = told_before(setup, state, folder, spent)
         training = Training.of(
             config, setup.planned.plan, setup.step, lambda params: held_out_loss(setup, params)[0], loader,
-            lambda: begin(setup, run)[:2], report, folder,
+            lambda: begin(setup, run)[:2], report, folder, spent,
         )  # fmt: skip
         state, held_out = run_steps(training, state, report, saver, stop)
         report.close()
         if held_out is None:
             tell_stop(config.run, state, run, overrides, report)
             return
-        after = told(setup, state)
-        written = export(setup, state, folder)
-        fs.checkpoint.wait()
+        after = told(setup, state, spent)
+        with spent.on("export"):
+            written = export(setup, state, folder)
+        with spent.on("saves"):
+            fs.checkpoint.wait()
         if isinstance(report, Report):
             tell_end(report, setup, run, overrides, before, after, written)
 
@@ -131,8 +140,9 @@ def tell_end(
     """  # fmt: skip
     folder = Path(run.folder)
     table = setup.shown.table(before["answers"], after["answers"])
-    (folder / SAMPLES).write_text(table, encoding="utf-8")
-    plot_losses(report.rows, {}, folder / "loss.png", unit="token")
+    write_text(folder / SAMPLES, table)
+    with report.record.spent.on("reports"):
+        plot_losses(report.rows, {}, folder / "loss.png", unit="token")
     summary = _summary(report, after)
     artifacts = [folder / name for name in ("loss.png", SAMPLES, "config.yaml", "schedule.txt")]
     totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
@@ -150,6 +160,7 @@ def prepare(config: FinetuneConfig) -> Setup:
     lm, materials = from_directory(config.model), opened(config)
     batch = next(Arguments(materials.loader(config, mesh)))[0]
     chosen = planned(config, lm, mesh, batch)
+    config = replace(config, optimizer=replace(config.optimizer, lr=chosen.rate))
     tuning, plan = chosen.tuning, chosen.plan
     objective = OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
@@ -162,7 +173,8 @@ def prepare(config: FinetuneConfig) -> Setup:
 
     choosing = fs.shard_forward(tuning.policy(logprobs), plan.specs, **how)
     count = SHOWN if run.sample_tokens else 0
-    examples = examples_of(run, materials.tokenizer, materials.examples(count), lm.context)
+    held_out_examples, chat = materials.examples(count), bool(materials.train.chats)
+    examples = examples_of(run, materials.tokenizer, held_out_examples, lm.context, chat)
     generator = Generator.of(
         lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
         wrap=tuning.policy, timeout=run.timeout_s,
@@ -211,8 +223,16 @@ def held_out_loss(setup: Setup, params: Any) -> tuple[float, dict[str, float]]:
     return mean_over(setup.held_out, params, batches, mesh.device)
 
 
-def told(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
+def told(setup: Setup, state: fs.TrainState, spent: Spent) -> dict[str, Any]:
     """All that is measured of a model, and its answers; all ranks call it together."""
+    with spent.on("evaluation"):
+        values = measured(setup, state)
+    with spent.on("samples"):
+        return values | {"answers": setup.shown.answers(state.params)}
+
+
+def measured(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
+    """Held-out loss, perplexity and accuracy; all ranks call it together."""
     loss, more = held_out_loss(setup, state.params)
     values: dict[str, Any] = {"held_out_loss": loss}
     if setup.config.objective.name == "sft":
@@ -221,10 +241,10 @@ def told(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
     if setup.materials.choices is not None:
         rows = CHOICES * setup.mesh.size
         values |= accuracy(setup.logprobs, state.params, setup.materials.choices, rows, setup.mesh)
-    return values | {"answers": setup.shown.answers(state.params)}
+    return values
 
 
-def told_before(setup: Setup, state: fs.TrainState, folder: Path) -> dict[str, Any]:
+def told_before(setup: Setup, state: fs.TrainState, folder: Path, spent: Spent) -> dict[str, Any]:
     """What was measured before the first step: now, or by the process that began the run."""
     path, of = folder / BEFORE, _asked(setup.config)
     try:
@@ -234,11 +254,9 @@ def told_before(setup: Setup, state: fs.TrainState, folder: Path) -> dict[str, A
     known = known if known.get("of") == of else {}  # another configuration's
     fresh = setup.step.gather_text("" if int(state.step) or known else "fresh")[0]
     if fresh:
-        values = {"of": of, **told(setup, state)}
+        values = {"of": of, **told(setup, state, spent)}
         if setup.mesh.rank == 0:
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            write_json(path, values)
         return values
     # A run that goes on from another one's checkpoint has none.
     return known or {"answers": ["-"] * len(setup.shown.examples)}
@@ -266,6 +284,8 @@ def export(setup: Setup, state: fs.TrainState, folder: Path) -> list[str]:
     lines = []
     if asked in ("adapters", "both") and tuning.asked is not None:
         fs.adapters.save(state, folder / ADAPTERS, tuning.asked, base=config.model)
+        if mesh.rank == 0:
+            setup.materials.tokenizer.save(folder / ADAPTERS)
         lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
     if asked in ("merged", "both"):
         blocks, specs = _whole(setup, state)
@@ -277,6 +297,7 @@ def export(setup: Setup, state: fs.TrainState, folder: Path) -> list[str]:
         dtype = stored_dtype(config.model)
         fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
         if mesh.rank == 0:
+            setup.materials.tokenizer.save(aside)  # with the chat template that was learned by
             _take_place(aside, final)
         lines.append(f"the tuned model, as transformers reads it: {final}")
     return lines

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import fnshard as fs
+from experiments.config import ConfigError
 from experiments.data.builtin import choice_file, pair_files, sft_files
 from experiments.data.loader import PackedLoader, PairLoader
 from experiments.data.prepared import Prepared, open_prepared, prepare
 from experiments.data.tokenizer import Tokenizer, load_tokenizer
 from experiments.finetune.config import FinetuneConfig
+from experiments.sample import safe
 
 DATA = Path("outputs", "data")
+MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
 OPENING = 32  # tokens of plain text that are shown as a prompt
 HELD_OUT_EVERY = 20  # of a file that has no other beside it, one line in so many
 KINDS = {"sft": "samples", "dpo": "pairs"}  # of data, by objective
@@ -54,6 +59,11 @@ class Materials:
         numbers = np.unique(np.linspace(0, there - 1, min(count, there)).astype(int)) * step
         return [self._example(int(n)) for n in numbers]
 
+    def shown(self, colour: bool = False) -> str:
+        """The first sample of the training data as the model sees it, of pairs both; see `marked`."""
+        numbers = range(2 if self.train.kind == "pairs" else 1)
+        return "\n".join(marked(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
+
     def _example(self, number: int) -> Example:
         tokens, learned = self.held_out.sample(number)
         first = max(1, int(np.argmax(learned)))
@@ -62,6 +72,26 @@ class Materials:
         behind = np.flatnonzero(learned[first:] == 0)
         last = first + int(behind[0]) if len(behind) else len(tokens)
         return Example(tokens[:first].tolist(), tokens[first:last].tolist())
+
+
+def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False) -> str:
+    """A sample's text with its control tokens; what is learned stands between « and », the rest is not.
+
+    Args:
+        tokens, learned: as `Prepared.sample` gives them. The first is never a target.
+        colour: what is learned is green, too, as terminals take it.
+
+    >>> from experiments.data.tokenizer import byte_tokenizer
+    >>> marked(byte_tokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
+    '<|begin|>h«i<|end|>»'
+    """
+    out, targets = [], [False, *map(bool, learned[1:])]
+    for is_target, group in groupby(zip(targets, tokens.tolist(), strict=True), key=itemgetter(0)):
+        text = safe(tokenizer.decode([token for _, token in group], control=True))
+        text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more] "
+        green = f"\x1b[32m«{text}»\x1b[0m" if colour else f"«{text}»"
+        out.append(green if is_target else text)
+    return "".join(out)
 
 
 def prepared(config: FinetuneConfig) -> FinetuneConfig:
@@ -83,13 +113,20 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
         choices = choices or str(choice_file((DATA / "stdlib").resolve()))
     elif held_out is None:
         held_out, parts = train, tuple({"part": (HELD_OUT_EVERY, side)} for side in (False, True))
-    folders = {
-        "train": prepare([train], tokenizer, kind=kind, **parts[0], **how).folder,
-        "held_out": prepare([held_out], tokenizer, kind=kind, **parts[1], **how).folder,
-        "choices": None if choices is None else prepare([choices], tokenizer, kind="choices", **how).folder,
-    }
-    named = {name: None if folder is None else str(folder) for name, folder in folders.items()}
-    return replace(config, data=replace(data, **named))
+    files: dict[str, tuple[str | None, str, dict[str, Any]]] = {
+        "train": (train, kind, parts[0]), "held_out": (held_out, kind, parts[1]),
+        "choices": (choices, "choices", {}),
+    }  # fmt: skip
+    folders, wrong = dict.fromkeys(files), []
+    for name, (path, of, part) in files.items():
+        try:
+            if path is not None:
+                folders[name] = str(prepare([path], tokenizer, kind=of, **part, **how).folder)
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:  # one of both parts of a file is one
+        raise ConfigError("\n".join(dict.fromkeys(wrong)))
+    return replace(config, data=replace(data, **folders))
 
 
 def opened(config: FinetuneConfig) -> Materials:

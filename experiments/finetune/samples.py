@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.config import RunConfig
+from experiments.data.pieces import Piece, encode_all
 from experiments.data.tokenizer import Tokenizer
 from experiments.finetune.generate import Generator
 from experiments.finetune.materials import Example
@@ -50,19 +51,23 @@ def _line(text: str) -> str:
 
 
 def examples_of(
-    run: RunConfig, tokenizer: Tokenizer, held_out: Sequence[Example], limit: int | None
+    run: RunConfig, tokenizer: Tokenizer, held_out: Sequence[Example], limit: int | None, chat: bool = False
 ) -> list[Example]:
     """The held-out prompts, and behind them the one that `run.prompt` names; none if no token is asked for.
 
     Args:
+        chat: the model learns conversations: `run.prompt` is a user's message, in the chat template.
         limit: tokens that the model was made for; of longer prompts the end is shown.
     """
     if not run.sample_tokens:
         return []
     asked = []
     if run.prompt is not None:
-        first = [] if tokenizer.bos is None else [tokenizer.bos]
-        asked = [Example([*first, *tokenizer.encode(run.prompt)], [])]
+        begin = [] if tokenizer.bos is None else [Piece(tokenizer.bos, False)]
+        plain = [*begin, Piece(run.prompt, False)]
+        pieces = tokenizer.opening([{"role": "user", "content": run.prompt}]) if chat else plain
+        ((tokens, _),) = encode_all(tokenizer, [pieces])
+        asked = [Example(tokens.tolist(), [])]
     most = None if limit is None else max(1, limit - run.sample_tokens)
     return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in (*held_out, *asked)]
 

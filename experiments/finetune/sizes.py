@@ -113,11 +113,12 @@ def main() -> None:
     asked.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 8])
     asked.add_argument("--layers", type=count, default=LLAMA_70B["num_hidden_layers"])
     asked.add_argument("--lora", type=count, default=64, help="rank of the adapters")
+    asked.add_argument("--base", nargs="+", default=list(METHODS), choices=METHODS, help="how it is kept")
     asked.add_argument("--json", type=Path, help="write the rows there, too")
     told = asked.parse_args()
     lm = model_of({**LLAMA_70B, "num_hidden_layers": told.layers})
     rows = []
-    for kept in METHODS:
+    for kept in told.base:
         tuning = tuning_of(lm, kept, told.lora)
         for ranks in told.ranks:
             for tier in ("device", "host"):

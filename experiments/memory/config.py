@@ -26,7 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """All options; those that are None depend on the part (`DEFAULTS`).
 

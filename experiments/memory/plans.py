@@ -18,9 +18,23 @@ from fnshard.runtime.connect import connection
 
 # Meta's Llama 3.2 1B, Llama 3.1 8B and 70B: shapes alone.
 LLAMA = {
-    "1b": DecoderConfig(2048, 16, 32, 8, context=4096, vocab=128256, mlp=8192, tied=True, theta=5e5),
-    "8b": DecoderConfig(4096, 32, 32, 8, context=4096, vocab=128256, mlp=14336, theta=5e5),
-    "70b": DecoderConfig(8192, 80, 64, 8, context=4096, vocab=128256, mlp=28672, theta=5e5),
+    "1b": DecoderConfig(
+        width=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        context=4096,
+        vocab=128256,
+        mlp=8192,
+        tied=True,
+        theta=5e5,
+    ),
+    "8b": DecoderConfig(
+        width=4096, layers=32, heads=32, kv_heads=8, context=4096, vocab=128256, mlp=14336, theta=5e5
+    ),
+    "70b": DecoderConfig(
+        width=8192, layers=80, heads=64, kv_heads=8, context=4096, vocab=128256, mlp=28672, theta=5e5
+    ),
 }
 MIXED = {
     "storage_dtype": torch.bfloat16,
@@ -113,9 +127,9 @@ class Running:
     close: Callable[[], None] = lambda: None
 
 
-def loss_of(config: DecoderConfig, device: str = "meta") -> tuple[Decoder, Callable[..., Tensor], Any]:
-    """A decoder, its loss as a pure function, and its parameters."""
-    with torch.device(device):
+def loss_of(config: DecoderConfig) -> tuple[Decoder, Callable[..., Tensor], Any]:
+    """A decoder built under `fs.deferred`, its loss as a pure function, and its parameters."""
+    with fs.deferred():
         model = Decoder(config)
     apply, params = fs.make_functional(model)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments.checks import count
 from experiments.predict.plans import PLANS
-from fnshard.launch import launch
+from fnshard.launcher import launch
 
 ROOT = Path(__file__).parents[2]
 

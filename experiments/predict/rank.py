@@ -19,7 +19,7 @@ import fnshard as fs
 from experiments.predict.plans import PLANS, Trained
 from experiments.predict.report import write
 from fnshard.compiler.timeline import Timeline
-from fnshard.launch import run_rank
+from fnshard.launcher import run_rank
 
 WARMUP = 3
 
@@ -34,7 +34,7 @@ def main(folder: Path, rounds: int, backend: str, clock: str, names: list[str]) 
     prediction is the median over the rounds, as its time is.
     """
     torch.set_num_threads(1)
-    mesh = fs.make_mesh(shard=dist.get_world_size() if dist.is_initialized() else 1, device="cpu")
+    mesh = fs.make_mesh(shard=-1, device="cpu")
     plans = [p for p in PLANS if not names or p.name in names]
     load = os.getloadavg()[0]
     trained = []

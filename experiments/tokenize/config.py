@@ -13,7 +13,7 @@ from experiments.form import Form, Help
 BROKEN = ("refuse", "skip")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenizeConfig:
     """All options.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.files import write_json
 from experiments.tracking.tracker import At, Row, Told, Tracker
 
 FOLDER = "trackers"  # of the run's folder: a file each, of what the next process must know
@@ -152,10 +152,7 @@ class Feed:
 
     def _write(self) -> None:
         values = {"known": dict(self._known), "at": [self._at.step, self._at.held_out]}
-        self._note.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._note.with_suffix(".partial")
-        partial.write_text(json.dumps(values) + "\n", encoding="utf-8")
-        os.replace(partial, self._note)
+        write_json(self._note, values)
 
 
 def place_of(row: Row) -> At:

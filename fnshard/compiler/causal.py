@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.compiler.program import mutated_args, storage_id
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
@@ -21,8 +20,7 @@ _LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
 
 def recognise_causal(graph: fx.Graph) -> int:
     """Rewrite each attention whose mask is causal (or lets all through); returns how many were."""
-    known: dict[fx.Node, str | None] = {}
-    written = {storage_id(a.meta["val"]) for n in graph.nodes for a in mutated_args(n)}
+    known: dict[tuple[fx.Node, tuple[int, ...]], str | None] = {}
     found = 0
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not _ATTENTION or len(node.args) < 4:
@@ -33,15 +31,17 @@ def recognise_causal(graph: fx.Graph) -> int:
         )
         if not isinstance(mask, fx.Node) or causal:
             continue
-        if mask not in known:
-            known[mask] = _kind(mask, written)
-        if known[mask] is None:
+        scores = (*node.meta["val"].shape[:-1], node.args[1].meta["val"].shape[-2])  # [..., T, S]
+        if (mask, scores) not in known:
+            known[mask, scores] = _kind(mask, scores)
+        kind = known[mask, scores]
+        if kind is None:
             continue
         args = [*node.args[:3], None, *node.args[4:]]
         if len(args) > 5:
-            args[5] = known[mask] == "causal"
+            args[5] = kind == "causal"
         else:
-            node.kwargs = {**node.kwargs, "is_causal": known[mask] == "causal"}
+            node.kwargs = {**node.kwargs, "is_causal": kind == "causal"}
         node.args = tuple(args)
         found += 1
     if found:
@@ -49,15 +49,15 @@ def recognise_causal(graph: fx.Graph) -> int:
     return found
 
 
-def _kind(mask: fx.Node, written: set[int]) -> str | None:
-    """ "causal", "all", or None for any other mask."""
-    if mask.meta["val"].numel() > _LIMIT:
+def _kind(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
+    """ "causal", "all", or None for any other mask, as it is broadcast to `scores` [..., T, S]."""
+    shape = mask.meta["val"].shape
+    t, s = scores[-2:]
+    if max(shape.numel(), t * s) > _LIMIT or torch.broadcast_shapes(shape, scores) != scores:
         return None
-    value = _constant(mask, written)
-    if value is None or value.dim() < 2:
+    value = _constant(mask)
+    if value is None:
         return None
-    t, s = value.shape[-2:]
-    below = torch.ones(t, s, dtype=torch.bool).tril()
     if value.dtype != torch.bool:
         lowest = torch.finfo(value.dtype).min
         if not bool(((value == 0) | (value <= lowest)).all()):
@@ -65,11 +65,13 @@ def _kind(mask: fx.Node, written: set[int]) -> str | None:
         value = value == 0
     if bool(value.all()):
         return "all"
+    # From the first query and key on, as torch's is_causal has it where T and S differ.
+    below = torch.ones(t, s, dtype=torch.bool).tril()
     return "causal" if bool((value == below).all()) else None
 
 
-def _constant(mask: fx.Node, written: set[int]) -> Tensor | None:
-    """The mask's value if it depends on no input, and nobody writes to what it is made of; else None."""
+def _constant(mask: fx.Node) -> Tensor | None:
+    """The mask's value if it depends on no input; else None."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
 
@@ -77,11 +79,7 @@ def _constant(mask: fx.Node, written: set[int]) -> Tensor | None:
         if node in seen:
             return True
         seen.add(node)
-        value = node.meta.get("val")
-        values = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
-        if node.op != "call_function" or any(storage_id(v) in written for v in values):
-            return False
-        if not all(visit(n) for n in node.all_input_nodes):
+        if node.op != "call_function" or not all(visit(n) for n in node.all_input_nodes):
             return False
         order.append(node)
         return True
@@ -91,7 +89,7 @@ def _constant(mask: fx.Node, written: set[int]) -> Tensor | None:
     env: dict[fx.Node, Any] = {}
     for node in order:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        args, kwargs = tree.map(_on_cpu, (tuple(args), dict(kwargs)))
+        args, kwargs = tree.map(_on_cpu, (tuple(args), dict(kwargs)), constants=True)
         env[node] = node.target(*args, **kwargs)
     return env[mask]
 

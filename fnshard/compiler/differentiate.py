@@ -8,19 +8,26 @@ backward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.program import OpOverload, describe
 from fnshard.compiler.remat import Policy, is_saved
+from fnshard.compiler.rounding import DECOMPOSITIONS
 from fnshard.compiler.source import Argument, Source
 from fnshard.compiler.split import Segments
+from fnshard.compiler.substitutes import LEFT_OUT, unchecked
 from fnshard.errors import SpecError, TraceError, report
 
 
@@ -109,14 +116,16 @@ def differentiate(
         )
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
     with _export_context(mode):
-        joint = aot_export_joint_simple(
-            lambda *values: tuple(map(_own, source(*values))),
-            args,
-            trace_joint=differentiable,
-            decompositions=select_decomp_table(),
-        )
+        with _refusals(), unchecked():
+            joint = aot_export_joint_simple(
+                lambda *values: tuple(map(_own, source(*values))),
+                args,
+                trace_joint=differentiable,
+                decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS},
+            )
         _check_joint(joint)
         with mode, V.set_fake_mode(mode):
+            _promote_scales(joint)
             joint_graph_passes(joint)
         if not differentiable:
             _flatten_signature(joint)
@@ -187,6 +196,27 @@ def differentiate_all(
     return out
 
 
+def _promote_scales(joint: fx.GraphModule) -> None:
+    """Write out the cast of a scaled value whose maximum is taken, where the scale has a wider dtype.
+
+    Inductor's stable softmax takes the maximum before it scales, in the dtype of what is scaled.
+    """
+    ops = torch.ops.aten
+    for node in joint.graph.find_nodes(op="call_function", target=ops.amax.default):
+        scaled = node.args[0]
+        if scaled.target not in (ops.mul.Tensor, ops.div.Tensor):
+            continue
+        dtype = scaled.meta["val"].dtype
+        for operand in dict.fromkeys(a for a in scaled.args if isinstance(a, fx.Node)):
+            if operand.meta["val"].dtype != dtype:
+                with joint.graph.inserting_before(scaled):
+                    cast = joint.graph.call_function(
+                        torch.ops.prims.convert_element_type.default, (operand, dtype)
+                    )
+                cast.meta["val"] = cast.target(operand.meta["val"], dtype)
+                scaled.replace_input_with(operand, cast)
+
+
 def _own(value: Tensor) -> Tensor:
     """A composite op may end in a view (some attention does); the export refuses to return one."""
     return value if value._base is None else value.clone()
@@ -194,6 +224,29 @@ def _own(value: Tensor) -> Tensor:
 
 def _export_context(mode: FakeTensorMode):
     return torch._guards.tracing(torch._guards.TracingContext(mode))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What only shows where ops are taken apart: derivatives of unknown shape, writes torch cannot undo."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            report(
+                f"the derivative of an op in `fn` has a shape that depends on values ({error}).",
+                fix="detach what needs no gradient (a value that index_fill sets), or write torch.where.",
+            )
+        ) from error
+    except RuntimeError as error:
+        if "functionaliz" not in str(error):
+            raise
+        raise TraceError(
+            report(
+                f"`fn` writes in place in a way that torch cannot take apart: {str(error).split('. ')[0]}.",
+                fix="use the op's out-of-place form, and no as_strided beneath a write.",
+            )
+        ) from error
 
 
 def _check_joint(joint: fx.GraphModule) -> None:
@@ -205,7 +258,7 @@ def _check_joint(joint: fx.GraphModule) -> None:
         raise TraceError(
             report(
                 f"`fn` calls operators that act beside returning values ({', '.join(effects[:4])}).",
-                fix="leave checks and prints out; of torch.linalg.inv, solve and cholesky use the _ex forms.",
+                fix="leave checks and prints out.",
             )
         )
     if random:

@@ -1,107 +1,192 @@
-"""In place: writes to activations become new values where nothing else looks at the memory.
+"""In place: every write becomes a new value, so that a program is pure and can be cut anywhere.
 
-So `x += block(x)` and `relu(inplace=True)` do not stop the program from being cut. What is left (a
-write through a view) stays in one segment, and its views are copied once the last write is done.
+A write changes one tensor and all that shares its memory. It becomes one node here: a pure function from the
+memory's first tensor, its base, to a copy in which the op is done through the same views. What reads the base
+or a view of it behind the write reads the copy, through views made again. Autograd passes through the copy,
+the views and the op as it does in torch, so that no op needs a rule of its own, and AOTAutograd makes
+functional ops of them within a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import OpOverload, mutated_args, storage_id
+from fnshard.compiler.program import mutated_args, replay, storage_id
 
 aten = torch.ops.aten
 
 
-def settle(graph: fx.Graph, propagate: Callable[[], None]) -> None:
-    """Rewrite `graph`, whose nodes carry fake values; `propagate` makes these anew after a change.
+def functionalize(graph: fx.Graph) -> fx.Graph:
+    """The same program without writes; `graph` itself where it has none.
 
-    >>> from fnshard.compiler.inplace import out_of_place
-    >>> out_of_place(torch.ops.aten.add_.Tensor)
-    <OpOverload(op='aten.add', overload='Tensor')>
+    Args:
+        graph: its nodes carry fake values, whose storages say what shares memory. Those of the result are
+            to be made anew.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> from fnshard.compiler.inplace import functionalize
+    >>> from fnshard.compiler.program import propagate, replay
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> row = graph.call_function(torch.ops.aten.select.int, (x, 0, 1))
+    >>> _ = graph.call_function(torch.ops.aten.zero_.default, (row,))
+    >>> _ = graph.output([x])
+    >>> x = torch.ones(2, 2)
+    >>> propagate(graph, [x.clone()])
+    >>> pure = functionalize(graph)
+    >>> [str(n.target) for n in pure.nodes if n.op == "call_function"]
+    ['zero_(select.int(x0, 0, 1))']
+    >>> replay(pure, [x])[0].tolist(), x.tolist()
+    ([[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]])
     """
-    replaced = [_replace(graph, node) for node in list(graph.nodes) if mutated_args(node)]
-    if any(replaced):
-        propagate()
-    if _copy_views(graph):
-        propagate()
+    return _Functional().run(graph) if any(mutated_args(n) for n in graph.nodes) else graph
 
 
-def out_of_place(target: OpOverload) -> OpOverload | None:
-    """The op that returns what this one writes into its first argument, if there is one.
+@dataclass(frozen=True, eq=False)
+class Write:
+    """One op in place as a pure function: of copies of the bases it writes to, and of what else it reads.
 
-    `aten.copy` is none: it has no derivative.
+    Returns the copies, and behind them what the op returns beside; one tensor, or several.
     """
-    if target is aten.copy_.default:
-        return None
-    namespace, name = target._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name[-1] == "_" else None
-    found = getattr(packet, target._overloadname, None)
-    return found if found is not None and not found._schema.is_mutable else None
+
+    graph: fx.Graph
+    op: fx.Node  # the write inside `graph`
+
+    def __call__(self, *values: Tensor) -> Any:
+        results = replay(self.graph, values)
+        return results[0] if len(results) == 1 else results
+
+    @property
+    def __name__(self) -> str:
+        return self.op.target.__name__.split(".")[0]
+
+    def __str__(self) -> str:
+        """The op and the views it writes through, of inputs x0, x1, ... : the same for the same code."""
+        numbers = {n: f"x{i}" for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
+
+        def text(value: Any) -> str:
+            if isinstance(value, list | tuple):
+                return f"[{', '.join(map(text, value))}]"
+            if not isinstance(value, fx.Node):
+                return repr(value)
+            if value.target is aten.clone.default and value.args[0] in numbers:
+                value = value.args[0]
+            if value in numbers:
+                return numbers[value]
+            arguments = [*map(text, value.args), *(f"{k}={text(v)}" for k, v in value.kwargs.items())]
+            name = getattr(value.target, "__name__", str(value.target)).removesuffix(".default")
+            return f"{name}({', '.join(arguments)})"
+
+        return text(self.op)
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> bool:
-    written = mutated_args(node)
-    functional = out_of_place(node.target)
-    if functional is None or len(written) != 1 or node.args[0] is not written[0]:
-        return False
-    (target,) = written
-    place = {n: i for i, n in enumerate(graph.nodes)}
-    here = place[node]
-    late = [user for user in target.users if place[user] > here]
-    memory = storage_id(target.meta["val"])
-    others = [n for n in place if place[n] < here and n is not target and memory in _memories(n)]
-    if any(place[user] > here for n in others for user in n.users) or _promotes(node, target):
-        return False
-    with graph.inserting_before(node):
-        value = graph.call_function(functional, node.args, node.kwargs)
-    value.meta = dict(node.meta)
-    node.replace_all_uses_with(value)
-    for user in late:
-        user.replace_input_with(target, value)
-    graph.erase_node(node)
-    return True
+class _Functional:
+    """One pass over a program: nodes of the old graph are keys, `read` says what they are by now."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.bases: dict[int, fx.Node] = {}  # by memory: the first tensor in it
+        self.writes: Counter[int] = Counter()  # by memory, so far
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.made_at: dict[fx.Node, dict[int, int]] = {}  # the writes that `current` has seen
+        self.same: dict[fx.Node, fx.Node] = {}  # what an op in place returns is what it wrote to
+        self.results: dict[fx.Node, list[fx.Node]] = {}  # of an op in place that returns several
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        for node in graph.nodes:
+            if isinstance(node.meta.get("val"), Tensor):
+                self.bases.setdefault(storage_id(node.meta["val"]), node)
+            if node.op == "output":
+                self.graph.output([self.read(n) for n in node.args[0]])
+            elif mutated_args(node):
+                self.write(node)
+            elif node.target is operator.getitem and node.args[0] in self.results:
+                self.bind(node, self.results[node.args[0]][node.args[1]])
+            else:
+                self.bind(node, self.graph.node_copy(node, self.read))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def bind(self, node: fx.Node, value: fx.Node) -> None:
+        """From here on `node` is `value`, of the new graph, or whatever `value`, of the old one, is."""
+        if value.graph is self.graph:
+            self.current[node] = value
+            self.made_at[node] = self._writes(node)
+        else:
+            self.same[node] = self.same.get(value, value)
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """`node` as it is now: a view of memory that was written to since is made again."""
+        node = self.same.get(node, node)
+        if self.made_at[node] != self._writes(node):
+            self.bind(node, self.graph.node_copy(node, self.read))
+        return self.current[node]
+
+    def write(self, node: fx.Node) -> None:
+        """A `Write` for `node`: its results are the bases by now, and what `node` returned beside."""
+        targets = mutated_args(node)
+        memories = list(dict.fromkeys(m for n in targets for m in _memories(n)))
+        bases = [self.bases[m] for m in memories]
+        write, inputs = _write(node, bases, set(memories), self.same)
+        made = self.graph.call_function(write, tuple(map(self.read, inputs)))
+        made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+        returned = [storage_id(v) in memories for v in _tensors(node)]
+        count = len(bases) + returned.count(False)
+        parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
+        parts = iter(parts if count > 1 else [made])
+        self.writes.update(memories)
+        for base in bases:
+            self.bind(base, next(parts))
+        aliases = iter(targets)
+        self.results[node] = [next(aliases if alias else parts) for alias in returned]
+        if isinstance(node.meta["val"], Tensor):
+            self.bind(node, self.results[node][0])
+
+    def _writes(self, node: fx.Node) -> dict[int, int]:
+        return {m: self.writes[m] for m in _memories(node)}
 
 
-def _promotes(node: fx.Node, target: fx.Node) -> bool:
-    """Whether the new value might not have the shape and dtype that a write in place keeps."""
-    kept = target.meta["val"]
-    for source in node.all_input_nodes:
-        for value in _tensors(source):
-            wider = value.dtype != kept.dtype and value.dtype.is_floating_point
-            if wider or torch.broadcast_shapes(value.shape, kept.shape) != kept.shape:
-                return True
-    return not kept.dtype.is_floating_point
+def _write(
+    node: fx.Node, bases: list[fx.Node], memories: set[int], same: dict[fx.Node, fx.Node]
+) -> tuple[Write, list[fx.Node]]:
+    """`node` as a pure function, and the old nodes that it takes."""
+    body = fx.Graph()
+    inputs: list[fx.Node] = []
+    inside: dict[fx.Node, fx.Node] = {}
+
+    def enter(old: fx.Node) -> fx.Node:
+        inputs.append(old)
+        return body.placeholder(f"x{len(inputs) - 1}")
+
+    def place(old: fx.Node) -> fx.Node:
+        old = same.get(old, old)
+        if old not in inside:
+            inside[old] = enter(old) if memories.isdisjoint(_memories(old)) else copy(old)
+        return inside[old]
+
+    def copy(old: fx.Node) -> fx.Node:
+        new = body.node_copy(old, place)
+        new.meta = {}  # all of it runs in the modes of the whole
+        return new
+
+    for base in bases:
+        inside[base] = body.call_function(aten.clone.default, (enter(base),))
+    op = copy(node)
+    values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
+    beside = [i for i, v in enumerate(values) if storage_id(v) not in memories]
+    fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in beside]
+    body.output((*(inside[base] for base in bases), *fresh))
+    return Write(body, op), inputs
 
 
-def _copy_views(graph: fx.Graph) -> bool:
-    """Give readers behind the last write to some memory a copy of the view they read."""
-    place = {n: i for i, n in enumerate(graph.nodes)}
-    nodes = list(place)
-    last = {storage_id(a.meta["val"]): place[n] for n in nodes for a in mutated_args(n)}
-    first: dict[int, fx.Node] = {}
-    changed = False
-    for node in nodes:
-        for memory in _memories(node):
-            first.setdefault(memory, node)
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or storage_id(value) not in last or first[storage_id(value)] is node:
-            continue
-        behind = nodes[max(last[storage_id(value)], place[node])]
-        late = [user for user in node.users if place[user] > place[behind]]
-        if late:
-            with graph.inserting_after(behind):
-                copy = graph.call_function(
-                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-            copy.meta = {k: node.meta[k] for k in ("autocast", "nn_module_stack") if k in node.meta}
-            for user in late:
-                user.replace_input_with(node, copy)
-            changed = True
-    return changed
+_KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -8,7 +8,8 @@ where it is used: it takes seconds, and `import fnshard` should not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fnshard.compiler.differentiate import Kernel
 from fnshard.errors import SpecError, report
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+LOG = logging.getLogger("fnshard")
 
 
 def compile_graph(
@@ -67,12 +69,21 @@ def _eager(module: fx.GraphModule) -> Boxed:
     return run
 
 
-def compile_kernel(kernel: Kernel, *, backend: str, options: Mapping[str, Any]) -> tuple[Boxed, Boxed | None]:
-    """Forward and backward of one kernel."""
-    forward = compile_graph(kernel.forward, backend=backend, options=options, is_backward=False)
-    if kernel.backward is None:
-        return forward, None
-    return forward, compile_graph(kernel.backward, backend=backend, options=options, is_backward=True)
+def compile_kernels(
+    kernels: Iterable[Kernel], *, backend: str, options: Mapping[str, Any]
+) -> dict[str, tuple[Boxed, Boxed | None]]:
+    """Forward and backward of each kernel, by name; the logger "fnshard" is told how far it is (INFO)."""
+    kernels = list(kernels)
+    graphs = [(k.name, g) for k in kernels for g in (k.forward, k.backward) if g is not None]
+    done: dict[tuple[str, bool], Boxed] = {}
+    for number, (name, graph) in enumerate(graphs, 1):
+        if backend != "eager":
+            LOG.info("compiling %d of %d kernels", number, len(graphs))
+        is_backward = (name, False) in done
+        done[name, is_backward] = compile_graph(
+            graph, backend=backend, options=options, is_backward=is_backward
+        )
+    return {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:

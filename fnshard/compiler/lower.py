@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fnshard import tree
+from fnshard.arguments import Arguments
 from fnshard.compiler.build import Plan, build
 from fnshard.compiler.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.passes import insert_frees, offload, overlap, prefetch, reshard, update_in_backward
@@ -18,6 +19,7 @@ from fnshard.compiler.schedule import Schedule
 from fnshard.compiler.split import Segments, split
 from fnshard.compiler.trace import trace
 from fnshard.compiler.verify import verify
+from fnshard.errors import TraceError
 from fnshard.mesh import Mesh
 from fnshard.spec import LayoutSpec
 
@@ -68,7 +70,7 @@ def trace_and_split(
     fn: Callable[..., Any],
     specs: Mapping[str, LayoutSpec],
     structure: tree.TreeDef,
-    batch: Sequence[Any],
+    batch: Arguments | Sequence[Any],
     mesh: Mesh,
     plan_of: PlanOf | None,
     sources: bool = False,
@@ -121,14 +123,22 @@ def lower(
     fn: Callable[..., Any],
     specs: Mapping[str, LayoutSpec],
     structure: tree.TreeDef,
-    batch: Sequence[Any],
+    batch: Arguments | Sequence[Any],
     mesh: Mesh,
     plan_of: PlanOf | None,
     passes: Passes,
     keeping: Keeping = Keeping(),
 ) -> Stages:
-    """All stages for one batch shape; needs no device and no process group."""
-    front = trace_and_split(fn, specs, structure, batch, mesh, plan_of)
+    """All stages for one batch shape; needs no device and no process group.
+
+    Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
+    """
+    try:
+        front = trace_and_split(fn, specs, structure, batch, mesh, plan_of)
+    except TraceError as error:
+        if getattr(error, "placed", True):
+            raise
+        front = trace_and_split(fn, specs, structure, batch, mesh, plan_of, sources=True)
     return schedule_for(front, specs, mesh, keeping, passes)
 
 

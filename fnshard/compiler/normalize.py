@@ -9,13 +9,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import OpOverload, mutated_args
+from fnshard.compiler.failures import refused_at
+from fnshard.compiler.program import OpOverload, describe, mutated_args, storage_id
 from fnshard.compiler.random import ops
 from fnshard.compiler.refuse import higher_order
 from fnshard.errors import TraceError, report
@@ -86,6 +88,15 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
             continue
         if not isinstance(old.target, OpOverload) and getattr(old.target, "__module__", "") != "_operator":
             raise higher_order(str(old.target))
+        if torch.Tag.inplace_view in getattr(old.target, "tags", ()):
+            # The tensor gets another shape, its memory nothing: from here on the name means a view.
+            args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__)
+            env[old] = env[old.args[0]] = graph.call_function(_view_form(old.target), args, kwargs)
+            continue
+        _check_out(old)
+        if not grad and (same := _same(old)) is not None:
+            env[old] = env[same]
+            continue
         read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
         args, kwargs = fx.map_arg((old.args, old.kwargs), read)
         before = set(graph.nodes) if old in keys else set()
@@ -104,9 +115,68 @@ def _returns_written(old: fx.Node, written: list[fx.Node]) -> bool:
     return len(written) == 1 and len(old.target._schema.returns) == 1
 
 
+def _same(node: fx.Node) -> fx.Node | None:
+    """The input that a node's value is, if it is one: of a cast to its own dtype, or of dropout in eval mode.
+
+    Under no_grad it keeps its gradient, as nothing else does, and the tracer takes it for what was made last.
+    """
+    if _is_inert(node):
+        return node.args[0]
+    source, place = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
+    if not isinstance(source.target, OpOverload) or source.target._schema.is_mutable:
+        return None
+    inputs = {n: n.meta.get("val") for n in source.all_input_nodes}
+    memories = {storage_id(v) for v in inputs.values() if isinstance(v, Tensor)}
+    if not isinstance(node.meta.get("val"), Tensor) or storage_id(node.meta["val"]) not in memories:
+        return None
+    args, kwargs = fx.map_arg((source.args, source.kwargs), inputs.__getitem__)
+    with torch.no_grad():
+        made = source.target(*args, **kwargs)
+    value = made if place is None else made[place]
+    return next((n for n, v in inputs.items() if v is value), None)
+
+
+def _view_form(target: OpOverload) -> OpOverload:
+    """`aten.transpose` of `aten.transpose_`; others (resize_, set_) change the memory itself."""
+    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
+    types = [str(a.type) for a in target._schema.arguments]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if found.is_view and [str(a.type) for a in found._schema.arguments] == types:
+            return found
+    raise TraceError(
+        report(
+            f"`fn` changes what memory a tensor has by {target}, which a trace loses.",
+            fix="make a new tensor (x.reshape, x.new_zeros, torch.cat) and use that from there on.",
+        )
+    )
+
+
+def _check_out(old: fx.Node) -> None:
+    """Refuse `out=` of another shape than the result's: the tensor would be given other memory."""
+    if not isinstance(old.target, OpOverload) or not old.target._schema.is_mutable:
+        return
+    if not any(a.is_out for a in old.target._schema.arguments):
+        return
+    value = old.meta["val"]
+    made = value if isinstance(value, list | tuple) else [value]
+    pairs = [(n.meta["val"].shape, v.shape) for n, v in zip(mutated_args(old), made, strict=False)]
+    wrong = [f"{list(before)} for {list(after)}" for before, after in pairs if before != after]
+    if wrong:
+        raise TraceError(
+            report(
+                f"`fn` calls {old.target} with an out= of another shape than the result's:",
+                wrong,
+                "leave out= away, or pass a tensor of the result's shape.",
+            )
+        )
+
+
 def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.Node]) -> fx.Node:
     value = old.meta.get("val")
-    return detach(new) if isinstance(value, Tensor) and value.dtype.is_floating_point else new
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return new
+    return detach(new)
 
 
 # ------------------------------------------------------------------ random ops
@@ -127,11 +197,16 @@ def _is_random(node: fx.Node) -> bool:
         return False
     if node.target is aten.scaled_dot_product_attention.default:
         return _argument(node, "dropout_p") not in (None, 0, 0.0)
-    if node.target in _INERT and not _argument(node, "train", "training"):
+    if _is_inert(node):
         return False
     if node.target in _RECURRENT and not (_argument(node, "train") and _argument(node, "dropout")):
         return False
     return torch.Tag.nondeterministic_seeded in node.target.tags or node.target in _RANDOM
+
+
+def _is_inert(node: fx.Node) -> bool:
+    """Whether it is dropout in eval mode."""
+    return node.target in _INERT and not _argument(node, "train", "training")
 
 
 def _argument(node: fx.Node, *names: str) -> Any:
@@ -153,30 +228,53 @@ def _with_argument(node: fx.Node, args: tuple, kwargs: dict, name: str, value: A
 
 def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
     if key is None:
-        if old.target in _INERT and not _argument(old, "train", "training"):
-            return args[0]  # dropout in eval mode
+        if _is_inert(old):
+            return args[0]
         if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
             args, kwargs = _with_argument(old, args, kwargs, "sparse", False)
         node = graph.call_function(old.target, args, kwargs)
         node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
     if old.target not in _RANDOM:
-        raise TraceError(
-            report(
-                f"`fn` draws random numbers with {old.target}, which has no counter-based form here.",
-                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli, their *_like and "
-                "in-place forms, or draw the numbers outside and pass them with the batch.",
-            )
+        raise refused_at(
+            f"`fn` draws random numbers with {old.target}, which has no counter-based form here:",
+            [(old, f"{old.name} {describe(old.meta['val'])}")],
+            "use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli, torch.normal, their "
+            "*_like and in-place forms, torch.randperm, torch.multinomial, or draw the numbers outside and "
+            "pass them with the batch.",
         )
     bound = dict(zip([a.name for a in old.target._schema.arguments], args, strict=False)) | dict(kwargs)
     if bound.get("generator") is not None:
         raise TraceError(_GENERATOR)
     for argument in old.target._schema.arguments:
         bound.setdefault(argument.name, argument.default_value)
+    _check_draw(old)
     target, arguments = _RANDOM[old.target](bound, key, old.meta["val"])
     value = graph.call_function(target, arguments)
     # A draw in place is written back: views of the tensor see it too.
-    return graph.call_function(ops.write_.default, (args[0], value)) if mutated_args(old) else value
+    return graph.call_function(aten.copy_.default, (args[0], value)) if mutated_args(old) else value
+
+
+def _check_draw(old: fx.Node) -> None:
+    """Let torch judge the arguments, on tensors without elements: on those without values it takes any."""
+    if len(old.all_input_nodes) > 1:
+        return  # attention, or probabilities that are a tensor
+
+    def empty(node: fx.Node) -> Tensor:
+        return torch.empty((0,) * max(1, node.meta["val"].dim()), dtype=node.meta["val"].dtype)
+
+    named = zip([a.name for a in old.target._schema.arguments], old.args, strict=False)
+    arguments = fx.map_arg(dict(named) | dict(old.kwargs), empty)
+    changed = {"size": [0], "device": "cpu"}
+    try:
+        old.target(**{n: changed.get(n, v) for n, v in arguments.items()})
+    except RuntimeError as error:
+        raise TraceError(
+            report(
+                f"`fn` draws by {old.target} what torch refuses: {str(error).splitlines()[0]}",
+                fix="give it limits that the dtype has.",
+            )
+        ) from error
 
 
 Draw = Callable[[dict[str, Any], fx.Node, Tensor], tuple[Any, tuple[Any, ...]]]
@@ -211,15 +309,19 @@ _RANDOM: dict[Any, Draw] = {
     aten.bernoulli_.Tensor: lambda b, key, val: (
         ops.bernoulli.default, (b["p"], key, list(val.shape), val.dtype)),
     aten.rand.default: _shaped(ops.uniform.default),
+    aten.rand.generator: _shaped(ops.uniform.default),
     aten.rand_like.default: _shaped(ops.uniform.default),
     aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),
     aten.randn.default: _shaped(ops.normal.default),
+    aten.randn.generator: _shaped(ops.normal.default),
     aten.randn_like.default: _shaped(ops.normal.default),
     aten.normal_.default: _shaped(ops.normal.default, "mean", "std"),
     aten.normal.float_float: _shaped(ops.normal.default, "mean", "std"),
     aten.exponential_.default: _shaped(ops.exponential.default, "lambd"),
     aten.randint.default: _integers(None),
     aten.randint.low: _integers("low"),
+    aten.randint.generator: _integers(None),
+    aten.randint.low_generator: _integers("low"),
     aten.randint_like.default: _integers(None),
     aten.randint_like.low_dtype: _integers("low"),
     aten.scaled_dot_product_attention.default: lambda b, key, val: (

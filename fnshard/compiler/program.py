@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from fnshard.guard import Guard
 from fnshard.tree import TreeDef
 
 
@@ -52,13 +53,14 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Program:
-    """The captured forward. `inputs` name the graph's placeholders in order."""
+    """The captured forward. `inputs` name the graph's placeholders in order; it holds while `guard` does."""
 
     graph: fx.Graph
     inputs: tuple[Input, ...]
     constants: Mapping[str, Tensor]
     outputs: Outputs
     fake_mode: Any = field(repr=False, default=None)
+    guard: Guard = field(repr=False, default_factory=Guard)
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -140,6 +142,15 @@ def replay(
             if seen is not None:
                 seen(node, env[node])
     raise AssertionError("a graph without an output")
+
+
+def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
+    """Run the graph on fakes, and keep each node's value (with its `requires_grad`) in `meta`."""
+
+    def keep(node: fx.Node, value: Any) -> None:
+        node.meta["val"] = value
+
+    replay(graph, inputs, keep)
 
 
 def storage_id(value: Tensor) -> int:

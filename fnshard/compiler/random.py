@@ -8,6 +8,7 @@ are composite: autograd and Inductor see plain integer arithmetic, which fuses i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ _LIB.define("feature_dropout(Tensor x, Tensor key, float p) -> Tensor")
 _LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features) -> Tensor")
 _LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
 _LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("write(Tensor x, Tensor value) -> Tensor")
-_LIB.define("write_(Tensor(a!) x, Tensor value) -> Tensor(a!)")
 _LIB.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
     "float? scale, bool enable_gqa) -> Tensor"
@@ -51,45 +50,87 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def _bits(key: Tensor, shape: list[int], stream: int) -> Tensor:
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+
+
+def _bits(key: Tensor, shape: list[int], stream: int, streams: int = 2) -> Tensor:
     count = math.prod(shape)
     index = torch.arange(count, dtype=torch.int64, device=key.device).reshape(shape)
     # Consecutive counters from a well-mixed key: the finaliser alone decorrelates them. (No constant
     # factor on the index: Inductor would fold it into an index expression that overflows.)
-    return mix(key + (index * 2 + stream))
+    return mix(key + (index * streams + stream))
 
 
-def _unit(key: Tensor, shape: list[int], stream: int = 0) -> Tensor:
-    # 24 bits: every value is exact in fp32 and below one in every dtype of at least that precision.
-    return _shift(_bits(key, shape, stream), 40).to(torch.float32) * 2.0**-24
+def _unit(key: Tensor, shape: list[int], stream: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Multiples of 2^-digits in [0, 1), exact in `dtype`, which computes in fp32 if it is a half type."""
+    digits = _DIGITS[dtype]
+    wide = torch.promote_types(dtype, torch.float32)
+    return _shift(_bits(key, shape, stream), 64 - digits).to(wide) * 2.0**-digits
+
+
+def _by_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Complex numbers whose real and imaginary parts are drawn."""
+    return torch.view_as_complex(draw(key, [*shape, 2], dtype.to_real()))
 
 
 def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0, high: float = 1.0):
-    value = _unit(key, shape)
-    return (value if (low, high) == (0.0, 1.0) else value * (high - low) + low).to(dtype)
+    if dtype.is_complex:
+        return _by_parts(lambda *a: _uniform(*a, low, high), key, shape, dtype)
+    value = _unit(key, shape, 0, dtype)
+    if (low, high) == (0.0, 1.0):
+        return value.to(dtype)
+    value = (value * (high - low) + low).to(dtype)
+    return torch.where(value >= high, low, value)  # rounding may reach `high`
 
 
 def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0):
-    u1 = 1.0 - _unit(key, shape, 0)  # in (0, 1]: its log is finite
-    u2 = _unit(key, shape, 1)
+    if dtype.is_complex:
+        return _by_parts(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
+    wide = torch.promote_types(dtype, torch.float32)
+    u1 = 1.0 - _unit(key, shape, 0, wide)  # in (0, 1]: its log is finite
+    u2 = _unit(key, shape, 1, wide)
     value = torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)
     return (value if (mean, std) == (0.0, 1.0) else value * std + mean).to(dtype)
 
 
 def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float) -> Tensor:
-    value = -torch.log(1.0 - _unit(key, shape))
-    return (value.clamp(min=2.0**-25) / rate).to(dtype)  # never zero, as in torch: its log is taken
+    wide = torch.promote_types(dtype, torch.float32)
+    value = -torch.log(1.0 - _unit(key, shape, 0, wide))
+    value = value.clamp(min=0.5 ** (_DIGITS[wide] + 1)) / rate
+    return value.clamp(min=torch.finfo(dtype).tiny).to(dtype)  # never zero, as in torch: its log is taken
 
 
 def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (_shift(_bits(key, shape, 0), 33) % (high - low) + low).to(dtype)
+    """Each of low, ..., high - 1 equally often, to within one part in 2^32."""
+    if dtype.is_floating_point:
+        low, high = -_floor(-low, dtype), _floor(high - 1, dtype) + 1
+    span, half = high - low, 1 << 63
+    # Below `even` all remainders are equally frequent; wider spans are hit or missed by 64 bits as they are.
+    even = half - half % span if span < half else 0
+    missed = 1 - (even / half if even else span / (2 * half))
+    draws = math.ceil(32 / -math.log2(missed)) if missed > 0 else 1
+    value = None
+    for stream in range(draws):
+        bits = _bits(key, shape, stream, draws)
+        last = value
+        value = _shift(bits, 1) % span + low if even else bits.clamp(low, high - 1)
+        if last is not None:
+            hit = _shift(bits, 1) < even if even else value == bits
+            value = torch.where(hit, value, last)
+    return value.to(dtype)
+
+
+def _floor(value: int, dtype: torch.dtype) -> int:
+    """The largest number of a float type that is at most `value`."""
+    drop = max(0, abs(value).bit_length() - _DIGITS[dtype])
+    return value >> drop << drop
 
 
 def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int]) -> Tensor:
     if p >= 1.0:
         return x * 0
     keep = _unit(key, shape) >= p
-    return x * (keep.to(x.dtype) * (1.0 / (1.0 - p)))
+    return x * keep.to(x.dtype) * (1.0 / (1.0 - p))  # a factor in x's dtype would be rounded before
 
 
 def _dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
@@ -117,20 +158,11 @@ _SELU_LIMIT = 1.7580993408473766
 
 
 def _bernoulli(p: Tensor, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (_unit(key, shape) < p).to(dtype)
+    return (_unit(key, shape, 0, torch.float64) < p).to(dtype)
 
 
 def _bernoulli_below(p: float, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (_unit(key, shape) < p).to(dtype)
-
-
-def _write(x: Tensor, value: Tensor) -> Tensor:
-    return value.clone()
-
-
-def _write_(x: Tensor, value: Tensor) -> Tensor:
-    """`x.copy_(value)`, a draw in place. It has an out-of-place form with a gradient, which `copy_` lacks."""
-    return x.copy_(value)
+    return (_unit(key, shape, 0, torch.float64) < p).to(dtype)
 
 
 def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
@@ -157,7 +189,7 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
 for _name, _impl in {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
     "feature_dropout": _feature_dropout, "bernoulli": _bernoulli, "attention": _attention,
-    "write": _write, "write_": _write_, "bernoulli_below": _bernoulli_below, "exponential": _exponential,
+    "bernoulli_below": _bernoulli_below, "exponential": _exponential,
     "alpha_dropout": _alpha_dropout,
 }.items():  # fmt: skip
     _LIB.impl(_name, _impl, "CompositeImplicitAutograd")

@@ -7,11 +7,10 @@ or a checkpoint writer beside it is left in peace.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,10 @@ from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fnshard import errors as fnshard_errors
+from fnshard.compiler.failures import Call
+from fnshard.compiler.host_random import DRAWS, draws
+from fnshard.compiler.positions import positions
+from fnshard.compiler.substitutes import SUBSTITUTES, unvalidated
 from fnshard.errors import TraceError, report
 
 _AUTOGRAD_FUNCTION = report(
@@ -82,7 +84,7 @@ _DEVICE = report(
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
-Guard = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
+Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 
 
 def higher_order(name: str) -> TraceError:
@@ -91,40 +93,56 @@ def higher_order(name: str) -> TraceError:
 
 
 @contextmanager
-def refusals(device: torch.device) -> Iterator[None]:
+def refusals(device: torch.device) -> Iterator[Calls]:
     """While tracing on this thread, calls that would be lost in silence raise a TraceError.
 
     `device`: the trace's own. Any other but the host is refused: torch may know it by name alone, and
     aborts the process where such a fake tensor meets autograd.
     """
-    tracer = threading.get_ident()
+    tracer: int | None = threading.get_ident()
 
     def here() -> bool:
         return threading.get_ident() == tracer
 
+    def end() -> None:  # what was imported by its name while tracing stays patched, and must do no harm
+        nonlocal tracer
+        tracer = None
+
     with ExitStack() as stack:
+        stack.callback(end)
         # A compiled submodule is traced through as the function it was made from.
         import torch._dynamo.config as dynamo_config  # here: it brings Dynamo, which takes seconds
 
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
-        for owner, name, guard in _guards():
+        for owner, name, patch in _patches():
             original = inspect.getattr_static(owner, name)
-            stack.enter_context(mock.patch.object(owner, name, guard(original, here)))
-        stack.enter_context(_OneDevice(device))
+            stack.enter_context(mock.patch.object(owner, name, patch(original, here)))
+        stack.enter_context(_quiet(here))
+        yield stack.enter_context(Calls(device))
+
+
+@contextmanager
+def _quiet(here: Callable[[], bool]) -> Iterator[None]:
+    """Torch logs a traceback of its own for an op that fails on fakes; the error says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not (here() and record.msg.startswith("failed while attempting to run meta"))
+
+    logger.addFilter(passes)
+    try:
         yield
+    finally:
+        logger.removeFilter(passes)
 
 
-def user_frame(error: BaseException) -> str:
-    """`file:line` of the innermost frame that is neither torch's nor ours; "" where there is none."""
-    ours = tuple(f"{Path(m).parent}/" for m in (torch.__file__, fnshard_errors.__file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+class Calls(TorchFunctionMode):
+    """Sees every torch function that `fn` calls. `failed`: the one that failed last."""
 
-
-class _OneDevice(TorchFunctionMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
+        self.failed: Call | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,10 +158,22 @@ class _OneDevice(TorchFunctionMode):
             kind = torch.device(asked).type
             if kind not in (self.device.type, "cpu", "meta"):
                 raise TraceError(_DEVICE.format(asked=kind, name=name, device=self.device.type))
-        return func(*args, **kwargs)
+        if name in _READS:
+            args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
+        try:
+            if name in _INDEXED:
+                args = (args[0], positions(args[1], args[0].shape), *args[2:])
+            return SUBSTITUTES.get(func, func)(*args, **kwargs)
+        except Exception as error:
+            self.failed = Call(error, func, (*args, *kwargs.values()))
+            raise
 
 
-def _guards() -> Iterator[tuple[Any, str, Guard]]:
+_INDEXED = {"__getitem__", "__setitem__"}
+_READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
+
+
+def _patches() -> Iterator[tuple[Any, str, Patch]]:
     yield torch.autograd.Function, "apply", _function_apply
     yield torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -162,12 +192,15 @@ def _guards() -> Iterator[tuple[Any, str, Guard]]:
     for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
         yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
     yield HigherOrderOperator, "__call__", _higher_order_call
+    for owner, attribute, function, name, when in draws():
+        yield owner, attribute, _instead(function, _refuse(DRAWS, name, when))
+    yield from unvalidated()
     yield torch.Tensor, "data", _data
     yield torch.Tensor, "grad_fn", _grad_fn
 
 
-def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Guard:
-    def guard(original: Any, here: Callable[[], bool]) -> Any:
+def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Patch:
+    def patch(original: Any, here: Callable[[], bool]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if here() and when(*args, **kwargs):
                 raise TraceError(message.format(name=name))
@@ -175,7 +208,12 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
 
         return call
 
-    return guard
+    return patch
+
+
+def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
+    """A patch of a function that is bound to its object already."""
+    return lambda _, here: patch(function, here)
 
 
 def _is_users_hook(context: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -18,7 +18,8 @@ from fnshard.compiler.program import OpOverload
 from fnshard.compiler.split import Segment, Segments
 from fnshard.errors import SpecError, report
 
-Remat = str | float | Mapping[str, str | float]
+Kept = Literal["none", "unit", "offload", "unit+offload"]
+Remat = Kept | float | Mapping[str, Kept | float]
 
 
 @dataclass(frozen=True)

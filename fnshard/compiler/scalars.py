@@ -37,6 +37,24 @@ class Summary:
     flags: Mapping[str, Tensor]
 
 
+def rescale(summary: Summary | None, unscale: float, divisor: float, device: torch.device) -> Tensor | None:
+    """What reduced gradients must be multiplied by before they are used, in fp64, if anything.
+
+    Args:
+        summary: None while the scalars are still under way.
+        unscale: what is due whatever they say: the loss scale undone, and what the seed left over.
+        divisor: what gradients were divided by on the way; a Mean's count takes its place.
+    """
+    factor = None
+    if unscale != 1.0:
+        factor = torch.full((), unscale, dtype=torch.float64, device=device)
+    if summary is not None and summary.count is not None:
+        safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
+        mean = torch.where(summary.count > 0, divisor / safe, 0.0)
+        factor = mean if factor is None else factor * mean
+    return factor
+
+
 @dataclass(frozen=True)
 class Scalars:
     """How the vector is laid out: fixed at lowering, equal on all ranks.

@@ -221,6 +221,19 @@ def _shortened(names: Names) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
+def leaf_of(name: str) -> str:
+    """The path of the leaf that a value's name speaks of; "" where it is none."""
+    if name.startswith("t:"):  # a numbered copy
+        name = name[2:].rpartition("#")[0]
+    kind, _, rest = name.removeprefix("h:").partition(":")
+    if kind not in ("s", "p", "g", "o"):
+        return ""
+    path = rest.rstrip("+") if kind == "g" else rest
+    for mark in {"p": "#", "g": "@#"}.get(kind, ""):
+        path = path.rpartition(mark)[0] or path
+    return path
+
+
 def is_lent(name: str) -> bool:
     """Whether a value lies in a host buffer that goes back to the pool: all copies but masters (`h:s:`)."""
     return name.startswith("h:") and not name.startswith("h:s:")
@@ -236,7 +249,7 @@ COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, ReduceScalars)
 TRANSFERS = (ToDevice, ToHost)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """The instructions of one step and what they name.
 
@@ -247,16 +260,16 @@ class Schedule:
     """
 
     instructions: tuple[Instruction, ...]
-    kernels: Mapping[str, Kernel] = field(repr=False)
-    buckets: Mapping[str, Bucket] = field(repr=False)
-    specs: Mapping[str, LayoutSpec] = field(repr=False)
+    kernels: Mapping[str, Kernel]
+    buckets: Mapping[str, Bucket]
+    specs: Mapping[str, LayoutSpec]
     mesh: Mesh
     inputs: Names = ()
     outputs: Names = ()
     accumulate: int = 1
     planned: int = 1
     scalars: int = 0
-    reduced: Mapping[str, str] = field(default_factory=dict, repr=False)
+    reduced: Mapping[str, str] = field(default_factory=dict)
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
         """The same schedule with other lines."""
@@ -308,6 +321,11 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.as_text()
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({len(self.instructions)} instructions, {len(self.kernels)} kernels, mesh {self.mesh})"
+        )
 
 
 def wire_bytes(schedule: Schedule, instruction: Instruction) -> int:

@@ -12,13 +12,14 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import Input, Program, describe, mutated_args, storage_id
+from fnshard.compiler.derived import Derived, derived
+from fnshard.compiler.program import Input, Program, describe, storage_id
 from fnshard.compiler.source import Source, extract
-from fnshard.errors import TraceError, report
 from fnshard.spec import LayoutSpec
 
 
@@ -66,11 +67,7 @@ class Segments:
 
 
 def split(program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str]) -> Segments:
-    """Cut `program`; `cuts` are the paths whose reading matters (gathered or reduced leaves).
-
-    Raises:
-        TraceError: a value is written to in a region that would have to be cut.
-    """
+    """Cut `program`; `cuts` are the paths whose reading matters (gathered or reduced leaves)."""
     facts = _classify(program, {p: specs[p].unit for p in cuts})
     order = _order(program, facts)
     bounds = _bounds(order, facts, program)
@@ -80,81 +77,83 @@ def split(program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str
 # ------------------------------------------------------------------ which nodes are lazy
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Facts:
-    """What cutting needs to know of each node."""
+    """What cutting needs to know of each node.
 
-    units: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # read through lazy inputs
-    within: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # of a pure node: all it rests on
-    lazy: set[fx.Node] = field(default_factory=set)
-    pure: set[fx.Node] = field(default_factory=set)  # depends on leaves and constants alone
-    terms: dict[str, list[fx.Node]] = field(default_factory=dict)  # small pure nodes by home unit
-    deferred: set[fx.Node] = field(default_factory=set)  # terms and their combinations: on demand
-    weight: dict[fx.Node, int] = field(default_factory=dict)  # elements of the leaves a pure node reads
-    inputs: dict[fx.Node, Input] = field(default_factory=dict)
+    `units`: those it reads, itself or through lazy nodes. `lazy`: made again where they are read. `deferred`:
+    small derived values, made once: by unit where they rest on one (`terms`), else on demand.
+    """
 
-
-TERM_RATIO = 16  # a pure value this much smaller than its leaves may cross: a norm, a penalty
+    inputs: Mapping[fx.Node, Input]
+    units: Mapping[fx.Node, frozenset[str]]
+    lazy: set[fx.Node]
+    deferred: set[fx.Node]
+    terms: Mapping[str, list[fx.Node]]
 
 
 def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
-    facts = _Facts(inputs=dict(zip(program.placeholders, program.inputs, strict=True)))
-    written = {storage_id(a.meta["val"]) for n in program.graph.nodes for a in mutated_args(n)}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            source = facts.inputs[node]
-            unit = unit_of.get(source.name) if source.kind == "leaf" else None
-            facts.units[node] = facts.within[node] = frozenset([unit] if unit else [])
-            if source.kind in ("leaf", "constant"):
-                facts.pure.add(node)
-                facts.weight[node] = node.meta["val"].numel() if source.kind == "leaf" else 0
-        elif node.op == "call_function":
-            _classify_node(node, facts, written)
-    _find_terms(program, facts)
-    return facts
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    leaves = {n: unit_of.get(i.name) for n, i in inputs.items() if i.kind == "leaf"}
+    rests = derived(program.graph, leaves, [n for n, i in inputs.items() if i.kind == "constant"])
+    calls = [n for n in program.graph.nodes if n.op == "call_function"]
+    lazy: set[fx.Node] = set()
+    for node in calls:
+        if node.target is operator.getitem:  # it stays with its producer
+            lazy.update([node] if node.args[0] in lazy else [])
+        elif (node in rests and len(rests.units(node)) <= 1) or _is_view(node):
+            lazy.add(node)
+    terms = _find_terms(calls, rests, lazy)
+    lazy -= {n for of_unit in terms.values() for n in of_unit}
+    deferred = _find_deferred(calls, rests, lazy, terms)
+    units = {n: frozenset([u] if (u := leaves.get(n)) else []) for n in inputs}
+    for node in calls:
+        reads = (units[n] for n in node.all_input_nodes if n in lazy or n in inputs)
+        units[node] = frozenset().union(*reads)
+    return _Facts(inputs, units, lazy, deferred, terms)
 
 
-def _classify_node(node: fx.Node, facts: _Facts, written: set[int]) -> None:
-    sources = node.all_input_nodes
-    is_written = any(storage_id(t) in written for t in _tensors(node))
-    pure = all(n in facts.pure for n in sources) and not is_written
-    reads = frozenset().union(*(facts.units[n] for n in sources if n in facts.lazy or n.op == "placeholder"))
-    if pure:
-        facts.pure.add(node)
-        facts.weight[node] = sum(facts.weight[n] for n in sources)
-        facts.within[node] = frozenset().union(*(facts.within[n] for n in sources))
-    if (
-        (pure and len(facts.within[node]) <= 1)
-        or (_is_view(node) and not is_written)
-        or node.target is operator.getitem
-    ):
-        # A getitem stays with its producer: a view's is lazy, an op's own is main.
-        producer_main = node.target is operator.getitem and sources[0] not in facts.lazy
-        if not producer_main:
-            facts.lazy.add(node)
-    facts.units[node] = reads
+def _find_terms(calls: list[fx.Node], rests: Derived, lazy: set[fx.Node]) -> dict[str, list[fx.Node]]:
+    """Small values of one unit's leaves that main nodes rest on, by unit: what can cross instead of leaves.
+
+    A large one that is made of small ones alone (a norm, expanded) is made again from these.
+    """
+
+    @cache
+    def small_sources(node: fx.Node) -> tuple[fx.Node, ...] | None:
+        if not rests.units(node):
+            return ()
+        if node.op != "call_function":
+            return None
+        if rests.is_small(node) and not _is_view(node):
+            return (node,)
+        found = [small_sources(n) for n in node.all_input_nodes]
+        if None in found:
+            return (node,) if rests.is_small(node) else None
+        return tuple(dict.fromkeys(n for each in found for n in each))
+
+    terms: dict[str, list[fx.Node]] = {}
+    for node in [n for n in calls if n not in lazy]:
+        read = [n for n in node.all_input_nodes if n in lazy and len(rests.units(n)) == 1]
+        for term in [t for n in read for t in small_sources(n) or ()]:
+            (unit,) = rests.units(term)
+            if term not in terms.setdefault(unit, []):
+                terms[unit].append(term)
+    return terms
 
 
-def _find_terms(program: Program, facts: _Facts) -> None:
-    """Small pure nodes read by main ones are computed in their unit; their sums wherever wanted."""
-
-    def small(node: fx.Node) -> bool:
-        size = sum(t.numel() for t in _tensors(node))
-        return node.op == "call_function" and size * TERM_RATIO <= facts.weight.get(node, 0)
-
-    for node in program.graph.nodes:
-        if node.op != "call_function" or node in facts.lazy:
-            continue
-        carriers = [n for n in node.all_input_nodes if n in facts.pure and facts.within[n]]
-        if node in facts.pure and carriers and all(small(n) or n in facts.deferred for n in carriers):
-            facts.deferred.add(node)  # a combination of terms of several units
-        for term in [n for n in carriers if n in facts.lazy and small(n)]:
-            facts.lazy.discard(term)
-            facts.deferred.add(term)
-            facts.terms.setdefault(next(iter(facts.within[term])), []).append(term)
-        facts.units[node] = frozenset().union(
-            *(facts.units[n] for n in node.all_input_nodes if n in facts.lazy or n.op == "placeholder")
-        )
+def _find_deferred(
+    calls: list[fx.Node], rests: Derived, lazy: set[fx.Node], terms: Mapping[str, list[fx.Node]]
+) -> set[fx.Node]:
+    """Terms, and what is made of terms of several units (their sum): wherever it is read first."""
+    deferred = {n for of_unit in terms.values() for n in of_unit}
+    rest_on_terms = set(deferred)
+    for node in calls:
+        sources = [n for n in node.all_input_nodes if rests.units(n)]
+        if sources and node in rests and rest_on_terms.issuperset(sources):
+            rest_on_terms.add(node)
+            deferred.update([] if node in lazy else [node])
+    return deferred
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
@@ -165,7 +164,7 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 def _is_view(node: fx.Node) -> bool:
     outs = {storage_id(t) for t in _tensors(node)}
     ins = {storage_id(t) for n in node.all_input_nodes for t in _tensors(n)}
-    return bool(outs) and outs <= ins and not mutated_args(node)
+    return bool(outs) and outs <= ins
 
 
 # ------------------------------------------------------------------ order and cuts
@@ -184,6 +183,9 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
         if node not in placed:
             placed.add(node)
             order.append(node)
+            for result in _results(node):
+                if result not in facts.lazy:
+                    place(result)
 
     wanted = {n for r in program.results for n in [r, *_closure(r, facts)]}
     for node in program.graph.nodes:
@@ -192,7 +194,7 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
         if node in facts.deferred:
             continue
         place(node)
-        for unit in facts.units[node] - home:
+        for unit in sorted(facts.units[node] - home):
             home.add(unit)
             for term in facts.terms.get(unit, []):
                 place(term)
@@ -200,6 +202,11 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
         if node in facts.deferred and node in wanted:
             place(node)
     return order
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The tensors of an op that returns several: no cut comes between it and these."""
+    return [n for n in node.users if n.target is operator.getitem]
 
 
 def _closure(node: fx.Node, facts: _Facts) -> list[fx.Node]:
@@ -245,8 +252,6 @@ def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple
             first = tuple(sorted(reads))
         elif not reads <= current:
             options = [c for c in range(last_read + 1, position + 1) if c not in forbidden]
-            if not options:
-                _refuse_mutation(order, last_read + 1, position, forbidden)
             least = min(cost[c] for c in options)
             cheapest = tuple(c for c in options if cost[c] == least)
             cuts.append(
@@ -284,7 +289,7 @@ def _place(cuts: list[_Cut]) -> list[int]:
     return places
 
 
-def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[list[int], dict[int, fx.Node]]:
+def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[list[int], set[int]]:
     """Bytes alive across a cut before each position, and the positions where a cut is forbidden."""
     position = {n: i for i, n in enumerate(order)}
     end = len(order)
@@ -305,38 +310,19 @@ def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[li
     for d in delta[: end + 1]:
         total += d
         cost.append(total)
-    return cost, _forbidden(order, position)
+    return cost, _forbidden(position)
 
 
-def _forbidden(order: list[fx.Node], position: Mapping[fx.Node, int]) -> dict[int, fx.Node]:
-    first: dict[int, int] = {}
-    out: dict[int, fx.Node] = {}
-    for i, node in enumerate(order):
-        for tensor in _tensors(node):
-            first.setdefault(storage_id(tensor), i)
-        for arg in mutated_args(node):
-            begin = first.get(storage_id(arg.meta["val"]), i)
-            out.update(dict.fromkeys(range(begin + 1, i + 1), node))
-        if node.target is operator.getitem:
-            producer = position[node.args[0]]
-            out.update(dict.fromkeys(range(producer + 1, i + 1), node))
-        owner = node.args[0] if node.target is operator.getitem else node
-        if any(first[storage_id(tensor)] < position[owner] for tensor in _tensors(node)):
-            # A view of memory that was written to: what crosses is the copy behind it, never the view.
-            readers = [position[user] for user in node.users if user in position]
-            out.update(dict.fromkeys(range(i + 1, max(readers, default=i) + 1), node))
+def _forbidden(position: Mapping[fx.Node, int]) -> set[int]:
+    """Between an op of several results and these: what crosses is a tensor.
+
+    A result of a lazy op makes its own op again, wherever it is.
+    """
+    out: set[int] = set()
+    for node, i in position.items():
+        for result in _results(node):
+            out.update(range(i + 1, position.get(result, i) + 1))
     return out
-
-
-def _refuse_mutation(order: list[fx.Node], start: int, stop: int, forbidden: Mapping[int, fx.Node]) -> None:
-    ops = sorted({str(forbidden[c].target).removesuffix(".default") for c in range(start, stop + 1)})
-    raise TraceError(
-        report(
-            f"`fn` writes in place ({', '.join(ops)}) to a value while it reads the leaves of several units, "
-            f"so the program cannot be cut between them (near {order[stop].name}).",
-            fix="collect the parts and torch.stack or torch.cat them, or put the leaves into one unit.",
-        )
-    )
 
 
 # ------------------------------------------------------------------ building

@@ -1,13 +1,16 @@
-"""Stacks: while a function is traced, each node's line in the user's code."""
+"""Stacks: which line of the user's code a node was traced at, or an error left."""
 
 from __future__ import annotations
 
 import linecache
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from fnshard import errors
 
 _LIBRARIES = tuple(str(Path(module.__file__).parent) + os.sep for module in (torch, errors))
+_GENERATED = ("<frozen ", "<eval_with_key>", "<attrs ", "<__array_function__")
+_PYTHON, _INSTALLED = sysconfig.get_paths()["stdlib"] + os.sep, f"{os.sep}site-packages{os.sep}"
 
 
 class _Stacks(TorchFunctionMode):
@@ -39,8 +44,49 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", *_LIBRARIES)):
-            text = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file}:{frame.f_lineno}" + (f"  {text}" if text else "")
+        if _is_users(file):
+            return _line(file, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's code that an error came through; "" where there is none.
+
+    Where that line is of an installed package, also the innermost one that is not.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    own = [f for f in frames if _INSTALLED not in f.filename]
+    if not frames:
+        return ""
+    last = _line(frames[-1].filename, frames[-1].lineno)
+    return (
+        f"{last}, called at {_line(own[-1].filename, own[-1].lineno)}"
+        if own and own[-1] is not frames[-1]
+        else last
+    )
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """An error's traceback through the user's code alone; the whole of it where it came through none."""
+    found, at = [], error.__traceback__
+    while at is not None:
+        if _is_users(at.tb_frame.f_code.co_filename):
+            found.append(at)
+        at = at.tb_next
+    kept: TracebackType | None = None
+    for each in reversed(found):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept or error.__traceback__
+
+
+def _is_users(file: str) -> bool:
+    """Whether code is neither torch's, nor ours, nor Python's own, nor generated."""
+    return not file.startswith((*_GENERATED, *_LIBRARIES)) and (
+        not file.startswith(_PYTHON) or _INSTALLED in file
+    )
+
+
+def _line(file: str, number: int | None) -> str:
+    text = linecache.getline(file, number or 0).strip()
+    return f"{file}:{number}" + (f"  {text}" if text else "")

@@ -6,7 +6,6 @@ itself (gloo's staging, NCCL's channels) is not known.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,8 +15,9 @@ import torch
 from fnshard.compiler.walk import BUFFERS, Flight, Held, Walk
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Group
-from fnshard.runtime.messages import PAGE, control_bytes
-from fnshard.runtime.shm import SMALL_BYTES, Shared
+from fnshard.runtime.endpoint import SMALL_BYTES, group_names, head_bytes
+from fnshard.runtime.messages import PAGE
+from fnshard.runtime.shm import Shared
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.sum_rows` adds up in fp32 at a time
 
@@ -84,12 +84,11 @@ class Transport:
     packing: SharedSlot | None = None
 
     def resident_bytes(self) -> int:
-        """Shared memory that the steps so far have touched, and its control words."""
+        """Shared memory that the steps so far have touched; of control words, the pages of one group."""
         if self.kind != "shared":
             return 0
-        axes = self.mesh.ordered(self.mesh.names)
-        groups = sum(math.perm(len(axes), count) for count in range(1, len(axes) + 1))
-        return control_bytes(groups) + self.gathers.top + self.reductions.top
+        words = head_bytes(len(group_names(self.mesh))) + 3 * PAGE
+        return words + self.gathers.top + self.reductions.top
 
     def send_buffer(
         self, walk: Walk, numel: int, dtype: torch.dtype, axes: Sequence[str], rows: int = 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from fnshard.compiler.derived import Derived, derived
+from fnshard.compiler.differentiate import Kernel
 from fnshard.compiler.schedule import (
     COLLECTIVES,
     TRANSFERS,
@@ -16,9 +19,10 @@ from fnshard.compiler.schedule import (
     Run,
     Schedule,
     Wait,
+    leaf_of,
     taken_over,
 )
-from fnshard.compiler.split import TERM_RATIO
+from fnshard.compiler.source import Source
 from fnshard.errors import ScheduleError, report
 
 _STATE = ("s:", "o:", "t:s:", "t:o:")  # written in place
@@ -38,7 +42,8 @@ def verify(schedule: Schedule) -> Schedule:
     - every read is of a live value, every value is written once before it is read;
     - a bucket has one live gathered version at a time, and it is read; no more units than planned
       are alive at once;
-    - nothing that rests on leaves alone is saved or crosses a cut (checked on the kernels);
+    - nothing that rests on leaves alone is saved, or crosses a cut where `derived` says it may not (checked
+      on the kernels);
     - every collective and every transfer is waited for, exactly once;
     - nothing writes or frees what a collective or transfer in flight reads, or reads what was taken over;
     - whatever is alive at the end is an output.
@@ -55,7 +60,9 @@ def verify(schedule: Schedule) -> Schedule:
     if left:
         walk.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
     walk.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in walk.live]
-    walk.problems += _too_many_units(schedule) + _double_gathers(schedule) + _kept_leaves(schedule)
+    walk.problems += _too_many_units(schedule) + _double_gathers(schedule)
+    if not walk.problems:  # it takes every kernel to read what it should
+        walk.problems += _kept_leaves(schedule)
     if walk.problems:
         raise ScheduleError(report(f"{len(walk.problems)} faults in the schedule:", walk.problems[:20]))
     return schedule
@@ -115,7 +122,7 @@ def _too_many_units(schedule: Schedule) -> list[str]:
         if isinstance(line, Run):
             units = set(alive.values())
             read = [n for run in runs[: schedule.planned] for n in run.reads if n.startswith("p:")]
-            wanted = {schedule.specs[n[2:].rpartition("#")[0]].unit for n in read}
+            wanted = {schedule.specs[leaf_of(n)].unit for n in read}
             runs.pop(0)
             if not units <= wanted:
                 problems.append(
@@ -151,27 +158,42 @@ def _double_gathers(schedule: Schedule) -> list[str]:
 
 
 def _kept_leaves(schedule: Schedule) -> list[str]:
-    """Values that rest on leaves alone and are saved, or cross a cut and are not much smaller."""
+    """Values that rest on leaves alone and are saved, or cross a cut and may not."""
+    problems = [f"{k.name}: {text} is saved" for k in schedule.kernels.values() for text in _saved_leaves(k)]
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     read = {name for line in runs for name in line.reads}
-    handed_on = {(r.kernel, i) for r in runs if not r.backward for i, n in enumerate(r.writes) if n in read}
-    problems = []
-    for kernel in schedule.kernels.values():
-        weight: dict[fx.Node, int] = {}  # of nodes that rest on leaves alone: elements of those
-        inputs = iter(kernel.source.inputs)
-        for node in kernel.forward.graph.nodes:
-            if node.op == "placeholder":
-                if next(inputs).kind == "leaf":
-                    weight[node] = node.meta["val"].numel()
-            elif node.all_input_nodes and all(n in weight for n in node.all_input_nodes):
-                weight[node] = sum(weight[n] for n in node.all_input_nodes)
-        crossing = len(kernel.source.outputs)
-        for i, node in enumerate(kernel.forward.graph.output_node().args[0]):
-            size = node.meta["val"].numel()
-            crosses = (kernel.name, i) in handed_on and size * TERM_RATIO > weight.get(node, 0)
-            if node in weight and (i >= crossing or crosses):
-                what = "saved" if i >= crossing else "handed on"
-                problems.append(
-                    f"{kernel.name}: {node} {list(node.meta['val'].shape)} rests on leaves and is {what}"
-                )
+    known: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    for line in [r for r in runs if not r.backward]:
+        kernel = schedule.kernels[line.kernel]
+        inputs = zip(kernel.source.inputs, line.reads, strict=True)
+        units = [schedule.specs[leaf_of(n)].unit for a, n in inputs if a.kind == "leaf"]
+        alike = tuple(units.index(u) for u in units)  # which leaves are of one unit: the same in equal blocks
+        handed_on = tuple(i for i, n in enumerate(line.writes[: len(kernel.source.outputs)]) if n in read)
+        if (kernel.name, alike, handed_on) in known:
+            continue
+        known.add((kernel.name, alike, handed_on))
+        outputs = kernel.source.graph.output_node().args[0]
+        rests = _derived(kernel.source.graph, kernel.source, units)
+        crossing = [outputs[i] for i in handed_on if not rests.may_cross(outputs[i])]
+        problems += [f"{kernel.name}: {_on_leaves(node)} is handed on" for node in crossing]
     return problems
+
+
+def _saved_leaves(kernel: Kernel) -> list[str]:
+    graph = kernel.forward.graph
+    rests = _derived(graph, kernel.source, ["" for a in kernel.source.inputs if a.kind == "leaf"])
+    saved = graph.output_node().args[0][len(kernel.source.outputs) :]
+    return [_on_leaves(node) for node in saved if rests.leaves.get(node)]
+
+
+def _derived(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
+    """`units`: of the leaves, in the order of the source's inputs."""
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    kinds = [a.kind for a in source.inputs]
+    leaves = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "leaf"]
+    constants = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "constant"]
+    return derived(graph, dict(zip(leaves, units, strict=True)), constants)
+
+
+def _on_leaves(node: fx.Node) -> str:
+    return f"{node} {list(node.meta['val'].shape)} rests on leaves and"

@@ -77,7 +77,7 @@ def cut(batch: tuple[Any, ...], parts: int) -> list[tuple[Any, ...]]:
         StateError: names every leaf that cannot be cut.
     """
     check_leaves(batch)
-    named, structure = tree.flatten_with_paths(batch)
+    named, structure = tree.flatten_with_paths(batch, constants=True)
     wrong = [
         f"batch[{n!r}] {list(v.shape)}"
         for n, v in named.items()

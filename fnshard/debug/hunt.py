@@ -260,12 +260,11 @@ def _twin(step: Step, batch: tuple[Any, ...], watch: Any) -> Step:
     """The same step on the eager backend; it shares what was lowered, unless Inductor has rewritten that."""
     lowering, options = step._lowering, replace(step.options, backend="eager")
     twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, options, watch)
-    known = lowering.cache.get(batch_key(batch))
+    known = lowering.programs.get(batch_key(batch))
     if known is not None and step.options.backend == "eager":
         sizes = known.batch_bytes
-        twin._lowering.cache[batch_key(batch)] = Lowered(
-            known.stages, options, known.compiled, step.optimizer, sizes
-        )
+        lowered = Lowered(known.stages, options, known.compiled, step.optimizer, sizes)
+        twin._lowering.programs.put(batch_key(batch), lowered)
     return twin
 
 
@@ -273,7 +272,7 @@ def _agree_like(before: Runner, after: Runner, lowered: Lowered) -> None:
     """What ranks have agreed on holds for the replay. Replicas are not compared: one may hold the NaN."""
     rank = after.rank
     agreed = before.rank.agreement
-    rank.agreement = agreed or agree.reach(rank.comm, lowered.schedule, (), items_of(lowered.program))
+    rank.agreement = agreed or agree.reach(rank.comm, lowered.schedule, dict, items_of(lowered.program))
 
 
 def _with_sources(step: Step, batch: tuple[Any, ...], found: list[Arose]) -> list[Arose]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard.compiler.schedule import COLLECTIVES, Cast, Instruction, Run, Schedule, Wait
+from fnshard.compiler.schedule import COLLECTIVES, Cast, Instruction, Run, Schedule, Wait, leaf_of
 from fnshard.debug.batch import (
     as_arguments,
     assemble,
@@ -20,7 +20,6 @@ from fnshard.debug.batch import (
     tolerance,
 )
 from fnshard.debug.record import Entry, Key, Recording, record
-from fnshard.debug.values import leaf_of
 from fnshard.mesh import Mesh
 from fnshard.runtime.simulated import Adversary
 from fnshard.step import shard_step

@@ -14,8 +14,19 @@ from torch import Tensor
 
 from fnshard.batches import batch_key
 from fnshard.compiler.context import Action, Env, Reduced, Watch
-from fnshard.compiler.schedule import Accumulate, Add, Cast, Instruction, Local, Run, Schedule, Update, Wait
-from fnshard.debug.values import leaf_of, tensors
+from fnshard.compiler.schedule import (
+    Accumulate,
+    Add,
+    Cast,
+    Instruction,
+    Local,
+    Run,
+    Schedule,
+    Update,
+    Wait,
+    leaf_of,
+)
+from fnshard.debug.values import tensors
 from fnshard.errors import CollectiveError
 from fnshard.lowered import Lowered
 from fnshard.runner import data_rank
@@ -109,11 +120,11 @@ def record(
     twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, step.options, recording.watch)
 
     def run(rank: int) -> None:
-        state = twin.init(params, seed=seed)
+        state = twin.init(params, seed=seed if step.optimizer else None)
         part = parts[data_rank(step.mesh)]
         twin(state, *part) if step.optimizer else twin(state, *part, rng=(seed, 0))
 
-    twin._lowering.cache[batch_key(parts[0])] = lowered
+    twin._lowering.programs.put(batch_key(parts[0]), lowered)
     try:
         simulate(step.mesh, run, adversary=adversary)
     except Exception:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.context import Reduced
+from fnshard.compiler.schedule import leaf_of
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
 ORDER: tuple[Health, ...] = ("", "inf", "nan")
@@ -57,19 +58,6 @@ def count(tensor: Tensor) -> str:
     nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
     parts = [f"{n} {word}" for n, word in ((nan, "NaN"), (inf, "inf")) if n]
     return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
-
-
-def leaf_of(name: str) -> str:
-    """The path of the leaf that a value's name speaks of; "" where it is none."""
-    for prefix in ("t:", "h:"):
-        name = name.removeprefix(prefix)
-    kind, _, rest = name.partition(":")
-    if kind not in ("s", "p", "g", "o"):
-        return ""
-    path = rest.rstrip("+") if kind == "g" else rest
-    for mark in {"p": "#", "g": "@#"}.get(kind, ""):
-        path = path.rpartition(mark)[0] or path
-    return path
 
 
 _WORDS = {

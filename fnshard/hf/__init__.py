@@ -1,6 +1,6 @@
 """hf: weights in and out of the Hugging Face format, leaf by leaf; no rank ever holds the whole model.
 
-    with torch.device("meta"):
+    with fs.deferred():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     apply, params = fs.make_functional(model)
     specs = fs.presets.full_shard(params, mesh)
@@ -62,8 +62,8 @@ def load(
         path: a directory with `model.safetensors`, or with several files and their index; or one file.
         specs: what the blocks are laid out by; they know the full shapes.
         mesh: default one axis "shard" over all ranks there are.
-        model: the module that the leaves are of, which may be on meta. It says which names are tied, and
-            makes the buffers that are not saved (rotary frequencies).
+        model: the module that the leaves are of, best built under `fs.deferred`. It says which names are
+            tied, and has or makes the buffers that are not saved (rotary frequencies).
         names: a dict or a function from paths to names in the files, or `Transposed(name)` (which takes a
             copy of the block); None and what it leaves out: the path, with or without the prefix.
         missing: full values, by path, of leaves that the files lack.
@@ -227,7 +227,7 @@ def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeD
             report(
                 f"the specs do not know the full shapes of {leaves(len(bare))}:",
                 bare[:8] + ["..."] * (len(bare) > 8),
-                "make them with match_specs or a preset, from make_functional(model on meta).",
+                "make them with match_specs or a preset, from make_functional(model).",
             )
         )
     check_codecs(named)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from fnshard.deferred_init import recipe_of
 from fnshard.errors import SpecError, StateError, report
 from fnshard.functional import aliases, make_functional
 from fnshard.shards import compare_paths
@@ -178,77 +178,20 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
 def buffers_of(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Values of a module's buffers by path, and why others could not be had.
 
-    A buffer on meta is made by its module's `reset_parameters`, or by the `_init_weights` that transformers'
-    models have.
-
     Args:
+        model: with values; or built under `deferred`, which says how its buffers are made.
         paths: the buffers that are wanted.
     """
     values: dict[str, Tensor] = {}
     problems: list[str] = []
-    wanted: dict[str, list[str]] = {}
+    owned = make_functional(model)[1]
     for path in paths:
-        wanted.setdefault(path.rpartition(".")[0], []).append(path.rpartition(".")[2])
-    for owner, keys in wanted.items():
-        module = model.get_submodule(owner)
-        held = {key: module._buffers.get(key) for key in keys}
-        real = {key: value for key, value in held.items() if value is not None and not value.is_meta}
-        made = _made(model, owner, [key for key in keys if key not in real])
-        for key in keys:
-            path, value = f"{owner}.{key}".lstrip("."), real.get(key, made.get(key))
-            if value is None:
-                problems.append(
-                    f"params[{path!r}]: {type(module).__name__} cannot make it from the meta device"
-                )
-            else:
-                values[path] = value.detach()
+        recipe = recipe_of(owned[path])
+        value = owned[path] if recipe is None else recipe.value()
+        if value is None:
+            problems.append(f"params[{path!r}] depends on random numbers: give it in missing=")
+        elif value.is_meta:
+            problems.append(f"params[{path!r}] is on meta: build the module in `with fs.deferred():`")
+        else:
+            values[path] = value.detach()
     return values, problems
-
-
-def _made(model: nn.Module, owner: str, keys: list[str]) -> dict[str, Tensor]:
-    """Buffers of a module that is on meta, on the host, as its resets fill them; without those they leave."""
-    module = model.get_submodule(owner)
-    blank = {k: _unset(module._buffers[k]) for k in keys if module._buffers.get(k) is not None}
-    if not blank:
-        return {}
-    fresh = object.__new__(type(module))
-    vars(fresh).update(vars(module))
-    vars(fresh)["_buffers"] = {**module._buffers, **blank}
-    made: dict[str, Tensor] = {}
-    for reset in _resets(model, owner):
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same on every rank
-            reset(fresh)
-        found = {k: fresh._buffers[k] for k in blank}
-        made = {k: v for k, v in found.items() if not v.is_meta and not _is_unset(v)}
-        if len(made) == len(blank):
-            break  # what a module does for itself comes first
-    return made
-
-
-def _resets(model: nn.Module, owner: str) -> list[Callable[[nn.Module], Any]]:
-    """The module's own (which knows of no buffers that a subclass has), and that of the model it is in."""
-    found: list[Callable[[nn.Module], Any]] = []
-    if hasattr(model.get_submodule(owner), "reset_parameters"):
-        found.append(lambda fresh: fresh.reset_parameters())
-    parts = owner.split(".") if owner else []
-    for count in range(len(parts), -1, -1):
-        above = model.get_submodule(".".join(parts[:count]))
-        if hasattr(above, "_init_weights"):
-            return [*found, above._init_weights]
-    return found
-
-
-def _unset(like: Tensor) -> Tensor:
-    value = torch.empty(like.shape, dtype=like.dtype)
-    if like.dtype.is_floating_point or like.dtype.is_complex:
-        return value.fill_(float("nan"))
-    return value.fill_(True if like.dtype == torch.bool else torch.iinfo(like.dtype).max)
-
-
-def _is_unset(value: Tensor) -> bool:
-    if value.dtype == torch.bool:  # nothing can mark one
-        return False
-    if value.is_floating_point() or value.is_complex():
-        return bool(value.isnan().any())
-    return bool((value == torch.iinfo(value.dtype).max).any())

@@ -6,7 +6,8 @@ hosts, `fnshard.runtime.shm`), `Abstract` (nothing can run). All of them keep on
 
 - Groups are named by an ordered tuple of mesh axes; rank order is `mesh.group_ranks(axes)`. A group
   of one needs no transport.
-- Every rank of a group issues the same collectives in the same order. Any number may be in flight.
+- Every rank of a group issues the same collectives in the same order. Any number may be in flight, and
+  they may be waited for in any order.
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.

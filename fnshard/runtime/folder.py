@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Place:
             OSError: it cannot be made, another process is saving there, or something that no save made has
                 the name.
         """
-        self.final.parent.mkdir(parents=True, exist_ok=True)
+        make(self.final.parent)
         if os.path.lexists(self.final) and not is_ours(self.final):
             raise FileExistsError(errno.EEXIST, "there is something else by that name", str(self.final))
         with _locked(self.final.parent):  # else somebody might clear it away before it is held
@@ -78,6 +79,50 @@ def is_ours(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(OURS.fullmatch(name) for name in os.listdir(folder))
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """A temporary directory, held by this process and gone behind the block; what killed processes have left
+    of that prefix is cleared away."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        fd = _open(folder)
+        _lock(fd)
+        if folder.exists():  # else somebody took it for a leftover before it was held
+            break
+        os.close(fd)
+    try:
+        for left in sorted(folder.parent.glob(f"{prefix}*")):
+            _clear(left)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+
+
+def _clear(left: Path) -> None:
+    """Remove a directory of this user's that nobody holds; where there are no locks, nobody can tell."""
+    try:
+        fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # another user's, or gone
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def make(folder: Path) -> None:
+    """Make a directory and those above it that are missing; their names outlive a power cut."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush(each.parent)
 
 
 def flush(folder: Path) -> None:

@@ -1,126 +1,100 @@
-"""Messages between processes of one host through shared memory: arenas, slots, control words.
+"""Messages between ranks that see each other's memory: processes of one host, or threads of one process.
 
-Each rank owns one *arena*: an anonymous memory file (memfd, sparse; gone with its last process, so
-that nothing is left even after SIGKILL), mapped by all ranks of the host. A *message* is a slot of
-the sender's arena, published in a ring of control words: receivers poll, read the slot in place and
-mark the message done; the slot is free again once all have.
+A rank's memory holds *slots* (what it sends) and *pages* of control words. A *message* is a slot and a row
+of control words in every rank of a group: a sender names the slot in its row, receivers look until it does,
+read the slot in place, and mark the message done in rows of their own; the slot is free once all have.
 
-Every control word has one writer and is an aligned int64 stored through numpy. That data come before
-the word that announces them is the processor's promise on x86 (TSO) and `fence`'s elsewhere.
+Any number of messages may be in flight and they may be waited for in any order: the pages of one group form
+a chain that grows when its last page is full. A page is used again when every rank is past it, and nobody
+waits for that. So the one bound is memory, and a rank waits only for what its peers come to without it.
+
+Every control word has one writer. `Memory` says where words and slots lie and `Meeting` how a rank waits.
+Shared memory (`runtime.shm`) and simulated ranks (`runtime.simulated`) differ in these two alone; the
+collectives made of messages are in `runtime.endpoint`.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fnshard.errors import CollectiveError, report
-from fnshard.runtime.collectives import lost
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives import describe, lost
 
-TOKEN, CLOSED, HEADER = 0, 1, 8  # the first control words of an arena
-PUBLISHED, OFFSET, KIND, REDUCED, DONE = range(5)  # rows of a group's control words; a column a message
-RING = 64  # messages of one group that may be in flight
 PAGE = 4096
-SPINS = 200  # polls that only yield the processor; then sleeps, and looks whether the peer lives
-HALF = 1 << 35
-ARENA_BYTES = 2 * HALF  # of address space; memory is used only where something was packed
+REGION = 1 << 35  # bytes of address space for pages, for what is gathered, and for what is reduced
+OFFSET, KIND, REDUCED, DONE = range(4)  # words of a row
+ROWS = PAGE // 8 // 4 - 1  # messages of a page; its first row links the next page
+FIRST, PAST = 0, 1  # the two words of a group at the head of a memory
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "gather_object")
+DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
 _one, _two = threading.Lock(), threading.Lock()
 
 
 def fence() -> None:
-    """A full memory barrier: one lock is released before another is acquired."""
+    """A full memory barrier: one lock is released before another is acquired.
+
+    That data come before the word that announces them is the processor's promise on x86 (TSO), and this
+    one's elsewhere.
+    """
     with _one:
         pass
     with _two:
         pass
 
 
-# ------------------------------------------------------------------ arenas
+# ------------------------------------------------------------------ what the two kinds of ranks differ in
 
 
-@dataclass(frozen=True, eq=False)
-class Arena:
-    """One rank's memory as this process maps it: control words, then slots."""
+class Memory(Protocol):
+    """One rank's memory, as another rank sees it."""
 
     rank: int
-    pid: int
-    memory: mmap.mmap
-    words: np.ndarray  # int64
-    address: int  # of the first byte
 
-    def view(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        # A storage of just that size: a slice of one large tensor would be pickled with all of it.
-        if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
-        count = nbytes // dtype.itemsize
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+    def words(self, offset: int, count: int) -> np.ndarray:
+        """Control words [count], int64; zero at first."""
 
-    def table(self, index: int) -> np.ndarray:
-        """The control words [5, RING] of group number `index`."""
-        start = HEADER + index * 5 * RING
-        return self.words[start : start + 5 * RING].reshape(5, RING)
+    def put(self, offset: int, flat: Tensor) -> None:
+        """Copy `flat` to a slot."""
 
-    def left(self) -> bool:
-        """Whether its process has closed it, ended, or is a zombie."""
-        return bool(self.words[CLOSED]) or self._process() in "ZX"
+    def get(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """What was packed or put there, flat, in place."""
 
-    def stopped(self) -> bool:
-        """Whether its process stands still (SIGSTOP, or a debugger)."""
-        return self._process() in "Tt"
+    def drop(self, offset: int) -> None:
+        """Nobody reads the slot any more."""
 
-    def _process(self) -> str:
-        """Its state, a letter as Linux has it; X where there is none."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0]
-        except OSError:
-            return "X"
+    def offset_of(self, flat: Tensor) -> int | None:
+        """Where in this memory a tensor lies."""
 
 
-def control_bytes(groups: int) -> int:
-    """Bytes at the head of an arena that hold the counters of so many groups, in whole pages."""
-    return -(-8 * (HEADER + groups * 5 * RING) // PAGE) * PAGE
+class Meeting(Protocol):
+    """How a rank waits for its peers; `timeout` in seconds."""
+
+    timeout: float
+
+    def announce(self) -> None:
+        """A word has changed."""
+
+    def wait(self, ready: Callable[[], bool], peer: Memory, deadline: float) -> str:
+        """Until `ready()`, by `time.monotonic`; else why the peer will not come."""
 
 
-def map_arena(fd: int, rank: int, pid: int, control: int) -> Arena:
-    """Map an open arena of `rank`, a process `pid`, with `control` bytes of counters."""
-    memory = mmap.mmap(fd, ARENA_BYTES)
-    words = np.frombuffer(memory, dtype=np.int64, count=control // 8)
-    return Arena(rank, pid, memory, words, words.ctypes.data)
-
-
-# ------------------------------------------------------------------ messages and slots
-
-
-@dataclass(eq=False)
-class Channel:
-    """The messages between the ranks of one group, as this rank sees them."""
-
-    axes: tuple[str, ...]
-    arenas: list[Arena]  # in group order
-    tables: list[np.ndarray]  # [5, RING] of each
-    here: int  # this rank's place in the group
-    sent: int = 0  # messages so far; the k-th uses column k % RING
-
-    def done(self, number: int, members: Sequence[int] | None = None) -> bool:
-        """Whether all ranks (or those at the places `members`) are done with a message."""
-        column = number % RING
-        tables = self.tables if members is None else [self.tables[m] for m in members]
-        return all(table[DONE, column] >= number for table in tables)
+# ------------------------------------------------------------------ slots
 
 
 @dataclass(eq=False)
 class Slot:
-    """A part of this rank's arena: being packed while `message` is None, else in flight."""
+    """A part of this rank's memory: being packed while `message` is None, else in flight."""
 
     start: int
     end: int
@@ -128,7 +102,7 @@ class Slot:
 
 
 class Slots:
-    """Slots of the own arena, by start. The lowest that fits is taken, so that memory is used again."""
+    """Slots of one region, by start. The lowest that fits is taken, so that memory is used again."""
 
     def __init__(self, start: int):
         self.floor = self.top = start  # memory beyond `top` was never used
@@ -142,20 +116,24 @@ class Slots:
         """
         size = max(-(-nbytes // PAGE), 1) * PAGE
         while True:
-            self.live = [s for s in self.live if s.message is None or not s.message.free()]
+            self.sweep()
             place, start = self._fit(size)
-            owed = [s.message for s in self.live if s.message is not None and s.message.owed()]
+            owed = [s.message for s in self.live if s.message is not None and s.message.finished]
             if start + size <= self.top or not owed:
                 break
             owed[0].settle()
-        if start + size > self.floor // HALF * HALF + HALF:
-            raise CollectiveError(f"more than {HALF >> 30} GiB are in flight in shared memory.")
+        if start + size > self.floor // REGION * REGION + REGION:
+            raise CollectiveError(f"more than {REGION >> 30} GiB are in flight between ranks of one host.")
         slot = Slot(start, start + size)
         self.live.insert(place, slot)
         self.top = max(self.top, slot.end)
         return slot
 
-    def packed_at(self, offset: int, nbytes: int) -> Slot | None:
+    def sweep(self) -> None:
+        """Let go of slots that nobody will read any more."""
+        self.live = [s for s in self.live if s.message is None or not s.message.free()]
+
+    def packed_at(self, offset: int | None, nbytes: int) -> Slot | None:
         """The slot handed out at `offset` and not sent yet."""
         for slot in self.live:
             if slot.start == offset and slot.message is None and nbytes <= slot.end - slot.start:
@@ -171,88 +149,175 @@ class Slots:
         return len(self.live), start
 
 
+# ------------------------------------------------------------------ channels and messages
+
+
+@dataclass(eq=False)
+class Channel:
+    """The messages between the ranks of one group, as this rank sees them; the k-th is each rank's k-th."""
+
+    axes: tuple[str, ...]
+    mesh: Mesh
+    memories: list[Memory]  # in group order
+    heads: list[np.ndarray]  # [2] of each: FIRST is where its first page lies, messages before PAST are over
+    here: int  # this rank's place in the group
+    meeting: Meeting
+    own_pages: Slots
+    sweep: Callable[[], None]  # lets go of messages that are over, in all groups
+    sent: int = 0
+    open: dict[int, None] = field(default_factory=dict)  # numbers of messages that are not over
+    slots: dict[int, Slot] = field(default_factory=dict)  # of this rank's own pages, by the page's number
+
+    def __post_init__(self) -> None:
+        self.pages: list[dict[int, np.ndarray]] = [{} for _ in self.memories]  # [1 + ROWS, 4], by number
+
+    def next(self) -> int:
+        """The number of this rank's next message, with a row for it."""
+        if self.sent % ROWS == 0:
+            self._add_page(self.sent // ROWS)
+        self.open[self.sent] = None
+        self.sent += 1
+        return self.sent - 1
+
+    def row(self, place: int, number: int) -> np.ndarray | None:
+        """The words of a message at a place of the group; None where it has no page for it yet."""
+        index, pages = number // ROWS, self.pages[place]
+        while index not in pages:
+            last = max(pages, default=-1)
+            start = pages[last][0, 0] if pages else self.heads[place][FIRST]
+            if start == 0:
+                return None
+            fence()
+            pages[last + 1] = self._page(place, int(start))
+        return pages[index][1 + number % ROWS]
+
+    def over(self, number: int) -> None:
+        """This rank will look at no rank's row of the message any more."""
+        del self.open[number]
+        self.heads[self.here][PAST] = next(iter(self.open), self.sent)
+
+    def _add_page(self, index: int) -> None:
+        """Where all ranks have read a message of the page behind, they have followed the link to it."""
+        self.sweep()
+        past = min(int(head[PAST]) for head in self.heads)
+        for old in [i for i in self.slots if (i + 1) * ROWS < past]:
+            self.own_pages.live.remove(self.slots.pop(old))
+            for pages in self.pages:
+                pages.pop(old, None)
+        slot = self.slots[index] = self.own_pages.take(PAGE)
+        page = self._page(self.here, slot.start)
+        page[:] = 0
+        fence()
+        if index == 0:
+            self.heads[self.here][FIRST] = slot.start
+        else:
+            self.pages[self.here][index - 1][0, 0] = slot.start
+        self.pages[self.here][index] = page
+
+    def _page(self, place: int, start: int) -> np.ndarray:
+        return self.memories[place].words(start, PAGE // 8).reshape(1 + ROWS, 4)
+
+
 @dataclass(eq=False)
 class Message:
-    """One collective of one group, from this rank's side."""
+    """One collective of one group, from this rank's side; `unsent` is copied to the slot at `publish`."""
 
     channel: Channel
     number: int
-    what: Callable[[], str]
-    timeout: float
+    name: str
     nbytes: int
     dtype: torch.dtype
+    offset: int
+    unsent: Tensor | None = None
+    published: bool = False
+    finished: bool = False  # this rank is done with it
 
-    @property
-    def column(self) -> int:
-        return self.number % RING
+    def __post_init__(self) -> None:
+        self.rows: list[np.ndarray | None] = [None] * len(self.channel.memories)  # in group order
 
-    def publish(self, offset: int, kind: int) -> None:
-        """Announce the slot at `offset`; first wait until the column's earlier message is over."""
-        table, before = self.channel.tables[self.channel.here], self.number - RING
-        if table[DONE, self.column] < before:
-            raise CollectiveError(
-                report(
-                    f"{self.what()}: more than {RING} in flight.", fix="wait for, and release, earlier ones."
-                )
-            )
-        self.poll(lambda j: self.channel.tables[j][DONE, self.column] >= before)
-        table[OFFSET, self.column], table[KIND, self.column] = offset, kind
-        self.mark(PUBLISHED)
-
-    def mark(self, word: int) -> None:
-        """Tell the peers; whatever was written before is there for them."""
-        fence()
-        self.channel.tables[self.channel.here][word, self.column] = self.number
+    def publish(self) -> None:
+        """Show the slot to the peers. Once; again is nothing."""
+        if self.published:
+            return
+        self.published = True
+        if self.unsent is not None:
+            self.channel.memories[self.channel.here].put(self.offset, self.unsent)
+            self.unsent = None
+        count = self.nbytes // self.dtype.itemsize
+        self._mark(KIND, OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count)
+        self._mark(OFFSET, self.offset)
 
     def parts(self) -> list[Tensor]:
         """What each rank sent, in place, in group order, once all have published."""
-        tables, column = self.channel.tables, self.column
-        self.poll(lambda j: tables[j][PUBLISHED, column] == self.number)
+        self.poll(lambda place: self._reads(place, OFFSET) != 0)
         fence()
-        kinds = [int(table[KIND, column]) for table in tables]
+        memories, places = self.channel.memories, range(len(self.channel.memories))
+        kinds = [self._reads(place, KIND) for place in places]
         if len(set(kinds)) > 1:
-            ranks = [str(a.rank) for a, k in zip(self.channel.arenas, kinds, strict=True) if k != kinds[0]]
+            ranks = {k: [str(memories[p].rank) for p in places if kinds[p] == k] for k in kinds}
             raise CollectiveError(
                 report(
                     f"{self.what()}: ranks issued different collectives or sizes.",
-                    [f"rank {', '.join(ranks)} differs from rank {self.channel.arenas[0].rank}"],
+                    [f"rank {', '.join(those)}: {_kind_text(kind)}" for kind, those in ranks.items()],
                     "all ranks must run the same program on the same specs.",
                 )
             )
-        return [
-            arena.view(int(table[OFFSET, column]), self.nbytes, self.dtype)
-            for arena, table in zip(self.channel.arenas, tables, strict=True)
-        ]
+        return [memories[p].get(self._reads(p, OFFSET), self.nbytes, self.dtype) for p in places]
 
-    def poll(self, ready: Callable[[int], bool]) -> None:
-        """Wait until `ready(place)` for every place of the group."""
-        begun = None
-        for place, arena in enumerate(self.channel.arenas):
-            spins = 0
-            while not ready(place):
-                begun = begun or time.monotonic()
-                spins += 1
-                if spins <= SPINS:
-                    os.sched_yield()
-                    continue
-                time.sleep(1e-4)
-                if spins % 256 == 0:
-                    gone = arena.left()  # before the last look: what it sent and then left is good
-                    if not ready(place) and gone:
-                        raise CollectiveError(lost(self.what(), f"rank {arena.rank} has left"))
-                if time.monotonic() - begun > self.timeout:
-                    still = f"; its process {arena.pid} is stopped" if arena.stopped() else ""
-                    text = f"rank {arena.rank} did not come within {self.timeout:g} s{still}"
-                    raise CollectiveError(lost(self.what(), text))
+    def reduced(self, place: int) -> None:
+        """Wait until the rank there has summed its piece."""
+        self.poll(lambda at: at != place or self._reads(at, REDUCED) != 0)
+        fence()
+
+    def show_reduced(self) -> None:
+        """This rank has summed its piece, and it lies in the slot."""
+        self._mark(REDUCED, 1)
+
+    def done(self) -> None:
+        """This rank will read no slot of the message any more. Again is nothing."""
+        if not self.finished:
+            self._mark(DONE, 1)
+            self.finished = True
+
+    def free(self) -> bool:
+        """Whether no rank will read this one's slot any more; if so, it is over for the channel."""
+        if not self.finished or not all(self._reads(p, DONE) for p in range(len(self.channel.memories))):
+            return False
+        self.channel.memories[self.channel.here].drop(self.offset)
+        self.channel.over(self.number)
+        return True
 
     def settle(self) -> None:
         """Wait until nobody will read the slot any more."""
-        self.poll(lambda j: self.channel.tables[j][DONE, self.column] >= self.number)
+        self.poll(lambda place: self._reads(place, DONE) != 0)
 
-    def free(self) -> bool:
-        """Whether nobody will read the slot any more."""
-        return self.channel.done(self.number)
+    def poll(self, ready: Callable[[int], bool]) -> None:
+        """Wait until `ready(place)` for every place of the group."""
+        meeting, deadline = self.channel.meeting, None
+        for place, memory in enumerate(self.channel.memories):
+            if not ready(place):
+                deadline = deadline or time.monotonic() + meeting.timeout
+                cause = meeting.wait(lambda at=place: ready(at), memory, deadline)
+                if cause:
+                    raise CollectiveError(lost(self.what(), cause))
 
-    def owed(self) -> bool:
-        """Whether this rank is done with it and only peers are not."""
-        return self.channel.done(self.number, [self.channel.here])
+    def what(self) -> str:
+        """The collective, for a message."""
+        return describe(self.name, self.channel.mesh, self.channel.axes)
+
+    def _reads(self, place: int, word: int) -> int:
+        if self.rows[place] is None:
+            self.rows[place] = self.channel.row(place, self.number)
+        row = self.rows[place]
+        return 0 if row is None else int(row[word])
+
+    def _mark(self, word: int, value: int) -> None:
+        """Tell the peers; whatever was written before is there for them."""
+        fence()
+        self.channel.row(self.channel.here, self.number)[word] = value
+        self.channel.meeting.announce()
+
+
+def _kind_text(kind: int) -> str:
+    count, dtype = kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255]
+    return f"{OPERATIONS[kind >> 56]} of [{count}] {dtype}"

@@ -1,36 +1,45 @@
 """Roll call: after a timeout, ranks that still answer sign the store they met at; who does not is named.
 
-Gloo says that it waited too long, and not for whom.
+Gloo says that it waited too long, and not for whom. Signatures are counts: no clock is read, for those of
+hosts differ.
 """
 
 from __future__ import annotations
 
+import json
 import time
 
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 WAIT_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
-RECENT_S = 30.0  # an older signature is of another failure
 LARGEST = 256  # ranks; more would read too much from one store
 KEY = "fnshard/roll"
 
 
 def absent(rank: int, world: int) -> list[int]:
-    """The ranks that have not signed soon after this one did; empty where nobody can tell."""
+    """The ranks that have not signed since this one's last roll call; empty where nobody can tell."""
     if world > LARGEST:
         return []
     try:
-        store = _get_default_store()
-        store.set(f"{KEY}/{rank}", str(time.time()))
-        until = time.monotonic() + WAIT_S
-        while (missing := [r for r in range(world) if not _signed(store, r)]) and time.monotonic() < until:
+        store, mine = _get_default_store(), f"{KEY}/seen/{rank}"
+        # What ranks had signed when this one last asked belongs to an earlier failure.
+        seen = json.loads(store.get(mine)) if store.check([mine]) else [0] * world
+        store.set(f"{KEY}/{rank}", str(_count(store, rank) + 1))
+        counts, until = list(seen), time.monotonic() + WAIT_S
+        while missing := [r for r in range(world) if counts[r] == seen[r]]:
+            for each in missing:
+                counts[each] = _count(store, each)
+            if time.monotonic() > until:
+                break
             time.sleep(0.1)
+        store.set(mine, json.dumps(counts))
     except (RuntimeError, ValueError):  # the store lay with the rank that is gone; there is no group
         return []
     return missing
 
 
-def _signed(store: Store, rank: int) -> bool:
+def _count(store: Store, rank: int) -> int:
+    """How often a rank has signed."""
     key = f"{KEY}/{rank}"
-    return store.check([key]) and time.time() - float(store.get(key)) < RECENT_S
+    return int(store.get(key)) if store.check([key]) else 0

@@ -17,18 +17,20 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fnshard.errors import CollectiveError, report
 from fnshard.mesh import Mesh, simulated_rank
-from fnshard.runtime.collectives import Axes, Done, Handle, describe, empty, lost, sum_rows
+from fnshard.runtime.collectives import Axes, Done, Handle, empty, lost
+from fnshard.runtime.endpoint import Endpoint
+from fnshard.runtime.messages import Memory
 
 Adversary = Literal["early", "late"] | None
 
@@ -88,6 +90,32 @@ def simulate(
     return [session.results[rank] for rank in range(mesh.size)]
 
 
+@dataclass(eq=False)
+class Threaded:
+    """One rank's memory, which all threads see as it is; what is put there is a copy."""
+
+    rank: int
+    pages: dict[int, np.ndarray] = field(default_factory=dict)
+    slots: dict[int, Tensor] = field(default_factory=dict)
+
+    def words(self, offset: int, count: int) -> np.ndarray:
+        if offset not in self.pages:
+            self.pages[offset] = np.zeros(count, dtype=np.int64)
+        return self.pages[offset]
+
+    def put(self, offset: int, flat: Tensor) -> None:
+        self.slots[offset] = flat.clone()
+
+    def get(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self.slots[offset]
+
+    def drop(self, offset: int) -> None:
+        del self.slots[offset]
+
+    def offset_of(self, flat: Tensor) -> int | None:
+        return None
+
+
 @dataclass
 class _Session:
     """One `simulate` call: where its ranks meet. `turn` is held by the one rank that runs."""
@@ -96,9 +124,8 @@ class _Session:
     adversary: Adversary
     timeout: float
     turn: threading.Condition = field(default_factory=threading.Condition)
-    posts: dict[tuple[Any, ...], dict[int, tuple[str, Any]]] = field(default_factory=dict)
-    taken: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    memories: dict[Any, dict[int, Threaded]] = field(default_factory=dict)
+    endpoints: dict[Any, Endpoint] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
@@ -115,7 +142,7 @@ class _Session:
                 self.fail(error)
             finally:
                 self.gone.add(rank)
-                self.news()
+                self.announce()
 
     def watch(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for all ranks; give up on those that neither end nor come to a collective."""
@@ -131,43 +158,30 @@ class _Session:
         if self.failure is None:
             self.failure = error
 
-    def news(self) -> None:
+    def announce(self) -> None:
         self.seen = time.monotonic()
         self.turn.notify_all()
 
-    def ticket(self, ranks: tuple[int, ...], rank: int) -> tuple[Any, ...]:
-        """The name of this rank's next collective in a group: (ranks, how many went before)."""
-        self.counts[ranks, rank] += 1
-        return ranks, self.counts[ranks, rank]
-
-    def post(self, ticket: tuple[Any, ...], rank: int, kind: str, value: Any) -> None:
-        self.posts.setdefault(ticket, {})[rank] = kind, value
-        self.news()
-
-    def collect(self, ticket: tuple[Any, ...], rank: int, what: str) -> list[Any]:
-        """What all ranks of the group posted under `ticket`, in group order."""
-        ranks, posted = ticket[0], self.posts[ticket]
-
-        def settled() -> bool:
-            return len(posted) == len(ranks) or self.failure is not None or bool(missing() & self.gone)
-
-        def missing() -> set[int]:
-            return set(ranks) - set(posted)
-
-        self.turn.wait_for(settled, self.timeout)
+    def wait(self, ready: Callable[[], bool], peer: Memory, deadline: float) -> str:
+        """Let other ranks have their turn until `ready()`."""
+        self.turn.wait_for(
+            lambda: ready() or self.failure is not None or peer.rank in self.gone,
+            deadline - time.monotonic(),
+        )
         if self.failure is not None:
-            raise CollectiveError(lost(what, f"another rank raised {self.failure!r}"))
-        if missing():
-            verb = "returned" if missing() & self.gone else f"silent for {self.timeout:g} s"
-            raise CollectiveError(lost(what, f"rank {', '.join(map(str, sorted(missing())))}: {verb}"))
-        kinds = {r: posted[r][0] for r in ranks}
-        if len(set(kinds.values())) > 1:
-            shown = [f"rank {r}: {kind}" for r, kind in kinds.items()]
-            raise CollectiveError(report(f"{what}: ranks issued different collectives:", shown))
-        self.taken[ticket] += 1
-        if self.taken[ticket] == len(ranks):  # the last one to read clears the table
-            del self.posts[ticket], self.taken[ticket]
-        return [posted[r][1] for r in ranks]
+            return f"another rank raised {self.failure!r}"
+        if ready():
+            return ""
+        late = f"did not come within {self.timeout:g} s"
+        return f"rank {peer.rank} {'has returned' if peer.rank in self.gone else late}"
+
+    def endpoint(self, mesh: Mesh) -> Endpoint:
+        """This rank's, of a mesh: meshes of other axes have other groups."""
+        key = mesh.names, mesh.sizes
+        if (key, mesh.rank) not in self.endpoints:
+            memories = self.memories.setdefault(key, {rank: Threaded(rank) for rank in range(self.size)})
+            self.endpoints[key, mesh.rank] = Endpoint(mesh, memories, self, late=self.adversary == "late")
+        return self.endpoints[key, mesh.rank]
 
 
 @dataclass(frozen=True)
@@ -185,33 +199,39 @@ class Simulated:
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if self.mesh.axes_size(axes) == 1:
             return Done([flat])
-        return self._issue("all_gather", flat, axes, list)
+        session = self._session()
+        handle = session.endpoint(self.mesh).all_gather(flat, axes)
+        return _Lent(handle) if session.adversary else handle
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        n = self.mesh.axes_size(axes)
-        if n == 1:
+        if self.mesh.axes_size(axes) == 1:
             return Done(rows)
-        here = self.mesh.group_ranks(axes).index(self.mesh.rank)
-
-        def combine(got: list[Tensor]) -> Tensor:
-            mine = [each.view(n, -1)[here] for each in got]
-            return sum_rows(mine, torch.empty_like(mine[0]))
-
-        return self._issue("reduce_scatter", rows, axes, combine)
+        return self._session().endpoint(self.mesh).reduce_scatter(rows, axes)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:
             return Done(flat)
-        handle = self._issue("all_reduce", flat, axes, lambda got: sum_rows(got, flat))
-        if self._session().adversary == "early":
+        session = self._session()
+        handle = session.endpoint(self.mesh).all_reduce(flat, axes)
+        if session.adversary == "early":
             poison(flat)
         return handle
 
     def gather_object(self, text: str) -> list[str]:
+        sent = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather_words(torch.tensor([len(sent)]))]
+        padded = torch.cat([sent, torch.zeros(max(sizes) - len(sent), dtype=torch.uint8)])
+        rows = self._gather_words(padded)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_words(self, flat: Tensor) -> list[Tensor]:
         session = self._session()
-        ticket = session.ticket(tuple(range(self.mesh.size)), self.mesh.rank)
-        session.post(ticket, self.mesh.rank, "gather_object", text)
-        return session.collect(ticket, self.mesh.rank, describe("gather_object", self.mesh, self.mesh.names))
+        if self.mesh.size == 1:
+            return [flat]
+        handle = session.endpoint(self.mesh).all_gather(flat, self.mesh.names, "gather_object")
+        rows = [row.clone() for row in handle.wait()]
+        handle.release()
+        return rows
 
     def barrier(self) -> None:
         self.gather_object("")
@@ -222,19 +242,6 @@ class Simulated:
     def close(self) -> None:
         pass
 
-    def _issue(
-        self, name: str, sent: Tensor, axes: Axes, combine: Callable[[list[Tensor]], Any]
-    ) -> _Exchange:
-        session = self._session()
-        ticket = session.ticket(self.mesh.group_ranks(axes), self.mesh.rank)
-        kind = f"{name} over ({', '.join(axes)}) of {list(sent.shape)} {sent.dtype}"
-        exchange = _Exchange(
-            session, ticket, self.mesh.rank, kind, sent, combine, describe(name, self.mesh, axes)
-        )
-        if session.adversary != "late":
-            exchange.publish()
-        return exchange
-
     def _session(self) -> _Session:
         session = getattr(_thread, "session", None)
         if session is None or session.size != self.mesh.size:
@@ -244,40 +251,27 @@ class Simulated:
                     fix="run the code under simulate(mesh, fn), with this mesh.",
                 )
             )
+        if session.failure is not None:
+            raise CollectiveError(lost("simulate", f"another rank raised {session.failure!r}"))
         return session
 
 
 @dataclass
-class _Exchange:
-    """One rank's part in one collective."""
+class _Lent:
+    """A gather whose rows are nobody's once they are released."""
 
-    session: _Session
-    ticket: tuple[Any, ...]
-    rank: int
-    kind: str
-    sent: Tensor
-    combine: Callable[[list[Tensor]], Any]
-    what: str
-    published: bool = False
+    handle: Handle[list[Tensor]]
     rows: list[Tensor] = field(default_factory=list)
 
-    def publish(self) -> None:
-        self.session.post(self.ticket, self.rank, self.kind, self.sent.detach().clone())
-        self.published = True
-
-    def wait(self) -> Any:
-        # The sender may reuse its buffer once it has waited, so a late read is at the sender's Wait.
-        if not self.published:
-            self.publish()
-        got = self.session.collect(self.ticket, self.rank, self.what)
-        if self.combine is list and self.session.adversary:
-            self.rows = got = [row.clone() for row in got]
-        return self.combine(got)
+    def wait(self) -> list[Tensor]:
+        self.rows = [row.clone() for row in self.handle.wait()]
+        return self.rows
 
     def release(self) -> None:
         for row in self.rows:
             poison(row)
         self.rows = []
+        self.handle.release()
 
 
 def poison(flat: Tensor) -> None:

@@ -165,7 +165,8 @@ def open_regular(folder: str | Path, name: str, size: int | None = None, *, link
     except OSError as error:
         if error.errno in PASSING:
             raise
-        raise Corrupt(f"{name}: {error.strerror}") from error
+        linked = error.errno == errno.ELOOP
+        raise Corrupt(f"{name}: {'is a link' if linked else error.strerror}") from error
     except UnicodeEncodeError as error:
         raise Corrupt(f"{name!r} is no name of a file ({error.reason})") from error
     found = os.fstat(fd)

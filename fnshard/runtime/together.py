@@ -47,7 +47,7 @@ def group_of(mesh: Mesh, timeout: float | None) -> Any:
         raise CheckpointError(
             report(
                 f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",
-                fix="save and restore under torchrun or fnshard.launch, or on a mesh of one.",
+                fix="save and restore under torchrun or fs.launch, or on a mesh of one.",
             )
         )
     if not dist.is_initialized():

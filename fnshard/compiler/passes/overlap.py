@@ -12,7 +12,8 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
     more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
-    buckets of full gradients are in flight.
+    buckets of full gradients are in flight. A kernel is never moved: what it reads is waited for in time,
+    and no gather overtakes a kernel.
     """
     queue = _Queue(depth)
     for line in schedule.instructions:
@@ -28,16 +29,22 @@ class _Queue:
         self.waiting: list[tuple[int, list[Instruction]]] = []
 
     def feed(self, line: Instruction) -> None:
-        for _, held in self.waiting:
-            if any(_depends(line, other) for other in held):
-                held.append(line)
-                return
+        while isinstance(line, Run) and self.waited_for_by(line):
+            self.release()
+        if held := self.waited_for_by(line):
+            held.append(line)
+            return
         if isinstance(line, Wait) and line.of in _LEAVING and self.depth:
             self.waiting.append((self.depth, [line]))
             return
         self.out.append(line)
         if isinstance(line, Run):
             self.tick()
+
+    def waited_for_by(self, line: Instruction) -> list[Instruction]:
+        """The first of the delayed groups that `line` must stay behind, or []."""
+        groups = (held for _, held in self.waiting)
+        return next((held for held in groups if any(_depends(line, other) for other in held)), [])
 
     def tick(self) -> None:
         self.waiting = [(left - 1, held) for left, held in self.waiting]

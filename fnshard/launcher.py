@@ -1,6 +1,6 @@
-"""Launch: local ranks: start them, say which one failed and why, start them again, end them cleanly.
+"""Launcher: local ranks: start them, say which one failed and why, start them again, end them cleanly.
 
-`launch(command, ranks=n)` runs in the process a person started, `run_rank(main)` in each rank
+`launch(main, ranks=n)` runs in the process a person started, `run_rank(main)` in each rank
 (`fnshard.rank`). Torch's own agent is not asked: its restarts meet stale addresses, it passes SIGTERM on only
 to kill after it, and takes half a minute to give up on a rank that was stopped.
 """
@@ -15,17 +15,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fnshard.errors import FnshardError
+from fnshard.errors import LaunchError, report
 from fnshard.nodes import Ending, Nodes, Peers, meet
-from fnshard.rank import ATTEMPT, LAUNCHER, LOGS, RENDEZVOUS, run_rank, under_launcher
+from fnshard.post_mortem import Memory, describe_failure, echo
+from fnshard.process_group import ATTEMPT, RENDEZVOUS, under_launcher
+from fnshard.rank import ERRORS, LAUNCHER, LOGS, command_of, run_rank
+from fnshard.runtime.folder import scratch
 
 __all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank", "under_launcher"]
 
@@ -37,20 +40,6 @@ GRACE_S = 120.0  # what ranks get to finish a step and save after SIGTERM
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # end everything at once; SIGTERM asks first
 SIGNALS = (signal.SIGTERM, *ENDING)
 
-# What a rank says when *another* one died: never the cause of a failure, always its echo.
-ECHOES = (
-    "CollectiveError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out",
-    "DistStoreError",  # somebody never came to the meeting
-)
-
-
-class LaunchError(FnshardError, RuntimeError):
-    """A rank failed. One string, so that it survives pickling by a job launcher."""
-
 
 def cpu_threads(ranks: int) -> int:
     """Threads for each of `ranks` processes that share this machine's CPUs; at least 1."""
@@ -59,25 +48,35 @@ def cpu_threads(ranks: int) -> int:
 
 
 def launch(
-    command: Sequence[str],
+    program: Callable[[], Any] | Sequence[str],
     *,
     ranks: int,
-    logs: Path,
+    logs: str | Path | None = None,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
     grace_s: float = GRACE_S,
     nodes: Nodes | None = None,
 ) -> None:
-    """Run `command` in `ranks` processes on this machine and wait until all have ended well.
+    """Run a function, or a command, in `ranks` processes on this machine and wait until all have ended well.
 
-    Rank 0 keeps this process's console; the others write to `logs/rank<i>.log` alone. Each process
-    is to call `run_rank`. SIGTERM is handed on to the ranks: those that take note of it (`run_rank(stop=)`)
-    may finish and then end well, and so does this; a second one kills them.
+    Rank 0 keeps this process's console; the others write to `logs/rank<i>.log` alone. SIGTERM is handed on to
+    the ranks: those that take note of it (`run_rank(stop=)`) may finish and then end well, and so does this;
+    a second one kills them.
+
+        def main():
+            mesh = fs.make_mesh(shard=-1)
+            ...
+
+        if __name__ == "__main__":
+            fs.launch(main, ranks=2)
 
     Args:
-        command: program and arguments, `[sys.executable, "-u", "-m", "package.module", "job.json"]`.
-        ranks: how many; RANK, LOCAL_RANK and WORLD_SIZE tell each which it is.
-        logs: folder, made if need be.
+        program: a function without arguments; it is found by its name in each rank, which imports the script
+            or module that defines it, with the same `sys.argv`. Or program and arguments,
+            `[sys.executable, "-u", "-m", "package.module", "job.json"]`; each process is to call `run_rank`.
+        ranks: how many; RANK, LOCAL_RANK and WORLD_SIZE tell each which it is. In a process that is a rank
+            already (under `torchrun`) a function is run as that rank instead, among as many as there are.
+        logs: folder, made if need be; default a temporary one, kept if a rank fails.
         max_restarts: how often all ranks are started anew after one of them died (a signal), or stopped
             answering. An exception, or an exit code, is the program's own doing and ends the job.
         env: more environment variables for the ranks.
@@ -86,41 +85,74 @@ def launch(
             restart, and end, together.
 
     Raises:
-        LaunchError: the rank that failed first, its traceback or last line, and where its log lies.
+        LaunchError: the rank that failed first, its traceback or last line, and where its log lies; a
+            function that other processes cannot find; a command that is one text; no ranks.
         fnshard.nodes.NodesError: the machines did not meet.
         KeyboardInterrupt, SystemExit: a signal ended this process; the ranks were ended first.
     """
-    logs = Path(logs).resolve()
+    if isinstance(program, str | Path) or ranks < 1:
+        raise LaunchError(
+            report(
+                f"fs.launch({program!r}, ranks={ranks}): a function or a list of words, in some processes.",
+                fix='fs.launch([sys.executable, "train.py"], ranks=2).',
+            )
+        )
+    if callable(program):
+        if LAUNCHER in os.environ:
+            raise LaunchError(
+                report(
+                    "fs.launch in a rank that fs.launch has started.",
+                    fix='call it below `if __name__ == "__main__":`, for each rank imports the script.',
+                )
+            )
+        if under_launcher():
+            run_rank(program)
+        program = command_of(program)
+    kept = logs is not None
+    logs = Path(logs if logs is not None else tempfile.mkdtemp(prefix="fnshard-logs-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     if nodes is None or nodes.number == 0:
         for old in logs.glob("rank*.log"):  # restarts append, another launch starts afresh
             old.unlink()
-    meeting = Path(tempfile.mkdtemp(prefix="fnshard-"))
+    with scratch("fnshard-ranks-") as meeting:
+        _run(program, ranks, logs, meeting, max_restarts, env or {}, grace_s, nodes)
+    if not kept:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _run(
+    command: Sequence[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str],
+    grace_s: float, nodes: Nodes | None,
+) -> None:  # fmt: skip
+    """Attempts, until one ends well or none is left.
+
+    Args:
+        meeting: a folder for the ranks' files.
+    """
     added = {
         LOGS: str(logs),
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpu_threads(ranks)),
         **(_alone(meeting) if nodes is None else nodes.environment),
-        **(env or {}),
+        **env,
     }
     peers = None
-    try:
-        with _notice(grace_s) as notice:
-            for number in range(max_restarts + 1):
-                if nodes is not None:
-                    peers = meet(nodes, number, notice.give_up)
-                team = _Team(ranks, nodes, peers)
-                ended = _attempt(command, team, number, meeting, added, notice)
-                ending = _ending(ended, team, logs, notice)
-                notice.refuse(ended)
-                if not ending.message:
-                    return
-                if number == max_restarts or not ending.may_go_on:
-                    break
-                head = ending.message.splitlines()[0]
-                print(f"restart {number + 1} of {max_restarts}: {head}", file=sys.stderr, flush=True)
-    finally:
-        shutil.rmtree(meeting, ignore_errors=True)
+    with _notice(grace_s) as notice, ExitStack() as met:
+        for number in range(max_restarts + 1):
+            if nodes is not None:
+                peers = meet(nodes, number, notice.give_up)
+                met.callback(peers.leave)
+                added |= peers.environment
+            team = _Team(ranks, nodes, peers)
+            ended = _attempt(command, team, number, meeting, added, notice)
+            ending = _ending(ended, team, logs, notice)
+            notice.refuse(ended)
+            if not ending.message:
+                return
+            if number == max_restarts or not ending.may_go_on:
+                break
+            head = ending.message.splitlines()[0]
+            print(f"restart {number + 1} of {max_restarts}: {head}", file=sys.stderr, flush=True)
     raise LaunchError(ending.message)
 
 
@@ -226,12 +258,13 @@ class _Ended:
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
     may_go_on: bool = True
 
     @property
     def cause(self) -> int:
         """The rank that is to blame."""
-        return min(self.failures, key=lambda r: (_echo(self.failures[r]), self.failures[r].timestamp))
+        return min(self.failures, key=lambda r: (echo(self.failures[r]), self.failures[r].timestamp))
 
 
 def _attempt(
@@ -245,15 +278,16 @@ def _attempt(
         for local, rank in enumerate(team.members):
             own = {
                 "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": team.world, "LOCAL_WORLD_SIZE": team.ranks,
-                "GROUP_RANK": team.node, ATTEMPT: number, "TORCHELASTIC_ERROR_FILE": errors[rank],
+                "GROUP_RANK": team.node, ATTEMPT: number, ERRORS: errors[rank],
             }  # fmt: skip
             own = {key: str(value) for key, value in own.items()}
             processes[rank] = _start(command, {**os.environ, **env, **own})
-        running = list(processes.values())
+        running, ended = list(processes.values()), _Ended()
         while any(p.poll() is None for p in running) and not _in_trouble(running, team):
             notice.act(running)
+            ended.memory.look()
             time.sleep(POLL_S)
-        ended = _Ended()
+        ended.memory.read(errors.values())
         if _in_trouble(running, team):
             _farewell(running, notice)
             ended.killed = [r for r, p in processes.items() if p.poll() is None]
@@ -268,7 +302,7 @@ def _attempt(
                 process.wait(KILLED_S)
     if ended.failures:
         cause = ended.failures[ended.cause]
-        ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or _echo(cause) > 1
+        ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or echo(cause) > 1
     return ended
 
 
@@ -315,8 +349,8 @@ def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
     """How the attempt ended, here and on all nodes."""
     mine = Ending(may_go_on=ended.may_go_on and notice.asked_at is None)
     if ended.failures:
-        echo = 0 if ended.stopped else _echo(ended.failures[ended.cause])
-        mine = replace(mine, message=_describe(ended, team.world, logs), echo=echo)
+        far = 0 if ended.stopped else echo(ended.failures[ended.cause])
+        mine = replace(mine, message=_describe(ended, team.world, logs), echo=far)
     if team.peers is None:
         return mine
     common = team.peers.settle(mine, lambda: notice.act([]))
@@ -326,61 +360,11 @@ def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
 
 def _describe(ended: _Ended, ranks: int, logs: Path) -> str:
     """The failure, and before it those who never said anything: they are what the others waited for."""
-    told = describe_failure(ended.failures, ranks, logs)
+    told = describe_failure(ended.failures, ranks, logs, ended.memory)
     if ended.stopped:
         named = ", ".join(map(str, ended.stopped))
         return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {told}"
-    if ended.killed and _echo(ended.failures[ended.cause]) > 1:
+    if ended.killed and echo(ended.failures[ended.cause]) > 1:
         named = ", ".join(map(str, ended.killed))
         return f"{told}\nStill at work, and killed: rank {named} (log: {logs / f'rank{ended.killed[0]}.log'})"
     return told
-
-
-def describe_failure(failures: Mapping[int, ProcessFailure], ranks: int, logs: Path) -> str:
-    """What to tell a person: the rank that caused the failure, its traceback, its log.
-
-    A rank whose peer died, or that was told to end, is an echo and comes last.
-    """
-    rank = min(failures, key=lambda r: (_echo(failures[r]), failures[r].timestamp))
-    failure = failures[rank]
-    log = logs / f"rank{rank}.log"
-    told = _traceback(failure)
-    if told:
-        head = f"rank {rank} of {ranks} failed: {_raised(told)[0]}"
-        body = told.rstrip()
-    else:
-        ended = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "ended"
-        head = f"rank {rank} of {ranks} {ended} with exit code {failure.exitcode}, without a traceback."
-        body = f"Last line of its log: {_last_line(log)}"
-    return f"{head}\n{body}\nLog: {log}"
-
-
-def _traceback(failure: ProcessFailure) -> str:
-    message = failure.error_file_data.get("message")
-    if isinstance(message, dict):
-        return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
-    return ""
-
-
-def _raised(told: str) -> list[str]:
-    """A traceback's last lines: the exception's type and message, which may be of several lines."""
-    lines = told.rstrip().splitlines()
-    frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
-    return [line for i, line in enumerate(lines) if i > frame and not line.startswith("    ")]
-
-
-def _echo(failure: ProcessFailure) -> int:
-    told = _traceback(failure)
-    if told:
-        return 2 if any(sign in line for sign in ECHOES for line in _raised(told)) else 0
-    if failure.exitcode < 0:
-        return 3 if -failure.exitcode == signal.SIGTERM else 0
-    return 1
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
-    return lines[-1] if lines else "(empty)"

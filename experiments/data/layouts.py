@@ -1,0 +1,140 @@
+"""Layouts: the ways in which records lie in files, each read as numbered lines of JSON.
+
+JSONL and lists of JSON are read as they are; Parquet files and folders that `save_to_disk` has written by
+Hugging Face's `datasets`, which is imported where one of them is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.config import ConfigError
+from experiments.data.lines import MARK, read_lines
+from experiments.files import size_of
+from fnshard.errors import MissingExtraError
+
+OPENING = 4096  # bytes of a file that are looked at to tell its layout
+BLOCK = 2**20  # bytes of a file that are read at once
+LARGEST_LIST_bytes = 2**30  # a list of JSON is held whole
+PARQUET = b"PAR1"
+ONE, SEVERAL = "state.json", "dataset_dict.json"  # in a folder of one split, and above several
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that a name of data means: itself, or all that `save_to_disk` has written into the folder."""
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """All bytes of these files, in order."""
+    for each in files_of(path):
+        with each.open("rb") as file:
+            while block := file.read(BLOCK):
+                yield block
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a folder is one that `save_to_disk` has written."""
+    return (path / ONE).is_file() or (path / SEVERAL).is_file()
+
+
+def lines_of(path: Path, watch: Callable[[bytes], Any]) -> Iterator[tuple[int, bytes]]:
+    """Numbers from 1 and JSON of all records; of JSONL the lines as they are, without blank ones.
+
+    Args:
+        watch: is shown every byte of the files.
+
+    Raises:
+        ConfigError: a file is not what it begins as.
+        MissingExtraError: `datasets` reads it, and is not installed.
+    """
+    read = next((read for fits, read in LAYOUTS if fits(path)), None)
+    if read is None:
+        yield from read_lines(path, watch)
+        return
+    for number, record in enumerate(read(path), 1):
+        yield number, json.dumps(record, default=str).encode()
+    for block in blocks_of(path):
+        watch(block)
+
+
+# ------------------------------------------------------------------ one each
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a file begins as a list of objects does."""
+    begin = _opening(path).removeprefix(MARK).split(maxsplit=1)
+    return b"".join(begin)[:2] in (b"[", b"[{", b"[]")
+
+
+def _list(path: Path) -> Sequence[Any]:
+    try:
+        size_of(path, LARGEST_LIST_bytes)
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} begins as a list of JSON and is none: {error}. Fix: JSONL.") from error
+    return found
+
+
+def _is_parquet(path: Path) -> bool:
+    return _opening(path).startswith(PARQUET)
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    datasets = _datasets(path)
+    return _rows_of(
+        path,
+        lambda: datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True),
+    )
+
+
+def _saved(path: Path) -> Iterator[Any]:
+    """Of several splits the one that is called train; another is named as a folder of its own."""
+    datasets = _datasets(path)
+    if (path / SEVERAL).is_file():
+        splits = sorted(p.name for p in path.iterdir() if (p / ONE).is_file())
+        if "train" not in splits:
+            raise ConfigError(
+                f"{path} has no split train; it has {', '.join(splits) or 'none'}. Fix: name one, "
+                f"{path / (splits or ['train'])[0]}."
+            )
+        path = path / "train"
+    return _rows_of(path, lambda: datasets.load_from_disk(str(path)))
+
+
+def _rows_of(path: Path, opened: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """A table has all columns in every row; what a row does not have is null there, and is left out."""
+    try:
+        for row in opened():
+            yield {name: value for name, value in row.items() if value is not None}
+    except Exception as error:  # the library and those below it raise errors of every kind
+        raise ConfigError(f"{path} cannot be read by datasets: {type(error).__name__}: {error}.") from error
+
+
+def _datasets(path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{path} is read by datasets, which is not installed. Fix: pip install fnshard[datasets]."
+        ) from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _opening(path: Path) -> bytes:
+    if path.is_dir():
+        return b""
+    with path.open("rb") as file:
+        return file.read(OPENING)
+
+
+Read = Callable[[Path], Iterable[Any]]
+LAYOUTS: tuple[tuple[Callable[[Path], bool], Read], ...] = (
+    (is_saved, _saved),
+    (_is_parquet, _parquet),
+    (_is_list, _list),
+)

@@ -1,0 +1,59 @@
+"""Derived: which values of a graph are computed from leaves alone, and which of those may cross a cut.
+
+What one unit's leaves give is made again where it is read, with these gathered there, and crosses only if
+it is much smaller than they are: else a cut would keep alive, as an activation, what sharding had taken
+apart. What leaves of several units give (a product of two matrices, a running average) may cross as
+activations do: to make it again would gather all of those units at once, time and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+SMALL = 16  # a value this many times smaller than its leaves may cross: a norm, a penalty
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """`leaves`: of each value that rests on leaves and constants alone, those leaves; `unit_of`: of these."""
+
+    leaves: Mapping[fx.Node, frozenset[fx.Node]]
+    unit_of: Mapping[fx.Node, str | None]
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self.leaves
+
+    def units(self, node: fx.Node) -> frozenset[str]:
+        """Whose leaves a value rests on; of an activation, none."""
+        return frozenset(u for n in self.leaves.get(node, ()) if (u := self.unit_of[n]) is not None)
+
+    def is_small(self, node: fx.Node) -> bool:
+        """Whether it is one tensor, made by an op, and much smaller than the leaves it rests on."""
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor):
+            return False
+        return value.numel() * SMALL <= sum(n.meta["val"].numel() for n in self.leaves.get(node, ()))
+
+    def may_cross(self, node: fx.Node) -> bool:
+        """Whether another segment may read it, rather than make it again."""
+        return node not in self or len(self.units(node)) > 1 or self.is_small(node)
+
+
+def derived(
+    graph: fx.Graph, leaves: Mapping[fx.Node, str | None], constants: Collection[fx.Node] = ()
+) -> Derived:
+    """Of a whole program or of one segment.
+
+    Args:
+        leaves: placeholders that are leaves, and their units (None: a leaf that is nowhere gathered).
+        constants: placeholders that are constants. What reads nothing (an arange) is one too.
+    """
+    found: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset() for n in constants}
+    found |= {n: frozenset([n]) for n in leaves}
+    for node in graph.nodes:
+        if node.op == "call_function" and all(n in found for n in node.all_input_nodes):
+            found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
+    return Derived(found, leaves)

@@ -1,0 +1,66 @@
+"""Random numbers of Python and NumPy, which a trace would keep as constants: who draws them, and whether."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from fnshard.errors import TraceError, report
+
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+DRAWS = report(
+    "`fn` draws random numbers by {name}, which a trace keeps as constants.",
+    fix="draw with torch (torch.rand, F.dropout), which follows the state's seed and the step; or draw "
+    "before the step and pass the numbers as tensors with the batch.",
+)
+# The generators that the modules' functions share.
+_PYTHON, _NUMPY = random.random.__self__, np.random.random.__self__
+_SHARED = {id(_PYTHON): "Python's random", id(_NUMPY): "numpy.random"}
+
+
+def draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., bool]]]:
+    """(owner, its attribute, the function, its name, whether a call with such arguments is one)."""
+    for module, generator in ((random, _PYTHON), (np.random, _NUMPY)):
+        for name, function in list(vars(module).items()):
+            reads = name in ("getstate", "get_state")
+            if getattr(function, "__self__", None) is generator and not reads:
+                yield module, name, function, f"{module.__name__}.{name}", _always
+    for name in ("random", "getrandbits"):  # the methods that were imported by their names draw by these
+        yield _PYTHON, name, getattr(_PYTHON, name), "Python's random", _always
+    yield np.random, "default_rng", np.random.default_rng, "numpy.random.default_rng()", _unseeded
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _unseeded(seed: Any = None) -> bool:
+    return seed is None
+
+
+@contextmanager
+def undrawn(own: Sequence[Any]) -> Iterator[None]:
+    """Refuse a block that has drawn from some generators of `GENERATORS`, or from those that all share.
+
+    A loader on another thread may draw from the shared ones: they are compared where there is no other.
+
+    Raises:
+        TraceError: names the generator.
+    """
+    shared = (_PYTHON, _NUMPY) if threading.active_count() == 1 else ()
+    known = [(g, _state(g)) for g in (*(g for g in own if id(g) not in _SHARED), *shared)]
+    yield
+    for generator, state in known:
+        if _state(generator) != state:
+            kind = type(generator).__name__
+            raise TraceError(DRAWS.format(name=_SHARED.get(id(generator), f"a {kind} that it closes over")))
+
+
+def _state(generator: Any) -> bytes:
+    return b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(generator)

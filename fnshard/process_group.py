@@ -1,0 +1,170 @@
+"""Process group: how this process joins the ranks that a launcher started beside it, and leaves them.
+
+Ranks that `fs.launch` started on one machine meet through a file below a temporary folder, so that nothing
+listens on a network. Ranks that `torchrun` started meet as torchrun says, at `MASTER_ADDR`:`MASTER_PORT`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fnshard.errors import CollectiveError, SpecError, report
+
+RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # elastic's name, which torchrun sets too
+# Launchers that say how many processes they started, but nothing by which these could meet.
+OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+
+
+def under_launcher() -> bool:
+    """Whether this process is already a rank (`torchrun` and its like set these)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size() -> int:
+    """How many ranks the launcher started; 1 without a launcher.
+
+    Raises:
+        SpecError: several processes were started, and these have nothing to meet by; WORLD_SIZE is no number.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return _number("WORLD_SIZE")
+    for variable, launcher in OTHER_LAUNCHERS.items():
+        count = os.environ.get(variable, "1")
+        if count.isdigit() and int(count) > 1:
+            raise SpecError(
+                report(
+                    f"{launcher} started {count} processes ({variable}), which do not know each other.",
+                    fix="start them by torchrun or fs.launch; WORLD_SIZE=1 for separate trainings.",
+                )
+            )
+    return 1
+
+
+def _number(variable: str) -> int:
+    """The value of an environment variable that counts.
+
+    Raises:
+        SpecError: it is no such number.
+    """
+    value = os.environ[variable]
+    if not value.isdecimal():
+        raise SpecError(
+            report(
+                f"{variable}={value!r} in the environment is no number of ranks.",
+                fix="start the ranks by torchrun or fs.launch, which set it; or unset it.",
+            )
+        )
+    return int(value)
+
+
+def attempt() -> int:
+    """How often the ranks of this job were started anew before."""
+    return int(os.environ.get(ATTEMPT, "0"))
+
+
+def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None:
+    """Set this rank's device and make the default process group; nothing where there is one, or one rank.
+
+    The group is taken down when the process ends.
+
+    Args:
+        device_type: "cpu", "cuda", ...; default the accelerator if there is one. CPU tensors can be
+            communicated on any.
+        timeout_s: how long a collective waits for a silent peer.
+
+    Raises:
+        SpecError: the environment names no rank, or no place to meet.
+    """
+    if dist.is_initialized():
+        return
+    world = world_size()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device_type = device_type or (accelerator.type if accelerator else "cpu")
+    if device_type != "cpu":
+        names = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
+        local = _number(names[0]) if names else 0
+        torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+    if world == 1:
+        return
+    needed = ["RANK"] if RENDEZVOUS in os.environ else ["RANK", "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise SpecError(
+            report(
+                f"WORLD_SIZE={world}, and {', '.join(missing)} not set: this rank cannot meet the others.",
+                fix="start the ranks by torchrun or fs.launch, which set them; or unset WORLD_SIZE.",
+            )
+        )
+    rank = _number("RANK")
+    if rank >= world:
+        raise SpecError(
+            report(
+                f"RANK={rank}, and WORLD_SIZE={world}: ranks count from 0.",
+                fix="start the ranks by torchrun or fs.launch, which set both.",
+            )
+        )
+    backend = "gloo"
+    if device_type != "cpu":
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if RENDEZVOUS in os.environ:
+        store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
+    else:
+        # torchrun's store lives through restarts, and in it a dead attempt's addresses: who meets them hangs.
+        store = dist.PrefixStore(f"fnshard/{attempt()}", _met(rank, world, timeout))
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    _joined.append(rank)
+
+
+def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store at `MASTER_ADDR`:`MASTER_PORT`.
+
+    Raises:
+        SpecError: at once: there is no such host or port, or the port is taken.
+        CollectiveError: rank 0 did not come in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    where, said = f"MASTER_ADDR={host}, MASTER_PORT={port}", f"rank {rank} of {world} cannot meet the others"
+    try:
+        if not 0 <= int(port) < 1 << 16:
+            raise ValueError("a port is a number below 65536")
+        socket.getaddrinfo(host, int(port))  # torch would try until time runs out
+    except (OSError, ValueError) as error:
+        fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
+        raise SpecError(report(f"{said}: there is no such place.", [f"{where}: {error}"], fix)) from None
+    try:
+        return next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            within = f"within {timeout.total_seconds():g} s ({str(error).splitlines()[0]})"
+            raise CollectiveError(report(f"{said} {within}:", [where])) from None
+        fix = "another MASTER_PORT, the same on all ranks; or end who listens there."
+        raise SpecError(report(f"{said}: the port is taken.", [where], fix)) from None
+
+
+_joined: list[int] = []  # the rank as which this process joined a group of its own making
+
+
+@atexit.register  # before `saving` registers its own, so it runs after: a save may need the group to the end
+def _leave() -> None:
+    if _joined and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave_group() -> None:
+    """Wait for all ranks, then take the default process group down; nothing where there is none."""
+    if not dist.is_initialized():
+        return
+    dist.all_reduce(torch.zeros(()))  # a barrier over gloo, whatever the device
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    dist.destroy_process_group()

@@ -1,0 +1,349 @@
+"""Reachable: every container that a module or a function can read or write beside its arguments.
+
+A container is what holds values and can be changed: a dict, a list, a set, an object's attributes, a class's,
+a closure's cell, the globals that a function names. `make_functional` and a trace put them back as they were.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import chain
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SMALL_bytes = 1 << 20  # tensors that a function closes over are smaller: larger ones are refused
+LONG = 10_000  # longer containers are data: they are put back, and not entered
+_CACHE = type(lru_cache(len))
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), type(NotImplemented)})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fnshard"}) - {
+    "types", "argparse", "collections", "weakref",  # their classes hold what users put there
+}  # fmt: skip
+_ALWAYS = frozenset(
+    {"forward", "training", "_modules", "__call__", "__getattr__", "__getitem__", "__setitem__", "__iter__"}
+)
+ABSENT = object()
+
+
+@dataclass(slots=True, eq=False)
+class Container:
+    """One container, and what it held when it was found. `only`: the keys that count, or None for all."""
+
+    owner: Any
+    before: dict[Any, Any]
+    only: set[str] | None = None
+
+    def now(self) -> dict[Any, Any]:
+        """What it holds now, by key."""
+        values = _read(self.owner)
+        return values if self.only is None else {k: v for k, v in values.items() if k in self.only}
+
+    def is_unchanged(self) -> bool:
+        """Whether the same keys hold the same objects, in the same order."""
+        now = self.owner if type(self.owner) is dict and self.only is None else self.now()
+        before = self.before
+        return len(now) == len(before) and all(
+            chain(map(is_, now, before), map(is_, now.values(), before.values()))
+        )
+
+    def put_back(self, spoiled: Callable[[Any], bool] | None = None) -> None:
+        """Undo all changes, or those that left a `spoiled` value."""
+        if self.is_unchanged():
+            return
+        now, before = self.now(), self.before
+        keys = [k for k in {**before, **now} if before.get(k, ABSENT) is not now.get(k, ABSENT)]
+        if spoiled is not None:
+            keys = [k for k in keys if spoiled(now.get(k))]
+        if keys and isinstance(self.owner, list | deque | set):
+            self.owner.clear()
+            (self.owner.update if isinstance(self.owner, set) else self.owner.extend)(before.values())
+            return
+        for key in keys:
+            _write(self.owner, key, before.get(key, ABSENT))
+        if spoiled is None and isinstance(self.owner, dict) and list(self.owner) != list(before):
+            for key, value in before.items():  # in the order that it had
+                _write(self.owner, key, ABSENT)
+                _write(self.owner, key, value)
+
+    def replace(self, others: Mapping[int, Any]) -> None:
+        """Put other values in the place of those with these ids."""
+        if isinstance(self.owner, set):
+            return
+        for key, value in self.before.items():
+            if id(value) in others:
+                _write(self.owner, key, others[id(value)])
+            elif type(value) is tuple and any(id(v) in others for v in value):
+                _write(self.owner, key, tuple(others.get(id(v), v) for v in value))
+
+
+def _read(owner: Any) -> dict[Any, Any]:
+    if isinstance(owner, dict):  # past what a subclass makes of it: some load modules when they are read
+        keys = OrderedDict.__iter__(owner) if isinstance(owner, OrderedDict) else dict.__iter__(owner)
+        return {key: dict.__getitem__(owner, key) for key in keys}
+    if isinstance(owner, list | deque | set):
+        return dict(enumerate(owner))
+    if isinstance(owner, CellType):
+        try:
+            return {"cell_contents": owner.cell_contents}
+        except ValueError:  # empty
+            return {}
+    if isinstance(owner, type | ModuleType):
+        return dict(vars(owner))
+    return {name: getattr(owner, name) for name in _slots(type(owner)) if hasattr(owner, name)}
+
+
+def lookup(owner: Any, key: Any) -> Any:
+    """What a container holds under one key of `Container.before`, or ABSENT."""
+    if isinstance(owner, dict):
+        return dict.get(owner, key, ABSENT)
+    if isinstance(owner, list | deque):
+        return owner[key] if key < len(owner) else ABSENT
+    if isinstance(owner, type | ModuleType):
+        return vars(owner).get(key, ABSENT)
+    try:
+        return getattr(owner, key, ABSENT)
+    except ValueError:  # an empty cell
+        return ABSENT
+
+
+def _write(owner: Any, key: Any, value: Any) -> None:
+    if isinstance(owner, dict):  # past what a subclass makes of it
+        kind = OrderedDict if isinstance(owner, OrderedDict) else dict
+        if value is not ABSENT:
+            kind.__setitem__(owner, key, value)
+        elif key in owner:
+            kind.__delitem__(owner, key)
+    elif isinstance(owner, list):
+        owner[key] = value
+    elif isinstance(owner, type | ModuleType | CellType):
+        delattr(owner, key) if value is ABSENT else setattr(owner, key, value)
+    elif value is ABSENT:
+        object.__delattr__(owner, key)
+    else:
+        object.__setattr__(owner, key, value)
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    found = [vars(k).get("__slots__", ()) for k in kind.__mro__]
+    names = [n for s in found for n in ((s,) if isinstance(s, str) else s)]
+    return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+
+
+class Reachable:
+    """What can be reached from some roots.
+
+    Args:
+        code: enter functions and classes too: closures, defaults, the globals that functions name, and those
+            methods of objects whose names occur in the code; of objects that are no modules, enter only the
+            attributes that the code names.
+        mentioned: of modules too, only those.
+        executed: enter only the functions with this code; None is all.
+
+    `containers`, by the id of their owner; `parents`: where an object was found first, as (owner, key), by
+    its id; `tensors`; `caches` of `functools.lru_cache`; `names`: attributes and strings in the code.
+    """
+
+    def __init__(
+        self,
+        *roots: Any,
+        code: bool = False,
+        mentioned: bool = False,
+        executed: Collection[CodeType] | None = None,
+    ):
+        self.code, self.mentioned, self.executed = code, mentioned, executed
+        self.containers: dict[int, Container] = {}
+        self.parents: dict[int, tuple[Any, Any]] = {}
+        self.tensors: list[Tensor] = []
+        self.caches: list[Any] = []
+        self.names: set[str] = set(_ALWAYS if executed is None else _ALWAYS - {"training"} | {"_buffers"})
+        self._seen: dict[int, Any] = {}  # and kept alive: an id is that of one object
+        self._partly: list[tuple[Container, dict[Any, Any]]] = []
+        self._todo: list[Any] = list(roots)
+        while self._todo:
+            self._walk()
+            for container, values in self._partly:  # the code may have named more of them
+                for key in [k for k in values if k in self.names and k not in container.before]:
+                    container.before[key] = values[key]
+                    self._found(values[key], container.owner, key)
+
+    def of_type(self, kinds: tuple[type, ...]) -> list[Any]:
+        """All objects of these types that were met."""
+        return [each for each in self._seen.values() if isinstance(each, kinds)]
+
+    def _walk(self) -> None:
+        seen, todo = self._seen, self._todo
+        while todo:
+            each = todo.pop()
+            if id(each) not in seen:
+                seen[id(each)] = each
+                self._visit(each, type(each))
+
+    def _visit(self, each: Any, kind: type) -> None:
+        if issubclass(kind, Tensor):
+            self.tensors.append(each)
+        elif issubclass(kind, dict | list | set | deque) or kind is CellType:
+            self._enter(each)
+        elif issubclass(kind, tuple | frozenset):
+            for key, value in enumerate(each):
+                self._found(value, each, key)
+        elif not self.code and kind in _CODE:
+            return
+        elif issubclass(kind, type | ModuleType):
+            if _users(each.__name__ if issubclass(kind, ModuleType) else each.__module__, each):
+                self._enter(each, self.names)
+        elif kind in _WRAPPERS:
+            for name in _WRAPPERS[kind]:
+                self._found(getattr(each, name), each, name)
+            if kind is _CACHE:
+                self.caches.append(each)
+        elif kind is FunctionType:
+            self._function(each)
+        elif _users(kind.__module__, kind):
+            self._object(each, kind)
+
+    def _object(self, each: Any, kind: type) -> None:
+        whole = not self.code or (issubclass(kind, nn.Module) and not self.mentioned)
+        only = None if whole else self.names
+        if hasattr(each, "__dict__"):
+            self.parents.setdefault(id(vars(each)), (each, None))
+            self._enter(vars(each), only)
+        if any("__slots__" in vars(k) for k in kind.__mro__[:-1]):
+            self._enter(each, only)
+        if self.code:
+            for each_class in kind.__mro__:
+                if _users(each_class.__module__, each_class) and each_class is not nn.Module:
+                    self._found(each_class, each, "__class__")
+
+    def _function(self, each: FunctionType) -> None:
+        if self.executed is not None and each.__code__ not in self.executed:
+            return
+        for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
+            self._found(cell, each, name)
+        for values in (vars(each), each.__defaults__, each.__kwdefaults__):
+            self._found(values, each, None)
+        globals_named, names = mentioned(each.__code__)
+        self.names |= names
+        if _library(each.__module__):
+            return
+        known = self.containers.get(id(each.__globals__))
+        if known is None:
+            known = self.containers[id(each.__globals__)] = Container(each.__globals__, {}, set())
+        for name in globals_named - known.only:
+            known.only.add(name)
+            if name in each.__globals__:
+                known.before[name] = each.__globals__[name]
+                self._found(known.before[name], each.__globals__, name)
+
+    def _enter(self, owner: Any, only: set[str] | None = None) -> None:
+        values = _read(owner)
+        if only is not None:
+            container = Container(owner, {}, only)
+            self._partly.append((container, values))
+            if isinstance(owner, dict):
+                self._seen[id(owner)] = owner
+        else:
+            container = Container(owner, values)
+            if len(values) <= LONG:
+                for key, value in values.items():
+                    if type(value) not in _ATOMS:
+                        self._found(value, owner, key)
+        self.containers[id(owner)] = container
+
+    def _found(self, value: Any, owner: Any, key: Any) -> None:
+        if type(value) not in _ATOMS and id(value) not in self._seen:
+            self.parents.setdefault(id(value), (owner, key))
+            self._todo.append(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is torch's own dense tensor, with numbers, that notes when it is written to."""
+    own = type(value) in (Tensor, nn.Parameter)
+    return own and value.layout is torch.strided and not value.is_inference()
+
+
+class Numbers:
+    """Copies of tensors, and which of the tensors were written to since."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self.known = [(t, t.detach().clone(), t._version) for t in tensors if is_plain(t)]
+
+    def put_back(self) -> list[Tensor]:
+        """Give those that were written to the numbers they had, and return them."""
+        written = [(t, copy) for t, copy, version in self.known if t._version != version]
+        with torch.no_grad():
+            for tensor, copy in written:
+                tensor.copy_(copy)
+        return [t for t, _ in written]
+
+
+@contextmanager
+def unspoiled(fn: Callable[..., Any], spoiled: Callable[[Tensor], bool]) -> Iterator[Reachable]:
+    """Behind the `with`, no `spoiled` tensor is left in what `fn` can reach; what else it wrote there stays.
+
+    Tensors that it wrote to in place have their numbers back if it failed.
+
+    Yields:
+        What it can reach.
+    """
+    reached = Reachable(fn, code=True)
+    numbers = Numbers(t for t in reached.tensors if is_plain(t) and t.nbytes <= SMALL_bytes)
+    made = {id(cache): cache.cache_info().misses for cache in reached.caches}
+    try:
+        yield reached
+    except BaseException:
+        numbers.put_back()
+        raise
+    finally:
+        for container in reached.containers.values():
+            container.put_back(lambda value: any(map(spoiled, Reachable(value).tensors)))
+        for cache in reached.caches:
+            if cache.cache_info().misses != made[id(cache)]:
+                cache.cache_clear()
+
+
+_WRAPPERS: Mapping[type, tuple[str, ...]] = {
+    MethodType: ("__self__", "__func__"),
+    partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    cached_property: ("func",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    _CACHE: ("__wrapped__",),
+}
+_CODE = frozenset({*_WRAPPERS, FunctionType, ModuleType, type})
+
+
+def _library(module: Any) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _users(module: Any, kind: Any) -> bool:
+    """Whether it is the user's own, or a module of whoever's."""
+    return not _library(module) or (isinstance(kind, type) and issubclass(kind, nn.Module))
+
+
+@lru_cache(maxsize=4096)
+def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals that some code names; the attributes, and the strings that may be keys."""
+    every = list(_codes(code))
+    loads = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    globals_named = {i.argval for c in every for i in dis.get_instructions(c) if i.opname in loads}
+    strings = {s for c in every for s in c.co_consts if isinstance(s, str) and len(s) < 64}
+    return frozenset(globals_named), frozenset({n for c in every for n in c.co_names} | strings)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

@@ -1,0 +1,324 @@
+"""Tape: the operators that build a module, as a log in program order, and its replay leaf by leaf.
+
+Every tensor of the log is a `View` of a numbered memory, so views need no entry: only what makes or writes
+a memory is a `Call`. The value of a leaf is a slice of the log, run in program order. Random operators are
+a chain: each begins in the generator state in which another one ended.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+START = -1  # the call that every chain of random operators begins after: the seed
+CPU = torch.device("cpu")
+generator_lock = threading.Lock()  # torch's default generator belongs to all threads, simulated ranks too
+
+
+@contextmanager
+def seeded(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Torch's default generators, seeded as by `torch.manual_seed`, and restored afterwards."""
+    kind = devices[0].type if devices else "cuda"
+    with generator_lock, torch.random.fork_rng(devices=list(devices), device_type=kind):
+        if devices:
+            torch.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """The arguments or results of an operator, with `fn` applied to those of a type."""
+    if isinstance(value, kind):
+        return fn(value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        mapped = [map_leaves(v, kind, fn) for v in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    if isinstance(value, dict):
+        return {key: map_leaves(v, kind, fn) for key, v in value.items()}
+    return value
+
+
+def leaves_of(value: Any, kind: type) -> list[Any]:
+    """Those among the arguments or results of an operator that are of a type, in order."""
+    found: list[Any] = []
+    map_leaves(value, kind, found.append)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor: the number of the memory that it shows, and the elements it shows of it."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugate: bool
+
+    @staticmethod
+    def of(value: Tensor, memory: int) -> View:
+        """Of a tensor whose memory has this number."""
+        shape, stride = tuple(value.shape), tuple(value.stride())
+        return View(memory, value.dtype, shape, stride, value.storage_offset(), value.is_conj())
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view of a real memory."""
+        shown = torch.empty(0, dtype=self.dtype, device=CPU)
+        shown.set_(storage, self.offset, self.shape, self.stride)
+        return shown.conj() if self.conjugate else shown
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Call:
+    """An operator of the log.
+
+    Args:
+        args, kwargs: as it was called, with a `View` for each tensor.
+        reads: memories whose contents it depends on.
+        overwrites: memories that it makes, or fills without reading.
+        makes: its results that have a memory of their own, by their place among the results.
+        follows: of a random operator, the random call whose generator state it begins in, or that state.
+        blank: it makes a memory without setting it.
+        default_dtype: torch's default at the call.
+    """
+
+    op: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    reads: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
+    makes: Mapping[int, View] = field(default_factory=dict)
+    follows: int | Tensor | None = None
+    blank: bool = False
+    default_dtype: torch.dtype = torch.float32
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws from a generator."""
+        return self.follows is not None
+
+    @property
+    def views(self) -> list[View]:
+        """All tensors that it takes or makes."""
+        return [*leaves_of((self.args, self.kwargs), View), *self.makes.values()]
+
+
+@dataclass(slots=True)
+class Tape:
+    """The log.
+
+    Args:
+        sizes: bytes of each memory.
+        writers: of each memory, the numbers of the calls that make or write it.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    writers: list[list[int]] = field(default_factory=list)
+
+    def add_memory(self, nbytes: int) -> int:
+        """The number of a new memory."""
+        self.sizes.append(nbytes)
+        self.writers.append([])
+        return len(self.sizes) - 1
+
+    def add(self, call: Call, writes: Iterable[int]) -> int:
+        """Append a call that makes or writes these memories."""
+        number = len(self.calls)
+        self.calls.append(call)
+        for memory in dict.fromkeys(writes):
+            self.writers[memory].append(number)
+        return number
+
+    def slice(self, needed: Iterable[int], end: int) -> list[int]:
+        """The calls before `end` that the contents of these memories depend on, in program order."""
+        found: set[int] = set()
+        visited: set[tuple[int, int]] = set()
+        todo = [(memory, end) for memory in needed]
+        while todo:
+            memory, before = todo.pop()
+            writers = self.writers[memory]
+            for number in reversed(writers[: bisect_left(writers, before)]):
+                if (memory, number) in visited:
+                    break
+                visited.add((memory, number))
+                call = self.calls[number]
+                if number not in found:
+                    found.add(number)
+                    todo += [(read, number) for read in call.reads]
+                if memory in call.overwrites:
+                    break
+        return sorted(found)
+
+    def value(self, view: View) -> Tensor | None:
+        """The tensor as it is now, or None if it depends on random numbers."""
+        numbers = self.slice([view.memory], len(self.calls))
+        if any(self.calls[n].is_random for n in numbers):
+            return None
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return view.on(_run(self, _Job(view.memory, numbers), {}))
+
+    def replay(self, leaves: Mapping[str, View], seed: int, take: Callable[[str, Tensor], None]) -> list[str]:
+        """Hand each leaf to `take` as building the module under this seed makes it, one at a time.
+
+        Random calls run in program order. A leaf is made when the last one that it depends on is due; those
+        before it have run for the sake of the generator alone, and run again from the states kept of them.
+
+        Returns:
+            The leaves that no call sets, in whole or in part; `take` does not get them.
+        """
+        by_memory: dict[int, dict[str, View]] = {}
+        for path, view in leaves.items():
+            by_memory.setdefault(view.memory, {})[path] = view
+        unset: list[str] = []
+
+        def make(job: _Job, states: Mapping[int, Tensor]) -> None:
+            storage = _run(self, job, states)
+            blank = any(self.calls[n].blank for n in job.calls)
+            for path, view in by_memory.get(job.memory, {}).items():
+                leaf = view.on(storage)
+                if blank and (len(job.calls) == 1 or has_blanks(leaf)):
+                    unset.append(path)
+                else:
+                    take(path, leaf)
+
+        jobs = self._jobs(by_memory)
+        uses = Counter(n for due in jobs.values() for job in due for n in job.calls)
+        states: dict[int, Tensor] = {}
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), seeded(seed):
+            for job in jobs.pop(START, []):
+                make(job, states)
+            for number in _chain(self.calls, sorted(jobs), states):
+                for job in jobs[number]:
+                    make(job, states)
+                    uses.subtract(job.calls)
+                    for done in [n for n in job.calls if not uses[n]]:
+                        states.pop(done, None)
+        return unset
+
+    def _jobs(self, memories: Iterable[int]) -> dict[int, list[_Job]]:
+        """What is to be run when each random call is due; what needs none, under `START`."""
+        jobs: dict[int, list[_Job]] = {}
+        for memory in memories:
+            numbers = self.slice([memory], len(self.calls))
+            last = max((n for n in numbers if self.calls[n].is_random), default=START)
+            jobs.setdefault(last, []).append(_Job(memory, numbers))
+        for number in range(max(jobs, default=START)):
+            if self.calls[number].is_random and number not in jobs:
+                jobs[number] = [_Job(None, [*self.slice(self.calls[number].reads, number), number])]
+        return jobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Calls to be run in order, for the contents of a memory, or for the generator alone."""
+
+    memory: int | None
+    calls: list[int]
+
+
+def _chain(calls: Sequence[Call], numbers: Sequence[int], states: dict[int, Tensor]) -> Iterator[int]:
+    """The random calls in order, with the state that each begins in put into `states`.
+
+    The caller runs a call before it takes the next, and runs no random one after it.
+    """
+    generator, previous = torch.default_generator, START
+    ends = {START: generator.get_state()}
+    before = zip([START, *numbers], numbers, strict=False)
+    starts = [(last, calls[n].follows) for last, n in before]
+    branches = {start for last, start in starts if isinstance(start, int) and start != last}
+    for number in numbers:
+        follows = calls[number].follows
+        if isinstance(follows, Tensor):
+            generator.set_state(follows)
+        elif follows != previous:
+            generator.set_state(ends[follows])
+        states[number] = generator.get_state()
+        yield number
+        previous = number
+        if number in branches:
+            ends[number] = generator.get_state()
+
+
+def _run(tape: Tape, job: _Job, states: Mapping[int, Tensor]) -> torch.UntypedStorage | None:
+    """The memory that the calls make, of which no more is kept than the calls to come use."""
+    last = {view.memory: n for n in job.calls for view in tape.calls[n].views}
+    memories: dict[int, torch.UntypedStorage] = {}
+    for number in job.calls:
+        call = tape.calls[number]
+        if call.is_random:
+            torch.default_generator.set_state(states[number])
+        _execute(call, memories, tape.sizes)
+        for memory in [m for m in memories if last[m] == number and m != job.memory]:
+            del memories[memory]
+    return memories.get(job.memory)
+
+
+def _execute(call: Call, memories: dict[int, torch.UntypedStorage], sizes: Sequence[int]) -> None:
+    def real(view: View) -> Tensor:
+        if view.memory not in memories:
+            memories[view.memory] = torch.UntypedStorage(sizes[view.memory])
+        return view.on(memories[view.memory])
+
+    args, kwargs = map_leaves((call.args, call.kwargs), View, real)
+    with _default_dtype(call.default_dtype):
+        results = leaves_of(call.op(*args, **kwargs), Tensor)
+    shared = {storage.data_ptr() for storage in memories.values()}
+    for place, view in call.makes.items():
+        result, size = results[place], sizes[view.memory]
+        storage = result.untyped_storage()
+        if View.of(result, view.memory) != view or storage.data_ptr() in shared or storage.nbytes() < size:
+            storage = torch.UntypedStorage(size)
+            view.on(storage).copy_(result)
+        memories[view.memory] = storage
+        if call.blank:
+            fill_blank(view.on(storage))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype == before:  # it belongs to all threads
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ------------------------------------------------------------------ what nobody has set
+
+
+def fill_blank(value: Tensor) -> None:
+    """Fill with what `has_blanks` finds: NaN, or the largest integer; no bool can mark what is unset."""
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        value.fill_(float("nan"))
+    else:
+        value.fill_(True if value.dtype == torch.bool else torch.iinfo(value.dtype).max)
+
+
+def has_blanks(value: Tensor) -> bool:
+    """Whether elements are left as `fill_blank` filled them."""
+    if value.numel() == 0 or value.dtype == torch.bool:
+        return False
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return bool(value.isnan().any())
+    return bool((value == torch.iinfo(value.dtype).max).any())

@@ -1,0 +1,283 @@
+"""A random program in a random layout: run, and compared with plain autograd over the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import reference
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from programs import Program, programs, valid
+from test_programs import layouts
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import LayoutSpec
+from fnshard.errors import TraceError
+
+ATOL, STEPS = 1e-10, 2
+AXES: tuple[dict[str, int], ...] = (
+    {"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 1},
+    {"shard": 1},
+)  # fmt: skip
+_CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.2), fs.optim.sgd(0.1))
+OPTIMIZERS: dict[str, tuple[Any, Any, float | None]] = {  # by name: ours, torch's, what it clips to
+    "sgd": (fs.optim.sgd(0.05, momentum=0.9), reference.sgd(0.05, 0.9), None),
+    "adamw": (fs.optim.adamw(3e-3, eps=1e-3, weight_decay=0.1), reference.adamw(3e-3, eps=1e-3), None),
+    "clipped": (_CLIPPED, reference.sgd(0.1), 0.2),
+    "lambda": (fs.optim.sgd(lambda step: 0.125 * 0.5**step), reference.sgd(0.125), None),
+}
+RATES: dict[str, Callable[[int], float]] = {"lambda": lambda step: 0.125 * 0.5**step}
+RUNS = ("gradients", "gradients", "forward", *OPTIMIZERS)
+DEFAULTS = {
+    "accumulate": 1, "accumulate_mode": "reduce", "prefetch": (1, 1), "overlap": 1, "remat": "none",
+    "grad_norm": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """`layouts`: specs by path, instead of a preset's; `run`: what is compared.
+
+    That is "gradients", what `shard_forward` gives ("forward"), or what some steps of one of OPTIMIZERS
+    leave behind.
+    """
+
+    program: Program
+    axes: Mapping[str, int] = field(default_factory=lambda: {"shard": 1})
+    preset: str = "full_shard"
+    layouts: Mapping[str, LayoutSpec] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    run: str = "gradients"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.axes.get("replicate", 1) * self.axes["shard"]
+
+    def specs(self, mesh: fs.Mesh) -> Any:
+        params = self.program.params
+        if self.layouts:
+            return fs.match_specs(params, list(self.layouts.items()))
+        specs = fs.presets.PRESETS[self.preset](params, mesh)
+        return {**specs, **{p: replace(specs[p], trainable=False) for p in self.frozen}}
+
+    def parts(self, step: int, rank: int) -> list[tuple[Tensor, ...]]:
+        """A rank's micro-batches."""
+        micros = 1 if self.run == "forward" else self.options.get("accumulate", 1)
+        return [self.program.part(100 * step + 10 * rank + k) for k in range(micros)]
+
+    def all_parts(self, step: int) -> list[tuple[Tensor, ...]]:
+        """Those of all ranks, rank by rank."""
+        return [part for rank in range(self.ranks) for part in self.parts(step, rank)]
+
+    def batch(self, step: int, rank: int) -> tuple[Tensor, ...]:
+        """What one rank hands to a step."""
+        return tuple(torch.cat(leaves) for leaves in zip(*self.parts(step, rank), strict=True))
+
+    @property
+    def text(self) -> str:
+        """The case as Python, to be pasted into a test."""
+        plain = Case(self.program)
+        differs = {k: v for k, v in vars(self).items() if k != "program" and v != getattr(plain, k)}
+        rest = "".join(f", {k}={v!r}" for k, v in differs.items())
+        shapes = f"shapes={dict(self.program.shapes)}, sizes={self.program.sizes}"
+        return f"{self.program.text}\n\n{shapes}{rest}"
+
+
+# ------------------------------------------------------------------ the truth
+
+
+def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
+    """By plain autograd in one process, whole tensors by name, for every rank.
+
+    `disturbance`: of the leaves, as a random number of this size for each element.
+    """
+    params = case.program.params
+    if disturbance:
+        made = torch.Generator().manual_seed(0)
+        params = {k: v + disturbance * torch.randn(v.shape, generator=made).to(v) for k, v in params.items()}
+    return [
+        dict(each)
+        for each in {"gradients": _gradients, "forward": _forward}.get(case.run, _trained)(case, params)
+    ]
+
+
+def _plain(program: Program) -> Callable[..., Any]:
+    """The program as it is, which may write to its batch."""
+    return lambda p, *batch: program(p, *(v.clone() for v in batch))
+
+
+def _gradients(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    leaves = {p: v.requires_grad_(p not in case.frozen) for p, v in params.items()}
+    results = [_plain(case.program)(leaves, *part) for part in case.all_parts(0)]
+    loss = reference.total_loss(results)
+    named = {p: v for p, v in leaves.items() if v.requires_grad}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+    same = {"loss": loss.detach(), **dict(zip(named, grads, strict=True))}
+    micros = len(results) // case.ranks
+    aux = [r[1] if isinstance(r, tuple) else {} for r in results]
+    by_rank = []
+    for rank in range(case.ranks):
+        mine = {f"aux {k}": v for k, v in aux[(rank + 1) * micros - 1].items()}
+        for name in mine:
+            if isinstance(mine[name], fs.Mean) or mine[name].dim() == 0:  # of all ranks and micro-batches
+                mine[name] = reference.total_loss([each[name.removeprefix("aux ")] for each in aux])
+        by_rank.append(same | {k: v.detach() for k, v in mine.items()})
+    return by_rank
+
+
+def _forward(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    with torch.no_grad():
+        results = [_plain(case.program)(params, *part) for part in case.all_parts(0)]
+    return [_flat(result) for result in results]
+
+
+def _trained(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    _, optimizers, clip = OPTIMIZERS[case.run]
+    steps = [case.all_parts(step) for step in range(STEPS)]
+    how = {"frozen": case.frozen, "clip": clip, "rate": RATES.get(case.run)}
+    got = reference.train(_plain(case.program), params, steps, optimizers, **how)
+    losses = torch.tensor(got.losses, dtype=torch.float64)
+    return [{**got.params, **{f"loss {number}": loss for number, loss in enumerate(losses)}}] * case.ranks
+
+
+def _flat(result: Any, name: str = "result") -> dict[str, Tensor]:
+    """Tensors of what a program returns, by name."""
+    if isinstance(result, tuple):
+        return {
+            **_flat(result[0]),
+            **{k: v for n, leaf in result[1].items() for k, v in _flat(leaf, n).items()},
+        }
+    if isinstance(result, fs.Mean):
+        return {f"{name} total": result.total, f"{name} count": torch.as_tensor(result.count)}
+    return {name: result}
+
+
+# ------------------------------------------------------------------ the same by fnshard
+
+
+def make_step(case: Case, mesh: fs.Mesh) -> Any:
+    """A step, or a forward, of the case."""
+    specs, options = case.specs(mesh), {"backend": "eager", **case.options}
+    if case.run == "forward":
+        prefetch = options.get("prefetch", (1, 1))[0]
+        return fs.shard_forward(case.program, specs, mesh=mesh, prefetch=prefetch, backend=options["backend"])
+    optimizer = OPTIMIZERS[case.run][0] if case.run in OPTIMIZERS else None
+    return fs.shard_step(case.program, specs, mesh=mesh, optimizer=optimizer, **options)
+
+
+def on_mesh(rank: int, case: Case, mesh: fs.Mesh, step: Any) -> dict[str, Tensor]:
+    """On one rank of a mesh; whole tensors by name."""
+    specs, params = case.specs(mesh), case.program.params
+    if case.run == "forward":
+        return _flat(step(fs.shard(params, specs, mesh), *case.batch(0, rank)))
+    if case.run == "gradients":
+        value, grads = step(fs.shard(params, specs, mesh), *case.batch(0, rank))
+        loss, aux = value if isinstance(value, tuple) else (value, {})
+        grads = {p: g for p, g in grads.items() if g is not None}
+        layouts = {p: LayoutSpec(specs[p].gradient).resolve(params[p], "u") for p in grads}
+        return {"loss": loss, **{f"aux {k}": v for k, v in aux.items()}, **fs.unshard(grads, layouts, mesh)}
+    state, losses = step.init(params), {}
+    for number in range(STEPS):
+        state, metrics = step(state, *case.batch(number, rank))
+        losses[f"loss {number}"] = metrics["loss"]
+    return {**losses, **fs.unshard(state.params, specs, mesh)}
+
+
+def simulated(case: Case) -> list[dict[str, Tensor]]:
+    """On every rank of a simulated mesh."""
+    mesh = fs.make_mesh(**case.axes, simulated=True)
+    step = make_step(case, mesh)
+    return fs.simulate(mesh, lambda rank: on_mesh(rank, case, mesh, step))
+
+
+def on_rank(rank: int, case: Case) -> dict[str, Tensor]:
+    """In a process of a pool."""
+    mesh = fs.make_mesh(**case.axes, device="cpu")
+    return on_mesh(rank, case, mesh, make_step(case, mesh))
+
+
+# ------------------------------------------------------------------ comparing
+
+# What the front end may refuse: words of its errors.
+REFUSED = (
+    "writes in place",  # to a value while it reads the leaves of several units
+)
+
+
+class Wrong(AssertionError):
+    """A case came out otherwise than in plain autograd."""
+
+
+def difference(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], atol: float = ATOL) -> str:
+    """The names in which two results differ by more than `atol` (of values above 1: in proportion)."""
+    lines = [f"{name} is missing" for name in wanted.keys() ^ got.keys()]
+    for name in wanted.keys() & got.keys():
+        a, b = torch.as_tensor(got[name]).to(torch.complex128), wanted[name].to(torch.complex128)
+        if a.shape != b.shape:
+            lines.append(f"{name} is {list(a.shape)} and not {list(b.shape)}")
+        elif a.numel() and not float((a - b).abs().max()) <= atol * max(1.0, float(b.abs().max())):
+            lines.append(f"{name}: off by {float((a - b).abs().max()):.3g} of {float(b.abs().max()):.3g}")
+    return "\n".join(sorted(lines))
+
+
+def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simulated) -> str:
+    """Run and compare; "" if all is well, "refused: ..." or "unstable" if nothing can be said.
+
+    Raises:
+        Wrong: it differs, though plain autograd itself gives the same for leaves that differ by 1e-9.
+    """
+    truth = expected(case)
+    try:
+        results = runner(case)
+    except TraceError as error:
+        if any(words in str(error) for words in REFUSED):
+            return f"refused: {str(error).splitlines()[0]}"
+        raise
+    pairs = list(zip(results, truth, strict=True))
+    wrong = [f"rank {r}: {text}" for r, pair in enumerate(pairs) if (text := difference(*pair))]
+    if not wrong:
+        return ""
+    if any(
+        difference(*pair, 1e-5) for d in (1e-9, -1e-9) for pair in zip(expected(case, d), truth, strict=True)
+    ):
+        return "unstable"  # the truth jumps here: a tie, a step, a pole
+    raise Wrong("\n".join(wrong))
+
+
+# ------------------------------------------------------------------ drawing
+
+
+@st.composite
+def cases(draw: Any, most_units: int = 3, axes: tuple[dict[str, int], ...] = AXES) -> Case:
+    """Any program in any layout."""
+    program = draw(programs(most_units))
+    chosen, paths = draw(st.sampled_from(axes)), sorted(program.shapes)
+    options: dict[str, Any] = {
+        "accumulate": draw(st.sampled_from([1, 1, 2, 3])),
+        "accumulate_mode": draw(st.sampled_from(["reduce", "local"])),
+        "prefetch": (draw(st.integers(0, 3)), draw(st.integers(0, 3))),
+        "overlap": draw(st.integers(0, 5)),
+        "remat": draw(st.sampled_from(["none", "none", "unit", "offload", "unit+offload", 0.5])),
+        "grad_norm": draw(st.booleans()),
+    }
+    options = {k: v for k, v in options.items() if v != DEFAULTS[k]}
+    layouts, frozen, preset = {}, (), draw(st.sampled_from(sorted(set(fs.presets.PRESETS) - {"zero3"})))
+    if draw(st.integers(0, 3)) == 3:
+        layouts = {p: draw(any_layout(program.shapes[p], tuple(chosen))) for p in paths}
+        frozen = tuple(p for p in paths if not layouts[p].trainable)
+    elif draw(st.integers(0, 3)) == 3:
+        frozen = tuple(p for p in paths if draw(st.integers(0, 3)) == 3)
+    assume(valid(program, frozen))
+    return Case(program, chosen, preset, layouts, frozen, draw(st.sampled_from(RUNS)), options)
+
+
+@st.composite
+def any_layout(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> LayoutSpec:
+    """One of `layouts`, and where parameters and optimizer state rest."""
+    tiers = st.sampled_from(["device", "device", "host"])
+    return replace(draw(layouts(shape, names)), memory=draw(tiers), optimizer_memory=draw(tiers))

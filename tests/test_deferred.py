@@ -1,0 +1,412 @@
+"""Deferred initialisation: bit for bit what building on one CPU gives, in the memory of one leaf."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deferrable import MODULES, Gpt, Tables
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, StateError
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 37, "hidden_size": 12, "intermediate_size": 20}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+CAUSAL = transformers.AutoModelForCausalLM.from_config
+HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: CAUSAL(transformers.LlamaConfig(**SIZES, **LAYERS)),
+    "llama bf16": lambda: CAUSAL(
+        transformers.LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=True), dtype=torch.bfloat16
+    ),
+    "gpt2": lambda: CAUSAL(
+        transformers.GPT2Config(vocab_size=37, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration._from_config(
+        transformers.T5Config(vocab_size=37, d_model=12, d_kv=6, d_ff=20, num_layers=2, num_heads=2)
+    ),
+}
+
+
+def timm_vit() -> nn.Module:
+    timm = pytest.importorskip("timm")
+    return timm.models.vision_transformer.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2
+    )
+
+
+EVERY = {**MODULES, **HUGGING_FACE, "timm": timm_vit}
+
+
+def deferred(make: Callable[[], nn.Module]) -> nn.Module:
+    with fs.deferred():
+        return make()
+
+
+def built(make: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return {p: leaf.detach().clone() for p, leaf in fs.make_functional(make())[1].items()}
+
+
+def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(got) == list(wanted)
+    assert [p for p in got if got[p].dtype != wanted[p].dtype or not torch.equal(got[p], wanted[p])] == []
+
+
+def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
+    """What `step.init` makes on each of so many simulated ranks, put together again."""
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+    step = fs.shard_step(lambda p: 0, specs, mesh=mesh, backend="eager")
+    return fs.simulate(mesh, lambda rank: fs.unshard(step.init(model, seed=seed), specs, mesh))
+
+
+# ------------------------------------------------------------------ bit for bit
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_shards_are_what_building_on_one_cpu_gives(name: str) -> None:
+    model, wanted = deferred(EVERY[name]), built(EVERY[name], seed=7)
+    for world in (1, 2, 4):
+        for got in whole(model, world, seed=7):
+            same(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["tied", "buffers"])
+def test_a_tree_is_sharded_by_hand(name: str) -> None:
+    params = fs.make_functional(deferred(EVERY[name]))[1]
+    mesh = fs.make_mesh(shard=3, abstract=True, device="cpu")
+    specs = fs.presets.full_shard(params, mesh)
+    got = fs.shard(params, specs, mesh, seed=7)
+    same(got, fs.shard(built(EVERY[name], 7), specs, mesh))
+    same(fs.shard(params, specs, mesh), fs.shard(built(EVERY[name], 0), specs, mesh))
+
+
+def on_rank(rank: int) -> list[bool]:
+    model = deferred(Gpt)
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+    step = fs.shard_step(lambda p: 0, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager")
+    got, wanted = fs.unshard(step.init(model, seed=-3).params, specs, mesh), built(Gpt, -3)
+    return [torch.equal(got[p], wanted[p]) for p in wanted]
+
+
+def test_on_processes(ranks: Any) -> None:
+    assert all(all(got) for got in ranks(2).run(on_rank))
+
+
+def test_blocks_of_threads_do_not_mix() -> None:
+    """Simulated ranks each build their own."""
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        model = deferred(MODULES["streams"])
+        specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+        return fs.unshard(fs.shard(fs.make_functional(model)[1], specs, mesh, seed=1), specs, mesh)
+
+    for got in fs.simulate(mesh, run):
+        same(got, built(MODULES["streams"], 1))
+
+
+def test_the_default_dtype_is_that_of_the_constructor() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.set_default_dtype(torch.bfloat16)
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("halved", torch.arange(5) / 2)
+            self.register_buffer("root", torch.arange(5).sqrt())
+            torch.set_default_dtype(torch.float32)
+
+    same(whole(deferred(Halves), 1, 2)[0], built(Halves, 2))
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    whole(deferred(MODULES["streams"]), 2, 1)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_memory_is_that_of_one_leaf() -> None:
+    """Twelve leaves of 16 MB, drawn twice, and scaled when all are drawn; a shard is a thousandth."""
+    leaf, total, grown = measured("deep")
+    assert total == 12 * leaf
+    assert 0.9 * leaf < grown < 1.5 * leaf
+
+
+@pytest.mark.long  # 70 billion random numbers, twice: half an hour
+def test_a_rank_of_1024_of_a_70b_model() -> None:
+    leaf, total, grown = measured("llama", timeout=20_000)
+    assert total > 2 * 70e9
+    assert grown < 1.5 * leaf + total / 1024
+
+
+def measured(*arguments: str, timeout: float = 200.0) -> list[float]:
+    """Bytes of the largest leaf, of all leaves, and by how much a process grows that shards them."""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # what is freed goes back to the system
+    command = [sys.executable, __file__, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [float(word) for word in run.stdout.splitlines()[-1].split()]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(12))
+        self.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight *= 0.5
+
+
+def llama70b(layers: int = 80) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers,
+        num_attention_heads=64, num_key_value_heads=8,
+    )  # fmt: skip
+    return CAUSAL(config, dtype=torch.bfloat16)
+
+
+def measure(name: str, *sizes: str) -> None:
+    """See `measured`."""
+
+    def status(key: str) -> int:
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * int(lines[key].split()[0])
+
+    make = {"deep": Deep, "llama": llama70b}[name]
+    mesh = fs.make_mesh(shard=1024, abstract=True, device="cpu")
+    params = fs.make_functional(deferred(lambda: make(*map(int, sizes))))[1]
+    specs = fs.presets.full_shard(params, mesh)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it holds now
+    before = status("VmRSS")
+    fs.shard(params, specs, mesh)
+    bytes_of = [leaf.nbytes for leaf in params.values()]
+    print(max(bytes_of), sum(bytes_of), status("VmHWM") - before)
+
+
+# ------------------------------------------------------------------ the module after the block
+
+
+def test_a_step_of_a_deferred_module_is_that_of_the_real_one() -> None:
+    """Its plain tensors hold values, and no leaf of it is seen by `fn`."""
+    x = torch.randn(2, 11, 8)
+    torch.manual_seed(4)
+    real, losses = Tables(), []
+    for model, options in ((real, {}), (deferred(Tables), {"seed": 4})):
+        apply, params = fs.make_functional(model)
+        specs = fs.match_specs(params, [("*", LayoutSpec(P()))])
+        step = fs.shard_step(
+            lambda p, x, apply=apply: apply(p, x).square().mean(), specs,
+            mesh=fs.make_mesh(shard=1), optimizer=fs.optim.sgd(0.1), backend="eager",
+        )  # fmt: skip
+        state = step.init(model, **options)
+        for _ in range(2):
+            state, metrics = step(state, x)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_leaves_are_marked_as_those_of_the_real_module() -> None:
+    def make() -> nn.Module:
+        model = Gpt()
+        model.norm.requires_grad_(False)
+        return model
+
+    params, real = fs.make_functional(deferred(make))[1], fs.make_functional(make())[1]
+    assert all(leaf.is_meta and type(leaf) is type(real[p]) for p, leaf in params.items())
+    for mark in (lambda leaf: leaf.requires_grad, lambda leaf: getattr(leaf, "tied_names", ())):
+        assert {p: mark(leaf) for p, leaf in params.items()} == {p: mark(leaf) for p, leaf in real.items()}
+
+
+def test_what_the_constructor_reads_and_keeps_is_real() -> None:
+    model, real = deferred(MODULES["vit"]), MODULES["vit"]()
+    assert model.rates == real.rates
+    tables = deferred(Tables)
+    assert torch.equal(tables.turns, Tables().turns)
+
+
+def test_what_a_constructor_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    real = MODULES["prints"]() and capsys.readouterr().out
+    deferred(MODULES["prints"])
+    assert capsys.readouterr().out == real
+
+
+def test_a_copy_has_its_recipes_too() -> None:
+    model = copy.deepcopy(deferred(Gpt))
+    assert model.head.weight is model.wte.weight
+    same(whole(model, 1, 3)[0], built(Gpt, 3))
+
+
+def test_blocks_nest_and_models_of_two_make_one_tree() -> None:
+    with fs.deferred():
+        first, second = nn.Linear(3, 3), deferred(lambda: nn.Linear(3, 3))
+    for model, seeded in ((first, nn.Linear), (second, lambda *s: (nn.Linear(*s), nn.Linear(*s))[1])):
+        same(whole(model, 1, 5)[0], built(lambda seeded=seeded: seeded(3, 3), 5))
+    params = {f"{n}.{p}": v for n in "ab" for p, v in fs.make_functional(deferred(Gpt))[1].items()}
+    mesh = fs.make_mesh(shard=1)
+    got = fs.shard(params, fs.presets.no_shard(params, mesh), mesh, seed=2)
+    assert torch.equal(got["a.wte.weight"], got["b.wte.weight"])
+
+
+def test_leaves_without_a_random_number_need_none() -> None:
+    """A module that is there already takes no part, but for what it is given in the block."""
+    old = nn.Sequential(nn.Linear(2, 2))
+    with fs.deferred():
+        old.append(nn.LayerNorm(2))
+    values = whole(old, 2, 0)[0]
+    same({p: values[p] for p in ("0.weight", "0.bias")}, {p: old[0].get_parameter(p[2:]).detach() for p in
+         ("0.weight", "0.bias")})  # fmt: skip
+    assert values["1.weight"].tolist() == [1, 1]
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class Holds(nn.Module):
+    """Runs a function of itself when it is built."""
+
+    def __init__(self, act: Callable[[Any], Any]):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        act(self)
+
+
+def branches(module: Any) -> None:
+    if module.layer.weight.abs().max() > 0.5:
+        module.layer.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        branches,
+        lambda module: module.layer.weight.norm().item(),
+        lambda module: module.layer.weight.detach().numpy(),
+        lambda module: f"{module.layer.weight.mean():.2f}",
+        lambda module: module.layer.weight.nonzero(),
+    ],
+)
+def test_a_value_that_depends_on_the_seed_cannot_be_read(act: Callable[[Any], Any]) -> None:
+    with pytest.raises(
+        StateError, match=r"(?s)reads a value that depends on random numbers.*test_deferred.py:\d+.*shapes"
+    ):
+        deferred(lambda: Holds(act))
+    assert torch.equal(torch.zeros(2) + 1, torch.ones(2)), "the block has ended"
+
+
+def test_a_write_to_a_tensor_from_outside_is_refused() -> None:
+    outside = torch.zeros(2, 2)
+    with pytest.raises(StateError, match=r"(?s)aten.copy_.default writes to a tensor with values.*clone"):
+        deferred(lambda: Holds(lambda module: outside.copy_(module.layer.weight)))
+    with pytest.raises(StateError, match=r"(?s)aten.normal_.default writes to a tensor with values"):
+        deferred(lambda: Holds(lambda module: outside.normal_()))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m: m.apply(lambda part: nn.init.zeros_(part.weight) if isinstance(part, nn.Linear) else None),
+        lambda m: m.layer.weight.data.normal_(),
+        lambda m: m.layer.weight.detach()[0].fill_(1.0),
+        lambda m: m.layer.weight.data.mul_(2),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: (
+            m.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=False)
+            and m.layer.load_state_dict(nn.Linear(2, 2).state_dict())
+        ),
+    ],
+)
+def test_a_change_behind_the_block_is_refused(act: Callable[[nn.Module], Any]) -> None:
+    model = deferred(lambda: Holds(lambda module: None))
+    with (
+        torch.no_grad(),
+        pytest.raises((StateError, RuntimeError), match=r"(?s)changes a deferred module after its"),
+    ):
+        act(model)
+
+
+def test_a_deferred_module_cannot_be_called() -> None:
+    model = deferred(lambda: nn.Linear(2, 2))
+    with pytest.raises(StateError, match=r"(?s)linear needs the values of a deferred module.*step.init"):
+        model(torch.ones(2))
+    with pytest.raises(StateError, match=r"(?s)Tensor.item needs the values"):
+        model.weight.sum().item()
+
+
+def test_a_plain_tensor_that_depends_on_the_seed_is_refused_where_it_is_used() -> None:
+    class Plain(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.noise = torch.randn(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.noise
+
+    model = deferred(Plain)
+    apply, params = fs.make_functional(model)
+    specs = fs.presets.no_shard(params, fs.make_mesh(shard=1))
+    step = fs.shard_step(lambda p, x: apply(p, x).sum(), specs, backend="eager")
+    with pytest.raises(StateError, match=r"(?s)no parameter or buffer.*register_buffer"):
+        step(step.init(model), torch.ones(1, 2))
+
+
+def test_what_the_constructor_puts_on_meta_or_leaves_unset_is_named() -> None:
+    def put(module: Any) -> None:
+        module.lost = nn.Parameter(torch.ones(3, device="meta"))
+
+    with pytest.raises(StateError, match=r"(?s)1 leaf on the meta device.*'lost'.*fs.deferred"):
+        whole(deferred(lambda: Holds(put)), 1, 0)
+
+    def forget(module: Any) -> None:
+        module.partly = nn.Parameter(torch.empty(3))
+        module.partly.data[:2].zero_()
+        module.register_buffer("count", torch.empty(2, dtype=torch.int64))
+        module.register_buffer("mask", torch.empty(2, dtype=torch.bool))
+
+    with pytest.raises(
+        StateError, match=r"(?s)leaves 3 leaves unset.*'partly'.*'count'.*'mask'.*torch.empty makes"
+    ):
+        fs.shard(*_tree(deferred(lambda: Holds(forget))))
+
+
+def _tree(model: nn.Module) -> tuple[Any, Any, fs.Mesh]:
+    mesh, params = fs.make_mesh(shard=1), fs.make_functional(model)[1]
+    return params, fs.presets.no_shard(params, mesh), mesh
+
+
+def test_values_are_not_made_inside_the_block() -> None:
+    with fs.deferred():
+        tree = _tree(nn.Linear(2, 2))
+        with pytest.raises(StateError, match=r"(?s)inside fs.deferred\(\), which records.*leave the block"):
+            fs.shard(*tree)
+
+
+def test_a_seed_that_changes_nothing_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    params, specs, mesh = _tree(model)
+    for optimizer, source in ((None, model), (fs.optim.sgd(0.1), model), (None, params)):
+        step = fs.shard_step(lambda p, x: x.sum(), specs, mesh=mesh, optimizer=optimizer, backend="eager")
+        with pytest.raises(StateError, match=r"(?s)seed=0: every leaf has its values.*fs.deferred.*rng="):
+            step.init(source, seed=0)
+    with pytest.raises(StateError, match="seed=1: every leaf has its values"):
+        fs.shard(params, specs, mesh, seed=1)
+    step = fs.shard_step(lambda p, x: x.sum(), specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+    assert int(step.init(params, seed=3).seed) == 3  # of the random ops to come
+
+
+if __name__ == "__main__":
+    measure(*sys.argv[1:])

@@ -1,0 +1,299 @@
+"""What fails inside `fn`: one error in the user's terms, with his line, and nothing of torch's inside."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, SpecError, StateError, TraceError
+
+BF16, HERE = torch.bfloat16, Path(__file__).name
+Fn = Callable[..., Any]
+
+
+def lowered(fn: Fn, params: dict[str, Tensor], *batch: Any, compute: torch.dtype | None = None) -> Any:
+    specs = fs.match_specs(params, [("*", LayoutSpec(compute_dtype=compute))])
+    return fs.shard_step(fn, specs, backend="eager").lower(params, *batch)
+
+
+def classify() -> tuple[Fn, dict[str, Tensor]]:
+    apply, params = fs.make_functional(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10)))
+
+    def loss(p: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(apply(p, ids), labels)
+
+    return loss, params
+
+
+def formatted(p: Any, x: Tensor) -> Tensor:
+    loss = (x @ p["w"]).sum()
+    print(f"{loss:.3f}")
+    return loss
+
+
+W = {"w": torch.zeros(8, 8)}
+X = torch.zeros(4, 8)
+LOSS, MODEL = classify()
+IDS, FLOATS = torch.zeros(4, dtype=torch.long), torch.zeros(4)
+FAILING = {
+    "shapes": (
+        lambda p, x: (x @ p["w"]).sum(), W, (X[:, :7],),
+        r"matmul\(batch\['0'\] f32\[4, 7\], params\['w'\] f32\[8, 8\]\).*x = batch\['0'\] f32\[4, 7\].*micro",
+    ),
+    "a computed operand": (
+        lambda p, x: F.linear(x, p["w"][:, :3]).sum(), W, (X,),
+        r"linear\(batch\['0'\] f32\[4, 8\], f32\[8, 3\]\)",
+    ),
+    "swapped": (
+        LOSS, MODEL, (FLOATS, IDS),
+        r"embedding\(batch\['0'\] f32\[4\], params\['0.weight'\].*ids = batch\['0'\] f32.*"
+        r"labels = batch\['1'\] i64.*Fix: indices and labels are integers.*order",
+    ),
+    "a list": (
+        LOSS, MODEL, (IDS, [1, 2, 3, 4]),
+        r"must be Tensor, not list.*\[1, 2, 3, 4\].*Fix: .*torch.as_tensor",
+    ),
+    "a list as an operand": (
+        lambda p, x: (x @ p["w"]).sum(), W, ([1.0] * 8,),
+        r"for @: 'list' and 'Tensor'.*Fix: .*as_tensor",
+    ),
+    "a dict": (
+        lambda p, x: (x @ p["w"]).sum(), W, ({"x": X},),
+        r"'dict' and 'Tensor'.*batch\['0.x'\] f32\[4, 8\]",
+    ),
+    "integers": (
+        lambda p, x: F.linear(x.long(), p["w"]).sum(), W, (X,),
+        r"linear\(i64\[4, 8\], params\['w'\] f32.*Fix: .*x.to\(weight.dtype\)",
+    ),
+    "a value in a string": (
+        formatted, W, (X,),
+        r"fails in __format__.*f\"\{loss:.3f\}\".*Fix: .*return it in aux",
+    ),
+    "a value": (
+        lambda p, x: (x @ p["w"]).sum() * x.sum().item(), W, (X,),
+        r"a tensor's value.*Fix: .*out in aux",
+    ),
+    "classes": (
+        lambda p, x, y: (x @ p["w"] * F.one_hot(y)).sum(), W, (X, IDS),
+        r"tensor's value.*Fix: .*num_classes=n",
+    ),
+    "packed rows": (
+        lambda p, x: nn.utils.rnn.pack_padded_sequence(x[None] @ p["w"], torch.tensor([3]), True).data.sum(),
+        W, (X,), r"tensor's value.*Fix: .*padded rows and mask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_torch_function_that_fails_is_one_error(name: str, capfd: Any) -> None:
+    fn, params, batch, words = FAILING[name]
+    with pytest.raises(
+        TraceError, match=rf"(?s)(?=.*\n  at .*{HERE}:\d+  \S)(?=.*Fix: )(?=.*{words})"
+    ) as caught:
+        lowered(fn, params, *batch)
+    error = caught.value
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert files[-1].endswith(HERE) and not any("/torch/" in file for file in files)
+    assert error.__cause__ is None and error.__context__ is None
+    assert "FakeTensor" not in str(error)
+    assert "failed while attempting" not in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------ several dtypes
+
+
+def conv(dims: int, transposed: bool = False) -> Fn:
+    op = getattr(F, f"conv{'_transpose' * transposed}{dims}d")
+    return lambda x: op(torch.zeros(2, 3, *[5] * dims), torch.zeros(3, 3, *[3] * dims, dtype=BF16) + x)
+
+
+def low(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=BF16)
+
+
+def full(*shape: int) -> Tensor:
+    return torch.zeros(*shape)
+
+
+AT = torch.zeros(2, dtype=torch.long)
+MIXED: dict[str, Fn] = {
+    "conv1d": conv(1), "conv2d": conv(2), "conv3d": conv(3), "conv_transpose2d": conv(2, True),
+    "conv2d same": lambda x: F.conv2d(full(2, 3, 5, 5), low(3, 3, 3, 3) + x, padding="same"),
+    "bmm": lambda x: torch.bmm(full(2, 3, 4), low(2, 4, 3) + x),
+    "baddbmm": lambda x: torch.baddbmm(full(2, 3, 3), full(2, 3, 4), low(2, 4, 3) + x),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", full(2, 3), low(3, 4) + x),
+    "dot": lambda x: torch.dot(full(3), low(3) + x),
+    "sdpa": lambda x: F.scaled_dot_product_attention(full(1, 1, 3, 8), low(1, 1, 3, 8) + x, full(1, 1, 3, 8)),
+    "addmm": lambda x: torch.addmm(low(4) + x, full(2, 3), full(3, 4)),
+    "mv": lambda x: torch.mv(full(2, 3), low(3) + x),
+    "bilinear": lambda x: F.bilinear(full(2, 3), full(2, 4), low(5, 3, 4) + x),
+    "layer_norm": lambda x: F.layer_norm(full(2, 8), (8,), low(8) + x),
+    "group_norm": lambda x: F.group_norm(full(2, 8, 3), 2, low(8) + x),
+    "index_put": lambda x: full(4).index_put((AT,), low(2) + x),
+    "index_put_": lambda x: full(4).clone().index_put_((AT,), low(2) + x),
+    "index_add": lambda x: full(4).index_add(0, AT, low(2) + x),
+    "index_copy": lambda x: full(4).index_copy(0, AT[:1], low(1) + x),
+    "scatter_add": lambda x: full(4).scatter_add(0, AT, low(2) + x),
+    "cdist": lambda x: torch.cdist(full(2, 3), low(4, 3) + x),
+    "cross": lambda x: torch.linalg.cross(full(2, 3), low(2, 3) + x),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(torch.sigmoid(full(2)), low(2) + x),
+    "nll_loss": lambda x: F.nll_loss(full(2, 3), AT, (low(3) + x).detach()),
+    "grid_sample": lambda x: F.grid_sample(full(1, 1, 4, 4), low(1, 2, 2, 2) + x, align_corners=False),
+    "lstm_cell": lambda x: torch.lstm_cell(full(2, 4), (full(2, 4),) * 2, low(16, 4) + x, low(16, 4))[0],
+    "multi_head_attention": lambda x: F.multi_head_attention_forward(
+        full(3, 2, 4), full(3, 2, 4), full(3, 2, 4), 4, 2, low(12, 4) + x, low(12), None, None, False, 0.0,
+        low(4, 4), low(4), need_weights=False)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_ops_that_take_one_dtype_are_refused_as_eager_torch_refuses_them(name: str) -> None:
+    op = MIXED[name]
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)dtype|type|data"):
+        op(torch.zeros((), dtype=BF16))
+    words = rf"(?s)(?=.*bf16)(?=.*{HERE}:\d+).*Fix: a leaf computes in its spec's.*x.to\(weight.dtype\)"
+    with pytest.raises(TraceError, match=words):
+        lowered(lambda p, x: op(p["w"]).sum().float() + x.sum(), {"w": torch.zeros(())}, X, compute=BF16)
+
+
+@pytest.mark.parametrize("op", [
+    lambda w: F.layer_norm(low(2, 8), (8,), full(8) * w.float(), full(8)),
+    lambda w: F.batch_norm(low(2, 8, 3), full(8), full(8) + 1, full(8) * w.float(), full(8)),
+    lambda w: F.rms_norm(full(2, 8), (8,), low(8) * w),
+    lambda w: torch.where(full(3) > 0, full(3), low(3) * w),
+    lambda w: F.mse_loss(full(3), low(3) * w),
+    lambda w: full(4).index_put((AT,), full(2) * w),
+])  # fmt: skip
+def test_ops_that_take_several_dtypes_are_let_through(op: Fn) -> None:
+    op(torch.ones((), dtype=BF16))
+    assert lowered(lambda p, x: op(p["w"]).sum().float(), {"w": torch.ones(())}, X, compute=BF16)
+
+
+# ------------------------------------------------------------------ errors of the user's own
+
+
+class Unhappy(nn.Module):
+    def __init__(self, error: BaseException, cause: BaseException | None = None):
+        super().__init__()
+        self.linear, self.error, self.cause = nn.Linear(8, 8), error, cause
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x)
+        raise self.error from self.cause
+
+
+def test_an_error_of_the_models_own_stays_what_it_is_and_says_where() -> None:
+    own, cause = ValueError("the model is unhappy"), KeyError("why")
+    apply, params = fs.make_functional(Unhappy(own, cause))
+    with pytest.raises(ValueError, match="the model is unhappy") as caught:
+        lowered(apply, params, X)
+    assert caught.value is own and own.__cause__ is cause
+    line = inspect.getsourcelines(Unhappy.forward)[1] + 2
+    assert own.__notes__ == [f"while `fn` was traced, at {__file__}:{line}  raise self.error from self.cause"]
+    assert not any("/torch/" in f.filename for f in traceback.extract_tb(own.__traceback__))
+
+
+def test_an_error_that_the_model_catches_is_its_own_business() -> None:
+    def careful(p: Any, x: Tensor) -> Tensor:
+        try:
+            return (x @ p["w"][:3]).sum()
+        except RuntimeError:
+            return (x @ p["w"]).sum() + p["v"]
+
+    with pytest.raises(KeyError, match="'v'"):
+        lowered(careful, W, X)
+    assert lowered(careful, {**W, "v": torch.zeros(())}, X)
+
+
+def test_an_interrupt_passes_through() -> None:
+    apply, params = fs.make_functional(Unhappy(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        lowered(apply, params, X)
+
+
+# ------------------------------------------------------------------ what is passed by mistake
+
+
+def made() -> tuple[nn.Module, Any]:
+    model = nn.Linear(8, 8)
+    apply, params = fs.make_functional(model)
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    return model, fs.shard_step(lambda p, x: apply(p, x).sum(), specs, backend="eager")
+
+
+@pytest.mark.parametrize("what", ["module", "parameters"])
+@pytest.mark.parametrize("where", ["full_shard", "match_specs", "shard", "init", "step", "lower", "lora"])
+def test_a_module_or_its_parameters_are_no_tree(where: str, what: str) -> None:
+    model, step = made()
+    mesh = fs.make_mesh(shard=1)
+    calls: dict[str, Fn] = {
+        "full_shard": lambda tree: fs.presets.full_shard(tree, mesh),
+        "match_specs": lambda tree: fs.match_specs(tree, [("*", LayoutSpec())]),
+        "shard": lambda tree: fs.shard(tree, step.specs, mesh),
+        "init": step.init,
+        "step": lambda tree: step(tree, X),
+        "lower": lambda tree: step.lower(tree, X),
+        "lora": lambda tree: fs.lora(lambda p, x: x.sum(), tree, rank=2, targets="*"),
+    }  # fmt: skip
+    tree = model if what == "module" else model.parameters()
+    if (where, what) == ("init", "module"):
+        assert step.init(model).keys() == {"weight", "bias"}
+        return
+    named = "the module Linear" if what == "module" else "an iterator"
+    with pytest.raises(
+        SpecError, match=rf"tree of tensors, not {named}\.\nFix: .*fs.make_functional\(model\)"
+    ):
+        calls[where](tree)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: fs.shard_step(nn.Linear(8, 8), {}), TraceError,
+         r"not the module Linear\.\nFix: .*make_functional"),
+        (lambda: fs.shard_step(formatted, {"w": fs.P()}), SpecError,
+         r"(?s)'w'\] is P.*Fix: .*LayoutSpec\(P\(\)\)"),
+        (lambda: fs.match_specs(W, [("*", fs.P())]), SpecError,
+         r"(?s)a P goes into a LayoutSpec.*Fix: .*LayoutSpec"),
+        (lambda: LayoutSpec(compute_dtype="bf16"), SpecError, r"not str\.\n.*: compute_dtype=torch.bfloat16"),
+        (lambda: LayoutSpec(reduce_dtype="float16"), SpecError, r"Fix: reduce_dtype=torch.float16"),
+        (lambda: made()[1](dict(made()[0].named_parameters()), X.to("meta")), StateError,
+         r"(?s)on the meta device.*batch\['0'\] \[4, 8\].*Fix: .*step.lower"),
+    ],
+)  # fmt: skip
+def test_what_is_passed_by_mistake_is_named_with_the_fix(
+    make: Fn, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize("aux", [False, True])
+def test_a_forgotten_optimizer_is_named(aux: bool) -> None:
+    specs = fs.match_specs(W, [("*", LayoutSpec())])
+
+    def loss(p: Any, x: Tensor) -> Any:
+        value = (x @ p["w"]).sum()
+        return (value, {"mean": value / 4}) if aux else value
+
+    step = fs.shard_step(loss, specs, backend="eager")
+    state = step.init(W)
+    state, _ = step(state, X)
+    with pytest.raises(StateError, match=r"(?s)without an optimizer, it returns .*Fix: .*optimizer="):
+        step(state, X)
+
+
+def test_a_leaf_that_is_a_number_is_no_forgotten_optimizer() -> None:
+    one = torch.tensor(2.0)
+    step = fs.shard_step(lambda p, x: p * x.sum(), LayoutSpec(), backend="eager")
+    loss, grads = step(one, X + 1)
+    assert (loss.item(), grads.item()) == (64.0, 32.0)

@@ -1,0 +1,92 @@
+"""Random programs in random layouts against plain autograd, and the programs that came out wrong once."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import grammar
+import pytest
+from cases import AXES, Case, cases, check, on_rank
+from hypothesis import HealthCheck, given, settings
+from programs import Program, programs
+from ranks import ranks  # noqa: F401  (a fixture)
+
+MODEST = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+def test_the_grammar_is_wide() -> None:
+    assert sum(map(len, grammar.FAMILIES.values())) > 400
+
+
+@settings(MODEST, max_examples=30)
+@given(programs())
+def test_programs_on_one_rank(program: Program) -> None:
+    check(Case(program))
+
+
+@settings(MODEST, max_examples=20)
+@given(cases())
+def test_programs_in_layouts(case: Case) -> None:
+    check(case)
+
+
+@settings(MODEST, max_examples=6)
+@given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
+def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
+    check(case, lambda case: ranks(2).run(on_rank, case))
+
+
+# ------------------------------------------------------------------ found by it, and kept
+
+
+def kept(body: str, **case: Any) -> Case:
+    """A case of the lines of `program(p, x, ids, m, y)` and of what `Case` and `Program` take."""
+    fields = {k: case.pop(k) for k in ("shapes", "sizes") if k in case}
+    return Case(Program(tuple(textwrap.dedent(body).strip().splitlines()), **fields), **case)
+
+
+KEPT = {
+    "what an op returns as it is, under no_grad": kept(
+        """
+        h = x * p["u.w"]
+        with torch.no_grad(): v = h.double()
+        with torch.no_grad(): d = F.dropout(h, 0.5, False)
+        with torch.no_grad(): a, b = torch.broadcast_tensors(h, x)
+        return h.square().sum() + v.sin().sum() + (d * a * b).sum() + p["u.w"].square().sum()
+        """,
+        shapes={"u.w": (4,)},
+    ),
+    "masks of Python bools": kept(
+        """
+        v = x * p["u.w"]
+        v[..., None, [False, True, True]] = 3.0
+        return (v[[True, False]].square() * x[:, [False, True, True]][:1, :1]).sum()
+        """,
+        shapes={"u.w": (3,)}, sizes=(2, 3, 3),
+    ),
+    "a view of what is joined with nothing": kept(
+        """
+        h = (x * p["u.w"]).view(2, 3, 2, 2).permute(0, 2, 1, 3)
+        return torch.cat([h, h[..., :0]], -1).view(-1, 3, 2).square().mean()
+        """,
+        shapes={"u.w": (4,)}, sizes=(2, 3, 4),
+    ),
+    "softmax of a narrow value with a wide scale": kept(
+        """
+        v = (y * p["u.w"].expand(1)).log_softmax(1)
+        return v.square().mean() + (y / p["u.w"].exp().expand(1)).softmax(1).square().mean()
+        """,
+        shapes={"u.w": ()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept(name: str) -> None:
+    assert check(KEPT[name]) == ""

@@ -1,0 +1,329 @@
+"""Every command of every README does what it is there for; a table says how each is made short.
+
+A command that needs several nodes, SLURM, a GPU or a network is composed and checked, and not run. One that
+is not in the table is an error: a new line of a README comes with a row here.
+"""
+# ruff: noqa: E501  (a command is a line, as it is printed)
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from commands import ROOT, Warm, commands, readmes
+
+from experiments import train
+from experiments.asked import ask
+from experiments.bench import config as bench
+from experiments.chaos import config as chaos
+from experiments.data.tokenizer import byte_tokenizer
+from experiments.explain import config as explain
+from experiments.finetune import job as finetune
+from experiments.memory import config as memory
+from experiments.tokenize import config as tokenize
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a command is tested.
+
+    Args:
+        short: arguments that are added; all others are as they are printed, and defaults stay.
+        quick: it is run in the suite, the one of an entry point that no other file runs; the others with `-m long`.
+        needs: what is not here; with it the command is composed and checked, and not run.
+        code: its exit code.
+        patches: constants of modules, by dotted name, where no argument makes it short.
+    """
+
+    short: str = ""
+    quick: bool = False
+    needs: str = ""
+    code: int = 0
+    patches: tuple[tuple[str, Any], ...] = ()
+
+
+FORMS = {
+    "experiments.train": train.FORM,
+    "experiments.loader_speed": train.FORM,
+    "experiments.finetune": finetune.JOB.form,
+    "experiments.explain": explain.FORM,
+    "experiments.bench": bench.FORM,
+    "experiments.memory": memory.FORM,
+    "experiments.chaos": chaos.FORM,
+    "experiments.tokenize": tokenize.FORM,
+}
+SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
+BRIEF = f"{SMALL} data.rows=4 run.steps=2 run.sample_tokens=1"
+TRAIN = Row(f"{BRIEF} data.root=/text")
+TUNE = Row(
+    "model=/models/llama data.context=96 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "
+    "run.sample_tokens=2 run.backend=eager"
+)
+TINY = Row(
+    TUNE.short.removeprefix("model=/models/llama data.context=96 "),
+    patches=(("experiments.finetune.bases.STEPS", 2),),
+)
+PAPER = Row("model.layers=2")
+TWICE = Row(
+    "size=tiny rounds=1 backend=eager contenders=[full_shard,ddp] losses=1 memory=0 phases=false length=16"
+)
+PARTS = Row("size=tiny backend=eager length=16 rounds=0 worlds=[2] measured_worlds=[2] models=[1b] ranks=[8]")
+KILLS = Row("kills=1 ranks=1 steps=6 save_every=2 held_out_every=6")
+INSTALL, NODES, SLURM = "an installation", "several nodes", "SLURM"
+
+TABLE = {
+    # -- installing, and this suite
+    "pip install -e .": Row(needs=INSTALL),
+    "pip install -e '.[test]'": Row(needs=INSTALL),
+    "pip install -e '.[finetune,plot]'": Row(needs=INSTALL),
+    "pip install -e '.[joblib]'": Row(needs=INSTALL),
+    "pip install -e '.[tensorboard,wandb,mlflow]'": Row(needs=INSTALL),
+    "pytest": Row(needs="itself"),
+    "wandb sync wandb/offline-run-*": Row(needs="a network"),
+    "mlflow ui --backend-store-uri mlruns": Row(needs="a browser"),
+    # -- train
+    "python -m experiments.train": Row(TRAIN.short, quick=True),
+    "python -m experiments.train --help": Row(quick=True),
+    "python -m experiments.train --cfg job": Row(quick=True),
+    "python -m experiments.train run.stpes=5 model.heads=5 strategy=zer2": Row(quick=True, code=2),
+    "python -m experiments.train experiment=laptop": TRAIN,
+    "python -m experiments.train strategy=zero2 precision=bf16 mesh.shard=4 run.steps=2000": TRAIN,
+    "python -m experiments.train strategy=zero2 precision=bf16 run.steps=60 run.accumulate=4 mesh.shard=1": TRAIN,
+    "python -m experiments.train tracker=tensorboard": TRAIN,
+    "python -m experiments.train run.profile=3": Row(f"{TRAIN.short} run.steps=6"),
+    "python -m experiments.train tracker=tensorboard run.profile=3": Row(f"{TRAIN.short} run.steps=6"),
+    "python -m experiments.train strategy=auto run.device_gb=24": TRAIN,
+    "python -m experiments.train strategy=full_shard_remat": TRAIN,
+    "python -m experiments.train strategy.remat=0.5 strategy.optimizer_memory=disk run.disk_dir=/fast/disk": TRAIN,
+    "python -m experiments.train strategy=zero3 strategy.optimizer_memory=host mesh.shard=8 run.device=cpu": (
+        Row(f"{TRAIN.short} data.rows=8 data.held_out_rows=8")
+    ),
+    "python -m experiments.train strategy=full_shard precision=bf16": TRAIN,
+    "python -m experiments.train run.accumulate=4 run.steps=1000 run.held_out_every=100": (
+        Row(f"{TRAIN.short} data.rows=8")
+    ),
+    "python -m experiments.train run.resume=auto": TRAIN,
+    "python -m experiments.train run.save_every=100 run.keep=2 run.keep_best=2": TRAIN,
+    "python -m experiments.train data=shards data.root=shards model.vocab=264": Row(BRIEF),
+    # -- sweeps
+    "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard": TRAIN,
+    "python -m experiments.train --multirun strategy=full_shard,shard_grad_op,no_shard": TRAIN,
+    "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard optimizer.lr=2e-3,4e-3": TRAIN,
+    "python -m experiments.train --multirun optimizer.lr=1e-3,3e-3,1e-2 launcher=joblib hydra.launcher.n_jobs=3": TRAIN,
+    "python -m experiments.train --multirun hydra/sweeper=search_lr": Row(f"{TRAIN.short} hydra.sweeper.n_trials=2"),
+    "python -m experiments.train --multirun hydra/sweeper=search_lr hydra.sweeper.n_trials=20": (
+        Row(f"{TRAIN.short} hydra.sweeper.n_trials=2")
+    ),
+    "python -m experiments.train --multirun hydra/sweeper=search_lr 'optimizer.weight_decay=interval(0,0.3)' "
+    "optimizer.b2=choice(0.95,0.99)": Row(f"{TRAIN.short} hydra.sweeper.n_trials=2"),
+    "python -m experiments.train --multirun hydra/sweeper=optuna 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'": (
+        Row(f"{TRAIN.short} hydra.sweeper.n_trials=2")
+    ),
+    "python -m experiments.compare RUN_DIR...": Row(quick=True),
+    "python -m experiments.compare multirun/2030-01-31/* outputs/2030-01-31/12-00-00": Row(quick=True),
+    "python -m experiments.compare multirun/2030-01-31/12-00-00 'outputs/2030-01-31/*' --metric tokens_per_s "
+    "--out there": Row(quick=True),
+    # -- nodes
+    "torchrun --nproc-per-node 2 -m experiments.train": TRAIN,
+    "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.nodes=2 "
+    "hydra.launcher.gpus_per_node=8": Row(needs=SLURM),
+    "python -m experiments.train --multirun launcher=slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
+    "model=1b": Row(needs=SLURM),
+    "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train": Row(needs=SLURM),
+    "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train model=1b": Row(needs=SLURM),
+    "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "
+    "$SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b": (
+        Row(needs=SLURM)
+    ),
+    "torchrun --nnodes 2 ... -m experiments.train": Row(needs=NODES),
+    "torchrun --nproc-per-node 8 -m experiments.finetune model=/models/llama data.train=mine.jsonl": (
+        Row(needs="eight devices")
+    ),
+    # -- finetune
+    "python -m experiments.finetune": TINY,
+    "python -m experiments.finetune method=lora": TINY,
+    "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
+    "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),
+    "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
+    "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": TUNE,
+    "python -m experiments.finetune model=/models/llama data.train=pairs.jsonl objective=dpo": TUNE,
+    "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
+    "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=auto strategy=auto "
+    "run.device_gb=24": TUNE,
+    "python -m experiments.finetune method=auto strategy=auto run.device_gb=24 model=/models/llama "
+    "data.train=mine.jsonl": TUNE,
+    "python -m experiments.finetune model=100m method=qlora4 data.rows=2 data.context=128 data.too_long=skip "
+    "data.held_out_rows=4 run.steps=20 run.held_out_every=10 run.sample_tokens=4 run.backend=eager": (
+        Row("run.steps=2 run.held_out_every=2")
+    ),
+    "python -m experiments.finetune.sizes": Row("--layers 1 --ranks 1 --base nf4", quick=True),
+    # -- data
+    "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
+    "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
+    "python -m experiments.loader_speed data=shards data.root=shards model.vocab=264": Row(SMALL, quick=True),
+    "python -m experiments.loader_speed data=shards data.root=shards model.vocab=264 model=5m": Row(SMALL),
+    # -- on paper
+    "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2", quick=True),
+    "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
+    "python -m experiments.explain model=7b strategy=hybrid_shard mesh.replicate=4 mesh.shard=16 data.rows=128": PAPER,
+    "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
+    "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    # -- measuring
+    "python -m experiments.watch_overhead": (
+        Row("ranks=1 rounds=2 block=1 backend=eager trackers=tensorboard", quick=True)
+    ),
+    "python -m experiments.watch_overhead model=5m": Row("rounds=2 block=1 backend=eager"),
+    "python -m experiments.bench": Row(TWICE.short, quick=True),
+    "python -m experiments.bench size=85m dtype=bf16 rounds=20": TWICE,
+    "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
+    "python -m experiments.memory": Row(f"{PARTS.short} measured_worlds=[]"),
+    "python -m experiments.memory part=zero": PARTS,
+    "python -m experiments.memory part=recipe": PARTS,
+    "python -m experiments.memory part=sizes": PARTS,
+    "python -m experiments.memory part=targets": Row(f"{PARTS.short} rounds=1"),
+    "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": Row(f"{PARTS.short} rounds=1"),
+    "python -m experiments.collectives": Row("--world 2 --mb 0.01 --dtype float32 --repeats 1", quick=True),
+    "python -m experiments.chunked_loss": Row("--tokens 64 --width 16 --vocabulary 512 --repeats 1", quick=True),
+    "python -m experiments.executor": Row("--blocks 2 --repeats 2", quick=True),
+    "python -m experiments.executor --blocks 12": Row("--repeats 2"),
+    "python -m experiments.checkpoint": Row("--size tiny --rounds 1 --ranks 1 --backend eager"),
+    "python -m experiments.checkpoint --part throughput --rounds 21": Row("--size tiny --rounds 1"),
+    "python -m experiments.checkpoint --part async --ranks 2 --steps 4 --every 1 --rounds 9": (
+        Row("--size tiny --rounds 1 --length 16 --backend eager")
+    ),
+    "python -m experiments.predict --rounds 7": (
+        Row("--rounds 1 --ranks 1 --backend eager --plans '5m full_shard f32'")
+    ),
+    "python -m experiments.predict --clock cpu": Row("--rounds 1 --backend eager --plans '5m full_shard f32'"),
+    "python -m experiments.chaos": Row(KILLS.short),
+    "python -m experiments.chaos --multirun kills=60 ranks=1,2 async_save=false,true": (
+        Row("kills=1 ranks=1,2 steps=6 save_every=2 held_out_every=6")
+    ),
+    "python -m experiments.chaos modes=[kill_launcher] moments=[save] kills=50 seed=1": KILLS,
+}  # fmt: skip
+SHOWN = {command: path for path in readmes() for command in commands(path.read_text(encoding="utf-8"))}
+
+
+def test_every_command_of_a_readme_has_a_row_and_every_row_a_command() -> None:
+    assert {c: str(p.relative_to(ROOT)) for c, p in SHOWN.items() if c not in TABLE} == {}
+    assert [command for command in TABLE if command not in SHOWN] == []
+
+
+# ------------------------------------------------------------------ what commands name
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """The process that all are forked from."""
+    started = Warm()
+    yield started
+    started.close()
+
+
+def _lines(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, str]:
+    """What READMEs name and a reader has: `{as printed: where it is here}`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    home = tmp_path_factory.mktemp("things")
+    tokenizer = byte_tokenizer()
+    tiny = LlamaConfig(
+        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=512, bos_token_id=tokenizer.bos,
+        eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad,
+    )  # fmt: skip
+    LlamaForCausalLM(tiny).save_pretrained(home / "llama")
+    tokenizer.save(home / "llama")
+    (home / "text").mkdir()
+    for number in range(20):
+        (home / "text" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)
+    (home / "disk").mkdir()
+    (home / "more").mkdir()
+    _lines(home / "more" / "some.jsonl", *({"text": f"text {n}"} for n in range(5)))
+    sums = [(f"{n}+1=", f"{n + 1}", f"{n + 2}") for n in range(60)]
+    mine = _lines(home / "mine.jsonl", *({"prompt": q, "response": a} for q, a, _ in sums))
+    pairs = _lines(home / "pairs.jsonl", *({"prompt": q, "chosen": a, "rejected": b} for q, a, b in sums))
+    _run(warm, f"experiments.tokenize out=shards files={home}/text", home)
+    run = "outputs/2030-01-31/12-00-00"
+    _run(warm, f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
+    (home / "multirun").symlink_to(home / "outputs")
+    return {
+        "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
+        "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
+        "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}",
+        "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
+    }  # fmt: skip
+
+
+def _run(warm: Warm, arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
+    told = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}, "patches": dict(row.patches)}
+    done = warm.run(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **told)
+    assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-4000:]}"
+    return done
+
+
+# ------------------------------------------------------------------ each command
+
+
+def _here() -> list[Any]:
+    marked = {True: (), False: (pytest.mark.long, pytest.mark.timeout(1800))}
+    return [pytest.param(c, id=c, marks=marked[r.quick]) for c, r in TABLE.items() if not r.needs]
+
+
+@pytest.mark.parametrize("command", _here())
+def test_a_command_runs(command: str, warm: Warm, things: dict[str, str], tmp_path: Path) -> None:
+    row = TABLE[command]
+    line = f"{command} {row.short}".replace("torchrun", "-m torch.distributed.run --standalone")
+    line = re.sub("|".join(map(re.escape, things)), lambda found: things[found[0]], line)
+    done = _run(warm, line.partition("-m ")[2], tmp_path, row)
+    assert done.stdout.strip()
+    if row.code:
+        assert re.search(_as_printed(command), done.stdout), done.stdout
+
+
+def _as_printed(command: str) -> str:
+    """The lines below a command in its README, as a pattern in which `...` is anything."""
+    shown = SHOWN[command].read_text(encoding="utf-8").split(f"{command}\n", 1)[1].split("\n\n", 1)[0]
+    return r"\n".join(
+        re.escape(line.removeprefix("    ")).replace(r"\.\.\.", ".*") for line in shown.splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [c for c, r in TABLE.items() if "-m experiments." in c and not r.quick], ids=str
+)
+def test_a_command_composes(command: str) -> None:
+    """With all that is printed and all that makes it short."""
+    before, _, after = command.partition("-m experiments.")
+    module, *arguments = shlex.split(f"experiments.{after} {TABLE[command].short}")
+    if module in FORMS and "--help" not in arguments:
+        ask(FORMS[module], arguments)
+    if "torchrun" in before:
+        _check_torchrun(before.partition("torchrun ")[2].replace("... ", ""), module)
+
+
+def _check_torchrun(options: str, module: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    words = re.sub(r"\$\(.*?\)|\$\w+", "2", options).split()
+    parsed = get_args_parser().parse_args([*words, "-m", module])
+    assert parsed.module and parsed.training_script == module
+
+
+def test_extras_that_are_installed_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [n for c in TABLE for group in re.findall(r"^pip .*\[(.*)\]", c) for n in group.split(",")]
+    assert named and not set(named) - set(project["optional-dependencies"])

@@ -1,0 +1,337 @@
+"""Trees of all kinds: registered classes, aux, batches with keywords, parameter trees with constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import LayoutSpec, SpecError, StateError, TraceError
+
+X = torch.linspace(1, 2, 4, dtype=torch.float64)
+
+
+def params() -> dict[str, Tensor]:
+    return {"w": torch.linspace(-1, 1, 4, dtype=torch.float64)}
+
+
+def make(fn: Any, tree: Any = None, **options: Any) -> Any:
+    specs = fs.match_specs(params() if tree is None else tree, [("*", LayoutSpec())])
+    return fs.shard_step(fn, specs, backend="eager", **options)
+
+
+# ------------------------------------------------------------------ registered classes
+
+
+@dataclasses.dataclass
+class Unknown:
+    total: Any
+    name: str = ""
+
+
+@fs.tree.register
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    total: Any
+    parts: Any = None
+
+
+class Pair:
+    def __init__(self, left: Any, right: Any):
+        self.left, self.right = left, right
+
+
+fs.tree.register(Pair, lambda p: {"left": p.left, "right": p.right}, lambda d: Pair(**d))
+
+
+def test_registered_classes_are_parameters_batches_and_aux() -> None:
+    tree = Stats(Pair(params()["w"], params()["w"] + 1), {"b": params()["w"] * 2})
+
+    def fn(p: Stats, batch: Pair) -> Any:
+        out = p.total.left * batch.left + p.total.right * batch.right + p.parts["b"]
+        return out.square().sum(), Stats(out, Pair(out.mean(), fs.Mean(out.sum(), 2)))
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return fn(Stats(Pair(*leaves[:2]), {"b": leaves[2]}), Pair(X, X + 1))[0]
+
+    step = make(fn, tree)
+    (total, aux), grads = step(tree, Pair(X, X + 1))
+    leaves = [tree.total.left, tree.total.right, tree.parts["b"]]
+    expected = torch.func.grad(loss, argnums=(0, 1, 2))(*leaves)
+    torch.testing.assert_close(total, loss(*leaves), atol=1e-12, rtol=0)
+    got = grads.total.left, grads.total.right, grads.parts["b"]
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+    out = fn(tree, Pair(X, X + 1))[1].total
+    torch.testing.assert_close(aux.total, out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(aux.parts.left, out.mean(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(aux.parts.right.double(), out.sum() / 2, atol=1e-12, rtol=0)
+
+
+def test_registering_twice_is_once_and_other_classes_need_functions() -> None:
+    assert fs.tree.register(Stats) is Stats
+    for wrong in (3, dict.__class__, Exception):
+        with pytest.raises(SpecError, match=r"(?s)no dataclass, and.*flatten, unflatten"):
+            fs.tree.register(wrong)
+    with pytest.raises(SpecError, match="not two functions"):
+        fs.tree.register(Unknown, lambda value: {})
+
+
+def normal(mean: Tensor) -> torch.distributions.Normal:
+    return torch.distributions.Normal(mean, 1.0, validate_args=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (lambda t: {"a": t, "b": Unknown(t)}, r"aux\['b'\] is Unknown, a dataclass.*register\(Unknown\)"),
+        (Unknown, r"aux is Unknown, a dataclass"),
+        (lambda t: [{"x": iter([t])}], r"aux\['0.x'\] is list_iterator"),
+        (lambda t: {"s": slice(t, None)}, r"aux\['s'\] is slice"),
+        (lambda t: [normal(t)], r"aux\['0'\] is Normal\n.*Normal, flatten, unflatten\)"),
+    ],
+)  # fmt: skip
+def test_aux_of_objects_that_nobody_registered_is_refused(value: Any, named: str) -> None:
+    def fn(p: Any, x: Tensor) -> Any:
+        loss = (p["w"] * x).sum()
+        return loss, value(loss)
+
+    with pytest.raises(TraceError, match=f"(?s){named}.*registered classes"):
+        make(fn)(params(), X)
+    forward = fs.shard_forward(fn, fs.match_specs(params(), [("*", LayoutSpec())]), backend="eager")
+    with pytest.raises(TraceError, match=r"(?s)output.* is .*registered classes"):
+        forward(params(), X)
+
+
+def test_constants_in_aux_come_back() -> None:
+    constants = {"n": 3, "name": "a", "none": None, "dtype": torch.float32, "numpy": np.float32(2)}
+    step = make(lambda p, x: ((p["w"] * x).sum(), constants))
+    assert step(params(), X)[0][1] == constants
+
+
+def test_unregistered_dataclasses_in_params_and_batches_name_the_way() -> None:
+    with pytest.raises(SpecError, match=r"(?s)params\['a'\] is Unknown.*fs\.tree\.register\(Unknown\)"):
+        make(lambda p, x: x, {"a": Unknown(X)})
+    with pytest.raises(StateError, match=r"(?s)batch\['0'\] is Unknown.*fs\.tree\.register\(Unknown\)"):
+        make(lambda p, x: (p["w"] * x.total).sum())(params(), Unknown(X))
+
+
+# ------------------------------------------------------------------ batches with keywords
+
+
+def masked(p: Any, x: Tensor, *, m: Any = 1.0, scale: Any = 1.0) -> Tensor:
+    return (p["w"] * x * m).square().sum() * scale
+
+
+def test_keywords_are_part_of_the_batch_in_any_order() -> None:
+    step = make(masked)
+    m, scale = torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.tensor(3.0)
+    expected = torch.func.grad_and_value(masked)(params(), X, m=m, scale=scale)[::-1]
+    with fs.debug.assert_max_compiles(1):
+        for _ in range(2):
+            torch.testing.assert_close(step(params(), X, m=m, scale=scale), expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(step(params(), X, scale=scale, m=m), expected, atol=1e-12, rtol=0)
+    with pytest.warns(UserWarning, match=r"batch\['0'\] from \[4\].* to nothing"):
+        torch.testing.assert_close(step(params(), x=X, scale=scale, m=m), expected, atol=1e-12, rtol=0)
+    with pytest.warns(UserWarning, match=r"batch\['m'\] from \[4\].*to 2"):
+        torch.testing.assert_close(step(params(), x=X, m=2)[0], masked(params(), X, m=2), atol=1e-12, rtol=0)
+
+
+def test_keywords_are_lowered_cut_and_taken_by_a_forward() -> None:
+    rows = torch.stack([X, X + 1, X - 1, X * 2])
+    step = make(lambda p, x, *, m: masked(p, x, m=m) / x.shape[0], accumulate=2, optimizer=fs.optim.sgd(0.1))
+    on_paper = step.lower(params(), m=rows, x=rows)
+    assert on_paper.batch_bytes == {"m": 128, "x": 128}
+    assert step.lower(params(), x=rows, m=rows) is on_paper
+    _, metrics = step(step.init(params()), x=rows, m=rows)
+    expected = masked(params(), rows, m=rows) / 4
+    torch.testing.assert_close(metrics["loss"].double(), expected, atol=1e-6, rtol=0)
+    forward = fs.shard_forward(masked, fs.match_specs(params(), [("*", LayoutSpec())]), backend="eager")
+    torch.testing.assert_close(forward(params(), X, m=2), masked(params(), X, m=2), atol=1e-12, rtol=0)
+    assert forward.lower(params(), X, m=2).program.outputs.loss is None
+
+
+def test_rng_is_a_keyword_as_others_are_where_a_state_draws() -> None:
+    fn = lambda p, x, rng=1.0: (p["w"] * x * rng).sum()  # noqa: E731
+    step = make(fn, optimizer=fs.optim.sgd(0.0))
+    _, metrics = step(step.init(params()), X, rng=torch.tensor(3.0, dtype=X.dtype))
+    torch.testing.assert_close(metrics["loss"], fn(params(), X, 3.0))
+    with pytest.raises(StateError, match=r"(?s)rng is Tensor.*rng=\(seed, step\)"):
+        make(fn)(params(), X, rng=torch.tensor(3.0))
+
+
+def test_errors_name_the_keyword() -> None:
+    step = make(masked)
+    with pytest.raises(
+        StateError, match=r"(?s)unexpected keyword argument 'n'.*1 batch arguments and n=.*mask="
+    ):
+        step(params(), X, n=1)
+    with pytest.raises(StateError, match=r"batch\['m'\] is ndarray"):
+        step(params(), X, m=np.ones(4))
+    with pytest.raises(StateError, match=r"batch\['m'\] \[3\]"):
+        make(masked, accumulate=2)(params(), X, m=torch.ones(3))
+    with pytest.raises(TraceError, match=r"batch\['m'\] f32\[3\]"):
+        step(params(), X, m=torch.ones(3))
+
+
+def test_keywords_reach_functions_of_coded_leaves_and_adapters() -> None:
+    tree = {"w": torch.linspace(-1, 1, 4096).reshape(64, 64)}
+    tuned, adapted = fs.lora(lambda p, x, *, m: (F.linear(x, p["w"]) * m).sum(), tree, rank=2, targets="*")
+    rules = [("base.*", LayoutSpec(codec="int8", trainable=False)), ("*", LayoutSpec())]
+    step = fs.shard_step(tuned, fs.match_specs(adapted, rules), backend="eager")
+    blocks, x = fs.shard(adapted, step.specs, step.mesh), torch.arange(128.0).reshape(2, 64)
+    one, two = (step(blocks, x, m=torch.tensor(m))[0] for m in (1.0, 2.0))
+    assert one != 0
+    torch.testing.assert_close(two, 2 * one)
+
+
+# ------------------------------------------------------------------ constants and functions in params
+
+
+def layered(scale: Any = 2.0, act: Any = F.gelu) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(3)
+    w, inner = (torch.randn(4, 4, dtype=torch.float64, generator=g) for _ in range(2))
+    return {"w": w, "layers": [{"w": inner, "b": None, "act": act, "scale": scale}], "dtype": torch.float64}
+
+
+def layered_loss(p: Any, x: Tensor) -> Tensor:
+    h = F.linear(x.to(p["dtype"]), p["w"])
+    for layer in p["layers"]:
+        h = layer["act"](F.linear(h, layer["w"], layer["b"])) * layer["scale"]
+    return h.square().mean()
+
+
+ROWS = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+def by_autograd(tree: Any) -> tuple[Tensor, Tensor, Tensor]:
+    leaves = [tree["w"].clone().requires_grad_(), tree["layers"][0]["w"].clone().requires_grad_()]
+    loss = layered_loss({**tree, "w": leaves[0], "layers": [{**tree["layers"][0], "w": leaves[1]}]}, ROWS)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def same(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("preset", [fs.presets.full_shard, fs.presets.no_shard])
+def test_constants_and_functions_are_part_of_a_parameter_tree(preset: Any) -> None:
+    mesh, tree = fs.make_mesh(shard=2, simulated=True), layered()
+    specs = preset(tree, mesh)
+    assert specs["layers"][0]["b"] is None and specs["layers"][0]["act"] is F.gelu
+    grads_of = fs.shard_step(layered_loss, specs, mesh=mesh, backend="eager")
+    train = fs.shard_step(layered_loss, specs, mesh=mesh, backend="eager", optimizer=fs.optim.sgd(0.1))
+    loss, dw, inner = by_autograd(tree)
+
+    def run(rank: int) -> None:
+        rows = ROWS[2 * rank : 2 * rank + 2]
+        value, grads = grads_of(grads_of.init(tree), rows)
+        same(value, loss)
+        assert [grads["layers"][0][k] for k in ("b", "act", "scale")] == [None] * 3
+        whole = fs.unshard(grads, specs, mesh, layout="gradient")
+        assert [whole["layers"][0][k] for k in ("b", "act", "scale")] == [None] * 3
+        same((whole["w"], whole["layers"][0]["w"]), (dw, inner))
+        state, metrics = train(train.init(tree), rows)
+        same(metrics["loss"].double(), loss)
+        whole = fs.unshard(state.copy().params, specs, mesh)
+        assert [whole["layers"][0][k] for k in ("b", "act", "scale")] == [None, F.gelu, 2.0]
+        same(whole["w"], tree["w"] - 0.1 * dw)
+        same(whole["layers"][0]["w"], tree["layers"][0]["w"] - 0.1 * inner)
+        same(train(state, rows)[1]["loss"].double(), by_autograd(whole)[0])
+
+    fs.simulate(mesh, run)
+    forward = fs.shard_forward(layered_loss, fs.match_specs(tree, [("*", LayoutSpec())]), backend="eager")
+    same(forward(tree, ROWS), loss)
+    fs.debug.check(layered_loss, tree, (ROWS,), specs=specs, mesh=mesh)
+
+
+def test_frozen_leaves_beside_constants_have_no_gradient() -> None:
+    tree = layered()
+    specs = fs.match_specs(tree, [("w", LayoutSpec(trainable=False)), ("*", LayoutSpec())])
+    grads = fs.shard_step(layered_loss, specs, backend="eager")(tree, ROWS)[1]
+    whole = fs.unshard(grads, specs, fs.make_mesh(), layout="gradient")
+    assert whole["w"] is None and whole["dtype"] is None
+    same(whole["layers"][0]["w"], by_autograd(tree)[2])
+
+
+def test_constants_are_not_stored_and_restored_from_the_step(tmp_path: Any) -> None:
+    def step() -> Any:
+        return fs.shard_step(
+            layered_loss, fs.match_specs(layered(), [("*", LayoutSpec())]), backend="eager",
+            optimizer=fs.optim.adamw(0.1),
+        )  # fmt: skip
+
+    first, second = step(), step()
+    state, _ = first(first.init(layered()), ROWS)
+    fs.checkpoint.save(tmp_path / "a", state)
+    restored = fs.checkpoint.restore(tmp_path / "a", second)
+    assert restored.params["layers"][0]["act"] is F.gelu and restored.params["dtype"] is torch.float64
+    got, expected = second(restored, ROWS), first(state, ROWS)
+    same(got[0].params["layers"][0]["w"], expected[0].params["layers"][0]["w"])
+    same(got[1]["loss"], expected[1]["loss"])
+    blocks = fs.checkpoint.restore_params(tmp_path / "a", second)
+    assert blocks["layers"][0]["scale"] == 2.0 and blocks["layers"][0]["b"] is None
+
+
+def test_constants_stay_where_states_move_and_leaves_are_coded_or_adapted() -> None:
+    tree = {"w": torch.linspace(-1, 1, 4096).reshape(64, 64), "act": F.gelu, "scale": 2.0}
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return p["act"](F.linear(x, p["w"])).sum() * p["scale"]
+
+    tuned, adapted = fs.lora(fn, tree, rank=2, targets="w")
+    base = LayoutSpec(trainable=False)
+    coded, plain = (
+        fs.match_specs(adapted, [("base.*", s), ("*", LayoutSpec())])
+        for s in (dataclasses.replace(base, codec="int8"), base)
+    )
+    step = fs.shard_step(tuned, coded, backend="eager", optimizer=fs.optim.sgd(0.1))
+    state, _ = step(step.init(adapted), torch.ones(1, 64))
+    moved = fs.reshard(state, coded, plain)
+    for base in (moved.params["base"], fs.unshard(moved.params, plain, fs.make_mesh())["base"]):
+        assert base["act"] is F.gelu and base["scale"] == 2.0
+    merged, specs = fs.adapters.merge(moved.params, tuned.lora, plain)
+    assert merged["act"] is F.gelu and specs["scale"] == 2.0
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_other_constants_than_the_specs_were_made_with_are_refused(lowered: bool) -> None:
+    step = make(layered_loss, layered())
+    if lowered:
+        step(layered(), ROWS)
+    with pytest.raises(
+        SpecError, match=r"(?s)layers.0.scale'\] is 3.0, the specs were made with 2.0.*tensor"
+    ):
+        step(layered(scale=3.0), ROWS)
+    with pytest.raises(SpecError, match=r"(?s)layers.0.act'\] is .*relu.*made with .*gelu"):
+        step.init(layered(act=F.relu))
+    for wrong in (2, True, None):
+        with pytest.raises(SpecError, match=r"layers\.0\.scale"):
+            step(layered(scale=wrong), ROWS)
+    del (less := layered())["dtype"]
+    with pytest.raises(
+        SpecError, match=r"params\['dtype'\] is nothing, the specs were made with torch.float64"
+    ):
+        step(less, ROWS)
+
+
+def test_handwritten_specs_take_the_constants_of_the_parameters() -> None:
+    specs = {"w": LayoutSpec(), "layers": [{"w": LayoutSpec()}]}
+    step = fs.shard_step(layered_loss, specs, backend="eager")
+    same(step(step.init(layered()), ROWS)[0], by_autograd(layered())[0])
+    with pytest.raises(SpecError, match=r"layers\.0\.scale"):
+        step(layered(scale=3.0), ROWS)
+
+
+def test_what_a_function_in_the_tree_reads_is_part_of_the_program() -> None:
+    by = {"factor": 2.0}
+    tree = {**params(), "act": lambda x: x * by["factor"]}
+    step = make(lambda p, x: p["act"](p["w"] * x).sum(), tree)
+    before = step(tree, X)[0]
+    by["factor"] = 6.0
+    same(step(tree, X)[0], 3 * before)
