@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fnshard import tree
 
 
@@ -13,7 +15,8 @@ from fnshard import tree
 class Arguments:
     """What `fn` is called with behind the parameters. Paths begin with the position or the keyword.
 
-    >>> list(tree.flatten_with_paths(Arguments((1, {"a": 2}), {"m": 3}))[0])
+    >>> x = torch.ones(2)
+    >>> list(tree.flatten_with_paths(Arguments((x, {"a": x}), {"m": x}))[0])
     ['0', '1.a', 'm']
     """
 

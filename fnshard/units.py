@@ -25,7 +25,8 @@ def numeric(params: Any) -> dict[str, str]:
     "model.embed.weight" beside "model.layers.0..." is of unit "model.embed".
 
     >>> import torch
-    >>> numeric({"model.embed.w": 0, "model.layers.0.a.w": 0, "model.layers.0.b.w": 0, "head.w": 0})
+    >>> paths = ("model.embed.w", "model.layers.0.a.w", "model.layers.0.b.w", "head.w")
+    >>> numeric({path: torch.ones(2) for path in paths})
     {'model.embed.w': 'model.embed', 'model.layers.0.a.w': 'model.layers.0', \
 'model.layers.0.b.w': 'model.layers.0', 'head.w': 'head'}
     """
