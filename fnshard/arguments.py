@@ -13,6 +13,7 @@ from fnshard import tree
 class Arguments:
     """What `fn` is called with behind the parameters. Paths begin with the position or the keyword.
 
+    >>> import torch
     >>> x = torch.ones(2)
     >>> list(tree.flatten_with_paths(Arguments((x, {"a": x}), {"m": x}))[0])
     ['0', '1.a', 'm']
