@@ -215,3 +215,43 @@ def test_what_torch_cannot_take_apart_is_refused(op: OpOverload) -> None:
     step, params = step_of([Case(op, "float", (3, 3), arguments)], through_view=True)
     with pytest.raises(TraceError, match=f"(?s){REFUSED[op]}.*Fix: "):
         step.lower(params, X)
+
+
+def gaps(x: Tensor) -> Tensor:
+    """A tensor of 4 numbers, with as much room between them."""
+    return torch.empty_strided((4,), (2,), dtype=x.dtype).copy_(x)
+
+
+def tripled(x: Tensor) -> Tensor:
+    return gaps(x).as_strided((2,), (2,)).mul_(3)
+
+
+def overlap(x: Tensor) -> Tensor:
+    base = torch.empty_strided((2, 2), (1, 1), dtype=x.dtype)
+    base[:, 0].copy_(x[:2])
+    return base.select(0, 1).mul_(2)
+
+
+def rows(x: Tensor) -> Tensor:
+    gaps(x)[::2].mul_(3)
+    dense = x.view(2, 2).t().clone()
+    dense.as_strided((4,), (1,)).mul_(torch.arange(4, dtype=x.dtype))
+    return dense
+
+
+@pytest.mark.parametrize(
+    ("write", "refusal"), [(tripled, r"strides \[2\] has gaps"), (overlap, "overlaps itself"), (rows, "")]
+)
+def test_strides_beneath_a_write_are_torchs_or_refused(write: Callable[..., Tensor], refusal: str) -> None:
+    params = {"w": torch.linspace(-1, 1, 4, dtype=torch.float64)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return write(p["w"] * x).square().sum()
+
+    step, x = fs.shard_step(loss, specs, backend="eager"), torch.arange(1.0, 5.0, dtype=torch.float64)
+    if refusal:
+        with pytest.raises(TraceError, match=f"(?s){refusal}.*Fix: make it dense"):
+            step(params, x)
+    else:
+        torch.testing.assert_close(step(params, x), torch.func.grad_and_value(loss)(params, x)[::-1])

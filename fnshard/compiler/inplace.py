@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.program import mutated_args, replay, storage_id
+from fnshard.compiler.failures import refused_at
+from fnshard.compiler.program import describe, mutated_args, replay, storage_id
 
 aten = torch.ops.aten
 
@@ -28,6 +29,9 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     Args:
         graph: its nodes carry fake values, whose storages say what shares memory. Those of the result are
             to be made anew.
+
+    Raises:
+        TraceError: a write to memory whose copy is laid out otherwise, where that can be seen.
 
     >>> import torch
     >>> from torch import fx
@@ -46,7 +50,44 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     >>> replay(pure, [x])[0].tolist(), x.tolist()
     ([[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]])
     """
-    return _Functional().run(graph) if any(mutated_args(n) for n in graph.nodes) else graph
+    if not any(mutated_args(n) for n in graph.nodes):
+        return graph
+    _check_bases(graph)
+    return _Functional().run(graph)
+
+
+def _check_bases(graph: fx.Graph) -> None:
+    """Refuse writes to tensors with gaps or overlaps where strides show: a copy of such a tensor is dense."""
+    bases: dict[int, fx.Node] = {}
+    strided: set[int] = set()
+    for node in graph.nodes:
+        for memory in _memories(node):
+            bases.setdefault(memory, node)
+        if node.target is aten.as_strided.default:
+            strided |= _memories(node)
+    wrong = {}
+    for node in graph.nodes:
+        for memory in {m for n in mutated_args(node) for m in _memories(n)}:
+            value = next(v for v in _tensors(bases[memory]) if storage_id(v) == memory)
+            shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in strided else ""
+            if shown and aten.clone.default(value).stride() != value.stride():
+                wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
+    if wrong:
+        raise refused_at(
+            f"`fn` writes in place to {len(wrong)} tensor(s) that are not dense, by their strides:",
+            list(wrong.values()),
+            "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
+        )
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether two of its elements may lie in one place."""
+    end = 0  # of what the dims so far reach
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 @dataclass(frozen=True, eq=False)
