@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -768,7 +769,7 @@ def literal_in_place(p, x):
 
 # ------------------------------------------------------------------ the host's random numbers
 
-_python, _numpy = random.Random(0), np.random.default_rng(0)
+_python, _numpy, _bits = random.Random(0), np.random.default_rng(0), np.random.PCG64(0)
 
 
 @refuse("draws random numbers by random.gauss.*draw with torch.*pass the numbers as tensors")
@@ -786,9 +787,23 @@ def a_function_imported_by_its_name(p, x):
     return (run_chain(p, x) * randint(0, 3)).sum()
 
 
-@refuse("draws random numbers by numpy.random.default_rng")
-def an_unseeded_generator(p, x):
-    return (run_chain(p, x) * np.random.default_rng().normal()).sum()
+def draws_by(draw: Callable[[], float]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda p, x: (run_chain(p, x) * draw()).sum()
+
+
+UNSEEDED: dict[str, Callable[[], float]] = {
+    "a random.Random without a seed": lambda: random.Random().random(),
+    "os.urandom .*, at .*np.random.default_rng": lambda: np.random.default_rng().normal(),
+    "os.urandom .*a RandomState": lambda: np.random.RandomState().rand(),
+    "os.urandom .*a generator without": lambda: np.random.Generator(np.random.PCG64()).normal(),
+    "os.urandom ": lambda: random.SystemRandom().random(),
+    "os.urandom .*secrets": lambda: secrets.randbelow(3),
+    "a PCG64 that it closes over": lambda: _bits.random_raw(),
+}
+for _number, (_name, _draw) in enumerate(UNSEEDED.items()):
+    _refused = draws_by(_draw)
+    _refused.__name__ = f"unseeded_{_number}"
+    refuse(f"draws random numbers by {_name}")(_refused)
 
 
 @refuse("draws random numbers by random.seed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 
 from fnshard.errors import TraceError, report
 
-GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 DRAWS = report(
     "`fn` draws random numbers by {name}, which a trace keeps as constants.",
     fix="draw with torch (torch.rand, F.dropout), which follows the state's seed and the step; or draw "
@@ -33,15 +34,19 @@ def draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., b
                 yield module, name, function, f"{module.__name__}.{name}", _always
     for name in ("random", "getrandbits"):  # the methods that were imported by their names draw by these
         yield _PYTHON, name, getattr(_PYTHON, name), "Python's random", _always
-    yield np.random, "default_rng", np.random.default_rng, "numpy.random.default_rng()", _unseeded
+    # It seeds generators that have no seed (and a RandomState before it takes its own).
+    name = "os.urandom (secrets, uuid, a RandomState, a generator without a seed)"
+    for module, attribute in ((os, "urandom"), (random, "_urandom")):
+        yield module, attribute, os.urandom, name, _always
+    yield random.Random, "seed", random.Random.seed, "a random.Random without a seed", _unseeded
 
 
 def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
-def _unseeded(seed: Any = None) -> bool:
-    return seed is None
+def _unseeded(self: Any, a: Any = None, *_: Any, **__: Any) -> bool:
+    return a is None
 
 
 @contextmanager

@@ -81,9 +81,11 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def _is_users(file: str) -> bool:
-    """Whether code is neither torch's, nor ours, nor Python's own, nor generated."""
-    return not file.startswith((*_GENERATED, *_LIBRARIES)) and (
-        not file.startswith(_PYTHON) or _INSTALLED in file
+    """Whether code is neither torch's, nor ours, nor Python's own, nor generated, nor Cython's."""
+    return (
+        not file.startswith((*_GENERATED, *_LIBRARIES))
+        and not file.endswith(".pyx")
+        and (not file.startswith(_PYTHON) or _INSTALLED in file)
     )
 
 
