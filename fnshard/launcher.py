@@ -8,15 +8,13 @@ to kill after it, and takes half a minute to give up on a rank that was stopped.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,16 +106,14 @@ def launch(
         if under_launcher():
             run_rank(program)
         program = command_of(program)
-    kept = logs is not None
-    logs = Path(logs if logs is not None else tempfile.mkdtemp(prefix="fnshard-logs-")).resolve()
-    logs.mkdir(parents=True, exist_ok=True)
-    if nodes is None or nodes.number == 0:
-        for old in logs.glob("rank*.log"):  # restarts append, another launch starts afresh
-            old.unlink()
-    with scratch("fnshard-ranks-") as meeting:
-        _run(program, ranks, logs, meeting, max_restarts, env or {}, grace_s, nodes)
-    if not kept:
-        shutil.rmtree(logs, ignore_errors=True)
+    temporary = scratch("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
+    with temporary as folder, scratch("fnshard-ranks-") as meeting:
+        folder = Path(folder).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        if nodes is None or nodes.number == 0:
+            for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
+                old.unlink()
+        _run(program, ranks, folder, meeting, max_restarts, env or {}, grace_s, nodes)
 
 
 def _run(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import queue
 import socket
+import threading
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from fnshard.errors import CollectiveError, SpecError, report
 
+SLACK_S = 5.0  # beyond its timeout, for torch to end by itself and say why
 RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # elastic's name, which torchrun sets too
 # Launchers that say how many processes they started, but nothing by which these could meet.
@@ -141,14 +144,30 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     except (OSError, ValueError) as error:
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
         raise SpecError(report(f"{said}: there is no such place.", [f"{where}: {error}"], fix)) from None
+    found: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+
+    def meet() -> None:
+        try:
+            found.put(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
+        except Exception as error:
+            found.put(error)
+
+    # In a thread: if another program listens there, torch waits for its answer without end.
+    threading.Thread(target=meet, daemon=True).start()
     try:
-        return next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0]
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            within = f"within {timeout.total_seconds():g} s ({str(error).splitlines()[0]})"
-            raise CollectiveError(report(f"{said} {within}:", [where])) from None
-        fix = "another MASTER_PORT, the same on all ranks; or end who listens there."
+        store = found.get(timeout=timeout.total_seconds() + SLACK_S)
+    except queue.Empty:
+        store = TimeoutError("who listens there does not answer, and may be another program")
+    if not isinstance(store, Exception):
+        return store
+    fix = "another MASTER_PORT, the same on all ranks; or end who listens there."
+    if "EADDRINUSE" in str(store):
         raise SpecError(report(f"{said}: the port is taken.", [where], fix)) from None
+    if isinstance(store, (dist.DistError, TimeoutError)):
+        within = f"within {timeout.total_seconds():g} s ({str(store).splitlines()[0]})"
+        fix = "start all ranks, with one address and a port at which no other program listens."
+        raise CollectiveError(report(f"{said} {within}:", [where], fix)) from None
+    raise store
 
 
 _joined: list[int] = []  # the rank as which this process joined a group of its own making

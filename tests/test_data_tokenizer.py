@@ -302,7 +302,8 @@ def little(monkeypatch):
     monkeypatch.setattr(renderer, "MEMORY_bytes", 2**28)
     renderer.renderer.cache_clear()
     yield
-    renderer.renderer(os.getpid()).close()
+    if renderer.renderer.cache_info().currsize:
+        renderer.renderer(os.getpid()).close()
     renderer.renderer.cache_clear()
 
 
@@ -328,6 +329,15 @@ def test_a_renderer_that_stands_still_is_ended(little, monkeypatch):
         Template("b").render([])
     monkeypatch.setattr(renderer, "WALL_S", 60.0)
     assert Template("c").render([]) == "c"
+
+
+def test_a_renderer_that_cannot_start_says_why(little, monkeypatch):
+    monkeypatch.setattr(renderer, "MEMORY_bytes", "much")
+    with pytest.raises(ConfigError, match=r"did not start \(ValueError: .*'much'; exit code 1\)"):
+        Template("a").render([])
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(ConfigError, match=r"did not start \(.*No such file or directory: '/nowhere/python'"):
+        Template("a").render([])
 
 
 def test_templates_are_rendered_by_whoever_was_forked(little):

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from fnshard import launcher
-from fnshard.errors import SpecError
+from fnshard import launcher, process_group
+from fnshard.errors import CollectiveError, SpecError
 from fnshard.launcher import LaunchError
 from fnshard.process_group import RENDEZVOUS, join_group
+from fnshard.runtime import folder
 from fnshard.runtime.folder import scratch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,13 +220,33 @@ def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
     linked.mkdir()
     with scratch("fnshard-x-") as alive:
         (tmp_path / "fnshard-x-killed" / "deep").mkdir(parents=True)
+        with pytest.raises(LaunchError), scratch("fnshard-x-", keep=(LaunchError,)) as kept:
+            raise LaunchError("its logs are for the user")
         (tmp_path / "fnshard-logs-1").mkdir()
         (tmp_path / "fnshard-x-link").symlink_to(linked)
         with scratch("fnshard-x-") as mine:
             assert {p.name for p in tmp_path.iterdir()} == {
-                alive.name, mine.name, "fnshard-logs-1", "fnshard-x-link", "elsewhere"
+                alive.name, mine.name, kept.name, "fnshard-logs-1", "fnshard-x-link", "elsewhere"
             }  # fmt: skip
-    assert {p.name for p in tmp_path.iterdir()} == {"fnshard-logs-1", "fnshard-x-link", "elsewhere"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        kept.name, "fnshard-logs-1", "fnshard-x-link", "elsewhere"
+    }  # fmt: skip
+
+
+def test_a_folder_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened = []
+
+    def too_late(path):
+        opened.append(path)
+        if len(opened) == 1:
+            path.rmdir()
+        return real(path)
+
+    real = folder._open
+    monkeypatch.setattr(folder, "_open", too_late)
+    with scratch("fnshard-x-") as mine:
+        assert mine.is_dir() and opened[-1] == mine != opened[0]
 
 
 # ------------------------------------------------------------------ meeting at an address
@@ -251,12 +272,26 @@ def test_a_place_that_there_is_not_is_told_at_once(monkeypatch, host, port):
 
 
 def test_a_port_that_is_taken_is_told_at_once(monkeypatch):
-    with socket.create_server(("", 0)) as taken:
-        place_to_meet(monkeypatch, "localhost", taken.getsockname()[1])
-        began = time.monotonic()
-        with pytest.raises(SpecError, match=r"rank 0 of 2 cannot meet the others: the port is taken\."):
-            join_group("cpu", 600.0)
-        assert time.monotonic() - began < 30
+    for host, family in (("127.0.0.1", socket.AF_INET), ("", socket.AF_INET), ("::", socket.AF_INET6)):
+        with socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::") as taken:
+            place_to_meet(monkeypatch, "localhost", taken.getsockname()[1])
+            began = time.monotonic()
+            with pytest.raises(SpecError, match=r"rank 0 of 2 cannot meet the others: the port is taken\."):
+                join_group("cpu", 600.0)
+            assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_meets_nobody_or_a_stranger_is_told_in_time(monkeypatch, rank):
+    """Torch waits for ever for another program's answer."""
+    monkeypatch.setattr(process_group, "SLACK_S", 2.0)
+    with socket.create_server(("", 0)) as server:
+        place_to_meet(monkeypatch, "localhost", server.getsockname()[1], rank=rank)
+        if rank == 0:
+            server.close()
+        why = "who listens there does not answer" if rank else "Timed out.*1/2 clients joined"
+        with pytest.raises(CollectiveError, match=rf"rank {rank} of 2 .* within 0.5 s \({why}"):
+            join_group("cpu", 0.5)
 
 
 # ------------------------------------------------------------------ restarts

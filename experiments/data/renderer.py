@@ -32,6 +32,10 @@ COSTS = (
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class StartError(Exception):
+    """The process did not start; in its own last words."""
+
+
 class CostsError(Exception):
     """A template takes more than it may."""
 
@@ -41,17 +45,34 @@ class BrokenError(Exception):
 
 
 class Renderer:
-    """The process, as the one that starts it knows it."""
+    """The process, as the one that starts it knows it.
+
+    Raises:
+        StartError: it ended before it could answer anything.
+    """
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         limits = [str(CPU_S), str(MEMORY_bytes)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *limits], env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *limits], env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise StartError(str(error)) from None
         self._owner, self._lock = os.getpid(), threading.Lock()
         atexit.register(self.close)
+        if not self._line():
+            errors = self.close().decode(errors="replace").split("\n")
+            last = next((line for line in reversed(errors) if line.strip()), "it wrote no error")
+            raise StartError(f"{last.strip()}; exit code {self._process.returncode}")
+
+    def _line(self) -> bytes:
+        """The next line that the process writes; none where it ends, or stands still."""
+        ready = select.select([self._process.stdout], [], [], WALL_S)[0]
+        line = self._process.stdout.readline() if ready else b""
+        return line if line.endswith(b"\n") else b""
 
     def answer(self, source: str, values: Any) -> str:
         """The text of a template with these values; None: it is looked at alone.
@@ -64,11 +85,10 @@ class Renderer:
             try:
                 self._process.stdin.write(json.dumps([source, values]).encode() + b"\n")
                 self._process.stdin.flush()
-                ready = select.select([self._process.stdout], [], [], WALL_S)[0]
-                line = self._process.stdout.readline() if ready else b""
+                line = self._line()
             except BrokenPipeError:
                 line = b""
-        if not line.endswith(b"\n"):
+        if not line:
             renderer.cache_clear()
             self.close()
             raise CostsError
@@ -77,12 +97,13 @@ class Renderer:
             raise BrokenError(error)
         return text
 
-    def close(self) -> None:
-        """End it; a process that was forked from the one that started it leaves it alone."""
+    def close(self) -> bytes:
+        """End it, and give what it wrote to stderr; a fork of the process that started it leaves it alone."""
         atexit.unregister(self.close)
-        if os.getpid() == self._owner:
-            self._process.kill()
-            self._process.communicate()
+        if os.getpid() != self._owner:
+            return b""
+        self._process.kill()
+        return self._process.communicate()[1]
 
 
 @lru_cache(maxsize=1)
@@ -105,6 +126,8 @@ def serve(cpu_s: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for who started this
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, whatever it computes
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # from here on nobody reads it
+    print(flush=True)  # started
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         answer = _answer(*json.loads(line))

@@ -67,6 +67,11 @@ class Template:
             )
         try:
             return renderer.render(self.source, values)
+        except renderer.StartError as error:
+            raise ConfigError(
+                f"{self.file}: the process that renders the chat template did not start ({error}). "
+                f"Fix: `python -m {renderer.__name__} 10 {renderer.MEMORY_bytes}` has to start and wait."
+            ) from None
         except renderer.CostsError:
             raise ConfigError(
                 f"{self.file}: the chat template {renderer.COSTS}. Fix: mend it, or use the directory of "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors")
+KEPT = ".kept"  # a file in a temporary directory that is the user's
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
 
 
@@ -82,34 +83,45 @@ def is_ours(folder: Path) -> bool:
 
 
 @contextmanager
-def scratch(prefix: str) -> Iterator[Path]:
-    """A temporary directory, held by this process and gone behind the block; what killed processes have left
-    of that prefix is cleared away."""
-    while True:
+def scratch(prefix: str, keep: tuple[type[BaseException], ...] = ()) -> Iterator[Path]:
+    """A temporary directory, locked by this process and gone behind the block; what killed processes left
+    behind of that prefix is cleared away.
+
+    Args:
+        keep: exceptions that leave it to the user, for good.
+    """
+    while True:  # until a lock is faster than another process, which may take the directory for a leftover
         folder = Path(tempfile.mkdtemp(prefix=prefix))
-        fd = _open(folder)
+        try:
+            fd = _open(folder)
+        except FileNotFoundError:
+            continue
         _lock(fd)
-        if folder.exists():  # else somebody took it for a leftover before it was held
+        if folder.exists():
             break
         os.close(fd)
     try:
         for left in sorted(folder.parent.glob(f"{prefix}*")):
             _clear(left)
         yield folder
+    except keep:
+        (folder / KEPT).touch()
+        raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / KEPT).exists():
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
 
 
 def _clear(left: Path) -> None:
-    """Remove a directory of this user's that nobody holds; where there are no locks, nobody can tell."""
+    """Remove a directory of this user's that nobody has locked; where there are no locks, nobody can tell."""
     try:
         fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # another user's, or gone
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_uid == os.getuid():
+        if os.fstat(fd).st_uid == os.getuid() and not (left / KEPT).exists():
             shutil.rmtree(left, ignore_errors=True)
     except OSError:
         pass
