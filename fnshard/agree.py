@@ -176,8 +176,11 @@ def _cut(text: str, same: int, length: int = 160) -> str:
 
 
 def compile_in_turn(comm: Collectives, compile: Callable[[], Any]) -> Any:
-    """Compile on the first rank of each host, then on the others, which find its disk cache."""
-    if comm.mesh.kind != "group":
+    """Compile on the first rank of each host, then on the others, which find its disk cache.
+
+    On accelerators on all at once: the cache knows each device apart.
+    """
+    if comm.mesh.kind != "group" or comm.mesh.device_type != "cpu":
         return compile()
     hosts = comm.gather_object(socket.gethostname())
     leads = hosts.index(hosts[comm.mesh.rank]) == comm.mesh.rank

@@ -17,7 +17,7 @@ from fnshard.batches import Batch, Key, batch_key, bytes_of_batch, check_argumen
 from fnshard.codecs import decoding
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
-from fnshard.compiler.kernels import Boxed, compile_kernels
+from fnshard.compiler.kernels import Boxed, compile_kernels, warm_up
 from fnshard.compiler.ledger import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
 from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower
 from fnshard.compiler.program import Program
@@ -337,6 +337,8 @@ class Lowering:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
                 compiles.announce(self, key)
+                if self.mesh.kind != "abstract":
+                    warm_up(self.mesh.device_type, self.options.backend)
                 keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(
                     decoding(self.fn, self.tree),

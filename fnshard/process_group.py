@@ -93,8 +93,10 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
     device_type = device_type or (accelerator.type if accelerator else "cpu")
     if device_type != "cpu":
         names = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
-        local = _number(names[0]) if names else 0
-        torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+        local, there = _number(names[0]) if names else 0, torch.accelerator.device_count()
+        if not there:
+            raise SpecError(report(f"device={device_type!r}: this machine has none.", fix='device="cpu".'))
+        torch.accelerator.set_device_index(local % there)  # one that is visible may be the rank's own
     if world == 1:
         return
     needed = ["RANK"] if RENDEZVOUS in os.environ else ["RANK", "MASTER_ADDR", "MASTER_PORT"]
@@ -114,9 +116,6 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
                 fix="start the ranks by torchrun or fs.launch, which set both.",
             )
         )
-    backend = "gloo"
-    if device_type != "cpu":
-        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
     timeout = datetime.timedelta(seconds=timeout_s)
     if RENDEZVOUS in os.environ:
         store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
@@ -124,8 +123,22 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
         # torchrun's store lives through restarts, and in it a dead attempt's addresses: who meets them hangs.
         store = dist.PrefixStore(f"fnshard/{attempt()}", _met(rank, world, timeout))
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    _joined.append(rank)
+    make_group(device_type, store, rank, world, timeout)
+
+
+def make_group(
+    device_type: str, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta
+) -> None:
+    """Make the default process group: gloo for CPU tensors and, on an accelerator, its own backend for the
+    others, which is bound to this rank's device."""
+    backend, device = "gloo", None
+    if device_type != "cpu":
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        device = torch.device(device_type, torch.accelerator.current_device_index())
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
+    )
+    _joined.append(device_type)
 
 
 def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
@@ -170,7 +183,7 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     raise store
 
 
-_joined: list[int] = []  # the rank as which this process joined a group of its own making
+_joined: list[str] = []  # the type of device of the groups that this process has made
 
 
 @atexit.register  # before `saving` registers its own, so it runs after: a save may need the group to the end
@@ -184,6 +197,6 @@ def leave_group() -> None:
     if not dist.is_initialized():
         return
     dist.all_reduce(torch.zeros(()))  # a barrier over gloo, whatever the device
-    if torch.accelerator.is_available():
+    if "cpu" not in _joined and torch.accelerator.is_available():  # a CPU rank must not start a driver
         torch.accelerator.synchronize()
     dist.destroy_process_group()

@@ -46,11 +46,16 @@ class Track:
     losses: list[Tensor] = field(default_factory=list)
 
 
-def run(config: BenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
+def run(
+    config: BenchConfig,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
     """Everything that is asked for; the same plain values on every rank.
 
     Args:
         say: takes one line about what is being done.
+        keep: takes this rank's own seconds of one contender, before a collective can lose them.
     """
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
     task = make_task(config)
@@ -59,7 +64,7 @@ def run(config: BenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
     # Interleaving needs all alive. A GPU drifts little, and is to hold one at a time.
     groups = [config.contenders] if config.device == "cpu" else [(name,) for name in config.contenders]
     for group in groups:
-        for name, found in race(config, task, group, say).items():
+        for name, found in race(config, task, group, say, keep).items():
             out[name] |= found
     if config.memory:
         for name in config.contenders:
@@ -102,8 +107,9 @@ def batches(config: BenchConfig, task: Task, steps: range) -> Iterator[Batch]:
 
 
 def race(
-    config: BenchConfig, task: Task, names: Sequence[str], say: Callable[[str], None]
-) -> dict[str, dict[str, Any]]:
+    config: BenchConfig, task: Task, names: Sequence[str], say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """First steps one after another, then rounds: one step of each, in a new order every round."""
     tracks: dict[str, Track] = {}
     feed = list(batches(config, task, range(config.warmup + config.rounds)))
@@ -125,6 +131,8 @@ def race(
     for _ in range(config.rounds):
         for name in order.sample(list(names), len(names)):
             tracks[name].seconds.append(one_step(tracks[name], feed, task))
+    for name, track in tracks.items():
+        keep({"contender": name, "first_step_s": first[name], "seconds": track.seconds})
     out = {}
     for name, track in tracks.items():
         out[name] = {

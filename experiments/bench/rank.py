@@ -13,18 +13,18 @@ import torch.distributed as dist
 from experiments.bench import measure, report
 from experiments.bench.config import BenchConfig, build
 from fnshard.launcher import run_rank
+from fnshard.process_group import make_group
 
 
 def bench(config: BenchConfig, folder: Path) -> None:
-    """Measure; rank 0 writes to `folder` and prints the table."""
+    """Measure; rank 0 writes to `folder` and prints the table, every rank its own rounds as they end."""
     if not dist.is_initialized():  # a world of one has no group by itself, DDP and FSDP2 want one
-        backend = "gloo" if config.device == "cpu" else "nccl"
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=config.timeout_s)
-        )
+        make_group(config.device, dist.HashStore(), 0, 1, timedelta(seconds=config.timeout_s))
     first = dist.get_rank() == 0
     say = (lambda line: print(f"... {line}", file=sys.stderr, flush=True)) if first else lambda line: None
-    measured = measure.run(config, say)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rounds-{dist.get_rank()}.jsonl").open("w", encoding="utf-8") as rounds:
+        measured = measure.run(config, say, lambda line: print(json.dumps(line), file=rounds, flush=True))
     if first:
         result = report.summarise(config, measured)
         path = report.write(result, folder)

@@ -69,6 +69,14 @@ def _eager(module: fx.GraphModule) -> Boxed:
     return run
 
 
+def warm_up(device_type: str, backend: str) -> None:
+    """Start the processes that compile for an accelerator: they take seconds, in which one may trace."""
+    if backend == "inductor" and device_type != "cpu":
+        from torch._inductor import async_compile
+
+        async_compile.maybe_warm_pool()
+
+
 def compile_kernels(
     kernels: Iterable[Kernel], *, backend: str, options: Mapping[str, Any]
 ) -> dict[str, tuple[Boxed, Boxed | None]]:

@@ -41,6 +41,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 Transport = Literal["auto", "p2p", "native"]
 
 DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
+LATER_S = 60.0  # an accelerator's backend names nobody: its time is up after that of who does
 
 
 class Handle(Protocol[T_co]):
@@ -381,9 +382,13 @@ class Group:
         key = (axes, "all" if backend == "gloo" else purpose)
         if key not in self.groups:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
-            timeout = datetime.timedelta(seconds=self.timeout)
+            own = backend != "gloo"  # an accelerator's own: it aborts the process when time is up
+            timeout = datetime.timedelta(seconds=self.timeout + LATER_S * own)
+            options = None
+            if backend == "nccl":  # kernels that fill the device must not keep communication waiting
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             group, _ = dist.new_subgroups_by_enumeration(
-                [list(ranks) for ranks in every], timeout=timeout, backend=backend
+                [list(ranks) for ranks in every], timeout=timeout, backend=backend, pg_options=options
             )
             here = self.mesh.group_ranks(axes)
             self.groups[key] = group, tuple(sorted(here).index(rank) for rank in here)

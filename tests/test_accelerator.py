@@ -1,0 +1,127 @@
+"""What an accelerator asks of the code around it; where there is none, torch.cuda and NCCL are stood in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fnshard as fs
+from experiments.bench import measure
+from experiments.bench import rank as bench_rank
+from experiments.bench.config import build
+from experiments.bench.contenders import CONTENDERS, Contender
+from fnshard import SpecError, agree, process_group
+from fnshard.compiler import kernels
+from fnshard.runtime.collectives import LATER_S, Group
+
+CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with two GPUs, as far as `torch.accelerator` and `init_process_group` can tell."""
+    seen = SimpleNamespace(count=2, index=0, groups=[], synchronized=0)
+    found = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cuda"),
+        "device_count": lambda: seen.count,
+        "current_device_index": lambda: seen.index,
+        "set_device_index": lambda index: setattr(seen, "index", index),
+        "synchronize": lambda: setattr(seen, "synchronized", seen.synchronized + 1),
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **how: seen.groups.append((backend, how["device_id"]))
+    )
+    monkeypatch.setattr(process_group, "_joined", [])
+    return seen
+
+
+# ------------------------------------------------------------------ joining and leaving
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "device"), [(2, "1", "cuda:1"), (1, "1", "cuda:0"), (1, "0", "cuda:0")]
+)
+def test_a_rank_has_its_own_gpu_whether_it_sees_all_or_one(
+    gpus, monkeypatch, tmp_path, visible, local, device
+):
+    gpus.count = visible
+    there = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": "2", process_group.RENDEZVOUS: str(tmp_path)}
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    process_group.join_group()
+    assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device(device))]
+    process_group.join_group("cpu")
+    assert gpus.groups[1:] == [("gloo", None)]
+
+
+def test_no_device_is_said_so(gpus):
+    gpus.count = 0
+    with pytest.raises(SpecError, match=r"(?s)device='cuda': this machine has none.*Fix: device=\"cpu\""):
+        process_group.join_group("cuda")
+
+
+@pytest.mark.parametrize(("device_type", "calls"), [("cpu", 0), ("cuda", 1)])
+def test_a_cpu_rank_leaves_without_a_call_of_the_driver(gpus, monkeypatch, device_type, calls):
+    process_group.make_group(device_type, dist.HashStore(), 0, 1, datetime.timedelta(seconds=9))
+    for name in ("all_reduce", "destroy_process_group", "is_initialized"):
+        monkeypatch.setattr(dist, name, lambda *_: True)
+    process_group.leave_group()
+    assert gpus.synchronized == calls
+
+
+def test_ncclcommunicators_go_before_kernels_and_give_up_last(monkeypatch):
+    made: list[dict[str, Any]] = []
+    nccl = SimpleNamespace(Options=lambda **how: how)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **how: (made.append(how), [])[::-1])
+    group = Group(CUDA, timeout=10.0)
+    group.group(("shard",), "gather"), group.group(("shard",), "host")
+    own, host = made
+    assert own["pg_options"] == {"is_high_priority_stream": True} and host["pg_options"] is None
+    assert [m["timeout"].total_seconds() for m in made] == [10.0 + LATER_S, 10.0]
+
+
+def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch):
+    warmed: list[str] = []
+    from torch._inductor import async_compile
+
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: warmed.append("pool"))
+    comm = SimpleNamespace(mesh=replace(CUDA, kind="group"))  # without a barrier to come to
+    assert agree.compile_in_turn(comm, lambda: "compiled") == "compiled" and not warmed
+    for device_type, backend in (("cpu", "inductor"), ("cuda", "eager"), ("cuda", "inductor")):
+        kernels.warm_up(device_type, backend)
+    assert warmed == ["pool"]
+
+
+# ------------------------------------------------------------------ the bench
+
+
+def test_the_bench_can_reduce_what_lies_on_the_cpu(gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(measure, "run", lambda config, say, keep: keep({"contender": "ddp"}))
+    bench_rank.bench(replace(build({}), device="cuda"), tmp_path)
+    assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
+    assert json.loads((tmp_path / "rounds-1.jsonl").read_text()) == {"contender": "ddp"}
+
+
+def test_rounds_are_written_before_a_collective_can_lose_them(monkeypatch):
+    def dies(numbers):
+        raise RuntimeError("no backend type associated with device type cpu")
+
+    monkeypatch.setattr(measure, "largest", dies)
+    monkeypatch.setitem(CONTENDERS, "ddp", lambda task: Contender(lambda *batch: torch.zeros(())))
+    config, kept = build({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
+    with pytest.raises(RuntimeError):
+        measure.race(config, measure.make_task(config), ["ddp"], lambda line: None, kept.append)
+    (found,) = kept
+    assert found["contender"] == "ddp" and len(found["seconds"]) == 2
