@@ -100,9 +100,9 @@ def echo(failure: ProcessFailure) -> int:
     """The more, the less a rank's end is the cause of the others'."""
     said = _said(failure)
     if said:
-        return 2 if any(sign in line for sign in ECHOES for line in _raised(said)) else 0
-    if failure.exitcode < 0:
-        return 3 if -failure.exitcode == signal.SIGTERM else 0
+        return 3 if any(sign in line for sign in ECHOES for line in _raised(said)) else 0
+    if failure.exitcode < 0:  # NCCL ends a process that has waited too long by SIGABRT
+        return {signal.SIGABRT: 2, signal.SIGTERM: 4}.get(-failure.exitcode, 0)
     return 1
 
 

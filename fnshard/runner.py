@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnshard import agree, tree
@@ -13,6 +14,7 @@ from fnshard.arguments import Arguments
 from fnshard.batches import Batch
 from fnshard.compiler.context import Context, Watch
 from fnshard.compiler.execute import bind, cut_batch
+from fnshard.compiler.ledger import made_of
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
 from fnshard.compiler.scalars import Scalars
@@ -149,8 +151,12 @@ class Runner:
         run = bind(context)
 
         def alone(env: dict[str, Any]) -> dict[str, Any]:
-            with without_autocast():  # the caller's mode is not the program's
-                return run(env)
+            try:
+                with without_autocast():  # the caller's mode is not the program's
+                    return run(env)
+            except torch.OutOfMemoryError as error:  # beside the prediction: the batch, and others' tensors
+                error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
+                raise
 
         return Bound(lowered, alone, scalars, updater)
 

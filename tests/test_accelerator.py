@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
+import signal
+import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import fnshard as fs
 from experiments.bench import measure
 from experiments.bench import rank as bench_rank
 from experiments.bench.config import build
 from experiments.bench.contenders import CONTENDERS, Contender
-from fnshard import SpecError, agree, process_group
+from fnshard import SpecError, agree, launcher, post_mortem, process_group
 from fnshard.compiler import kernels
 from fnshard.runtime.collectives import LATER_S, Group
 
@@ -125,3 +129,62 @@ def test_rounds_are_written_before_a_collective_can_lose_them(monkeypatch):
         measure.race(config, measure.make_task(config), ["ddp"], lambda line: None, kept.append)
     (found,) = kept
     assert found["contender"] == "ddp" and len(found["seconds"]) == 2
+
+
+# ------------------------------------------------------------------ what fails
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_what_the_device_says_is_no_peers_death(monkeypatch, kind):
+    def fails(*_, **__):
+        raise kind("CUDA error")
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    group = Group(CUDA)
+    group.groups[("shard",), "reduce"] = None, (0, 1)
+    with pytest.raises(kind, match=r"^CUDA error$"):
+        group.all_reduce(torch.ones(2), ("shard",))
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    """As a step raises it in whose update no memory is left."""
+
+    def leaf(path, grad, slots, param, info):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    params = {"w": torch.ones(1000)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum(),
+        specs,
+        optimizer=fs.optim.Optimizer("greedy()", leaf),
+        backend="eager",
+    )
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(step.init(params), torch.ones(1000))
+    return caught.value
+
+
+def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
+    said = "".join(traceback.format_exception(out_of_memory()))
+    assert re.search(
+        r"(?s)OutOfMemoryError: CUDA out of memory.*It was in line \d+ of the schedule, update \w+ update.*\n"
+        r"the step's peak is 0\.0\d* MB on the device, by the plan\. It is made of:\n  \w+: .* MB\n"
+        r".*in instruction \d+: .*\nFix: .*Shard",
+        said,
+    ), said
+
+    def failure(rank: int, exitcode: int, said: str = "") -> ProcessFailure:
+        made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
+        made.error_file_data = {"message": {"extraInfo": {"py_callstack": said}}} if said else {}
+        made.timestamp = 9 - rank  # the cause is heard last
+        return made
+
+    aborted = failure(1, -signal.SIGABRT)  # NCCL's watchdog
+    waited = failure(2, 1, "fnshard.errors.CollectiveError: rank 0 did not answer")
+    ended = launcher._Ended({0: failure(0, 1, said), 1: aborted, 2: waited})
+    assert ended.cause == 0
+    shown = launcher.describe_failure(ended.failures, 3, tmp_path)
+    assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
+    assert "by the plan" in shown
+    assert post_mortem.echo(ended.failures[0]) == 0 < post_mortem.echo(aborted) < post_mortem.echo(waited)

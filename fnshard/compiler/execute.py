@@ -58,6 +58,9 @@ def bind(context: Context) -> Callable[[Env], Env]:
                 action(env)
         except CollectiveError as error:
             raise CollectiveError(f"{_where(lines[number], number)}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"It was in {_where(lines[number], number)}.")
+            raise
         finally:  # after a failure too: what is under way still writes to memory that is about to be freed
             if finish:
                 finish()

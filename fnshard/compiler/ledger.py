@@ -160,17 +160,24 @@ def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
     """Refuse a peak above `budget` bytes; see `Lowered.assert_fits`."""
     if analysis.peak_bytes <= budget:
         return
+    too_many = megabytes(analysis.peak_bytes - budget)
+    raise BudgetError(made_of(analysis, f", {megabytes(budget)} MB are allowed ({too_many} MB too many)"))
+
+
+def made_of(analysis: MemoryAnalysis, said: str = "") -> str:
+    """The peak in words: bytes, the largest parts, the instruction, and the ways out.
+
+    Args:
+        said: of the bytes, before a full stop.
+    """
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
-    raise BudgetError(
-        report(
-            f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device, {megabytes(budget)} MB "
-            f"are allowed ({megabytes(analysis.peak_bytes - budget)} MB too many). It is made of:",
-            [
-                *(f"{category}: {megabytes(size)} MB" for category, size in largest),
-                f"in instruction {analysis.at}: {analysis.line}",
-            ],
-            " ".join(dict.fromkeys(_WAYS_OUT[category] for category, _ in largest)),
-        )
+    return report(
+        f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{said}. It is made of:",
+        [
+            *(f"{category}: {megabytes(size)} MB" for category, size in largest),
+            f"in instruction {analysis.at}: {analysis.line}",
+        ],
+        " ".join(dict.fromkeys(_WAYS_OUT[category] for category, _ in largest)),
     )
 
 

@@ -139,13 +139,15 @@ def waited_twice(*_: Any) -> Any:
 def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
     """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause.
 
+    What the device itself says (no memory is left, a kernel failed) is this rank's own and stays what it is.
+
     Args:
         what: the collective.
         blame: makes of the transport's words a cause that names a rank.
     """
     try:
         yield
-    except CollectiveError:
+    except (CollectiveError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
