@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,19 +18,20 @@ from fnshard.batches import Batch, Key, batch_key, bytes_of_batch, check_argumen
 from fnshard.codecs import decoding
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
+from fnshard.compiler.indices import Indices, explain, ranges
 from fnshard.compiler.kernels import Boxed, compile_kernels, warm_up
 from fnshard.compiler.ledger import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
-from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower
+from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower, trace_and_split
 from fnshard.compiler.program import Program
 from fnshard.compiler.remat import Remat
 from fnshard.compiler.remat import check as check_remat
 from fnshard.compiler.schedule import TRANSFERS, Schedule
 from fnshard.compiler.split import Segments
 from fnshard.compiler.timeline import Timeline, simulate
-from fnshard.compiler.trace import without_autocast
+from fnshard.compiler.trace import flatten_batch, without_autocast
 from fnshard.compiler.traffic import Traffic, analyse
 from fnshard.compiler.transport import Kind
-from fnshard.errors import SpecError, TraceError, report
+from fnshard.errors import SpecError, StateError, TraceError, report
 from fnshard.hardware import Hardware
 from fnshard.mesh import Mesh
 from fnshard.programs import Programs, fits
@@ -111,6 +113,11 @@ class Lowered:
     def program(self) -> Program:
         """The forward of `fn` as composite ATen ops."""
         return self.stages.program
+
+    @cached_property
+    def indices(self) -> Indices:
+        """What it looks up by integers of the batch."""
+        return Indices.of(self.program)
 
     @property
     def segments(self) -> Segments:
@@ -340,20 +347,40 @@ class Lowering:
                 if self.mesh.kind != "abstract":
                     warm_up(self.mesh.device_type, self.options.backend)
                 keeping = Keeping(self.options.remat, self.options.save)
-                stages = lower(
-                    decoding(self.fn, self.tree),
-                    self.specs,
-                    self.structure,
-                    micro,
-                    self.mesh,
-                    self.plan,
-                    self.options.passes,
-                    keeping,
-                )
+                stages = lower(*self._front(micro), self.options.passes, keeping)
                 sizes = bytes_of_batch(batch)
                 lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
                 self.on_paper = key, lowered
             return self.on_paper[1]
+
+    def _front(self, micro: Batch) -> tuple[Any, ...]:
+        fn = decoding(self.fn, self.tree)
+        return fn, self.specs, self.structure, micro, self.mesh, self.plan
+
+    def check_indices(self, lowered: Lowered, batch: Batch, micros: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse numbers of a batch that are outside of what they are looked up in.
+
+        Args:
+            micros: the tensors of each micro-batch, by name.
+
+        Raises:
+            StateError: each lookup with its table, the line of the user's code, and the batch's numbers.
+        """
+        for values in micros:
+            if not lowered.indices.outside(values, lowered.program.constants):
+                continue
+            with self.lock, without_autocast():  # once more, for the lines of code
+                micro = micro_batch(batch, self.options.accumulate)
+                program = trace_and_split(*self._front(micro), sources=True).program
+            outside = Indices.of(program).outside(values, program.constants)
+            raise StateError(
+                report(
+                    "numbers of the batch are outside of what they are looked up in:",
+                    [*explain(program, outside), *ranges(flatten_batch(batch)[0])],
+                    "token ids below the size of the vocabulary: is the tokenizer the model's own, and its "
+                    "embedding as large? Targets that do not count are ignore_index, -100.",
+                )
+            )
 
     def of(self, batch: Batch) -> Lowered:
         """A program that is kept, or lowered now; a warning says what makes another one again and again."""

@@ -186,11 +186,13 @@ class Runner:
         raw = tree.flatten_with_paths(Arguments.of(batch), constants=True)[0]
         named = flatten_batch(batch)[0]
         names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}
-        values = {
-            n: named[n].detach().to(mesh.device, non_blocking=True).contiguous() for n in names["batch"]
-        }
         whole = {n for n, v in raw.items() if isinstance(v, Whole)}
-        env: dict[str, Any] = cut_batch(names["batch"], values, whole, parts)
+        named = {n: named[n].detach() for n in names["batch"]}
+        self.lowering.check_indices(lowered, batch, cut_batch(named, whole, parts))
+        values = {n: v.to(mesh.device, non_blocking=True).contiguous() for n, v in named.items()}
+        env: dict[str, Any] = {}
+        for micro, part in enumerate(cut_batch(values, whole, parts)):
+            env |= {f"batch:{n}{f'#{micro}' * (parts > 1)}": v for n, v in part.items()}
         env |= {f"s:{p}": b for p, b in blocks.items()}
         env |= {f"constant:{n}": v for n, v in program.constants.items()}
         for micro in range(parts if names["key"] else 0):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from toys import ROWS, WIDTH, chain, rows, run_chain
 
@@ -177,6 +178,33 @@ def test_a_batch_that_cannot_be_cut() -> None:
         match=r"(?s)2 batch leaves cannot be cut into 3.*batch\['0'\] \[4, 8\].*batch\['1'\] \[\].*fs.Whole",
     ):
         step(lambda p, x, s: loss(p, x) * s, accumulate=3)(chain(2), rows(), torch.tensor(1.0))
+
+
+def test_indices_outside_of_their_tables_are_named_before_the_step_runs() -> None:
+    """A kernel would raise without a name, or end the process."""
+
+    def lookups(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        hidden = F.embedding(x, p["w"]) + p["places"][torch.arange(x.shape[1])]
+        logits = hidden @ p["w"].T
+        behind = F.pad(y, (0, 1), value=-100)[:, 1:].flatten()
+        return F.cross_entropy(logits.flatten(0, 1), behind) + torch.gather(logits, 2, x[..., None]).mean()
+
+    params = {"w": torch.randn(10, 4), "places": torch.randn(3, 4)}
+    train = step(lookups, params, accumulate=2)
+    good = torch.tensor([[0, 1, 9], [2, 3, 4]])
+    train(params, good, good)
+    low, wide = good - 1, good.repeat(1, 2)
+    for x, y, lookup in [
+        (good + 1, good, "embedding of leaf 'w' f32[10, 4] takes 0 to 9, and gets 1 to 10, at "),
+        (low, good, "gather of f32[1, 3, 10] takes 0 to 9, and gets -1 to 8, at "),
+        (good, good * 3, "cross_entropy_loss of f32[3, 10] takes 0 to 9, and gets -100 to 27, at "),
+        (wide, wide, "index of leaf 'places' f32[3, 4] takes -3 to 2, and gets 0 to 5, at "),
+    ]:
+        with pytest.raises(StateError, match="numbers of the batch are outside of what they are") as error:
+            train(params, x, y)
+        (line,) = (line for line in str(error.value).splitlines() if lookup in line)
+        assert "test_errors.py:" in line
+        assert f"  batch['0'] i64[2, {x.shape[1]}]: {int(x.min())} to {int(x.max())}\n" in str(error.value)
 
 
 def test_whole_leaves_are_not_cut() -> None:

@@ -92,7 +92,7 @@ FLOORS = {
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
     "F4: machinery": """
         compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute
-        compiler.tables compiler.traffic compiler.workspace compiler.footprint compiler.walk
+        compiler.tables compiler.indices compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
         shards held init agree batches programs compiles lowered runner forward step lockstep choice fit

@@ -7,7 +7,7 @@ are issued from it; a handle's wait makes that stream wait, not the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -336,16 +336,7 @@ _BIND: dict[type, Callable[[Any, Context], Action]] = {
 }  # fmt: skip
 
 
-def cut_batch(names: Sequence[str], values: Mapping[str, Tensor], whole: set[str], parts: int) -> Env:
-    """Micro-batches: `batch:name#m` views of each leaf's m-th part along dim 0; whole ones uncut."""
-    env: Env = {}
-    for name in names:
-        value = values[name]
-        for micro in range(parts):
-            suffix = f"#{micro}" if parts > 1 else ""
-            if name in whole or parts == 1:
-                env[f"batch:{name}{suffix}"] = value
-            else:
-                rows = value.shape[0] // parts
-                env[f"batch:{name}{suffix}"] = value.narrow(0, micro * rows, rows)
-    return env
+def cut_batch(values: Mapping[str, Tensor], whole: set[str], parts: int) -> list[dict[str, Tensor]]:
+    """Micro-batches: views of each leaf's parts along dim 0; whole ones uncut."""
+    cut = {n: [v] * parts if n in whole or parts == 1 else v.chunk(parts) for n, v in values.items()}
+    return [{n: each[micro] for n, each in cut.items()} for micro in range(parts)]
