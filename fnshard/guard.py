@@ -6,26 +6,38 @@ compares them, as `torch.compile` does, and a step traces anew for others.
 
 from __future__ import annotations
 
+import builtins
 import cProfile
 import sys
+import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
-from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from operator import eq, is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from torch import Tensor
 
-from fnshard.reachable import ABSENT, Container, Reachable, lookup
+from fnshard.reachable import ABSENT, LONG, Container, Reachable, SMALL_bytes, library, lookup
 from fnshard.tree import is_constant, is_same
 
-LONG_TABLE = 1000  # longer lists and dicts are data: only their length is compared
-_CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, partial)
-_LENGTH = object()  # the key of a container's length, or of a set's elements
+_CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, partial, property, staticmethod, classmethod)
+_LENGTH = object()  # the key of a container's length, of a set's elements, of the numbers in an array
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _REGISTRIES = ("_modules", "_buffers")  # dicts of a module: it never replaces them
 
 
@@ -42,24 +54,64 @@ class Entry(NamedTuple):
         """What an owner in the place of this one holds now."""
         return _size(owner, owner) if self.key is _LENGTH else lookup(owner, self.key)
 
+    def same(self) -> Callable[..., bool]:
+        """What compares many such entries fast, of their owners, keys and values."""
+        owner, is_size = self.owner, self.key is _LENGTH
+        if is_size:
+            return _same_lengths if isinstance(self.value, int) else _same_sizes
+        kinds = (dict, _same_items), (list, _same_elements), (MappingProxyType, _same_members)
+        others = _same_others if isinstance(owner, deque | ContextVar) else _same_attributes
+        return next((same for kind, same in kinds if isinstance(owner, kind)), others)
+
+
+def _same_items(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_, map(dict.get, owners, keys, repeat(ABSENT)), values))
+
+
+def _same_members(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_, map(MappingProxyType.get, owners, keys, repeat(ABSENT)), values))
+
+
+def _same_attributes(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_, map(getattr, owners, keys, repeat(ABSENT)), values))
+
+
+def _same_elements(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_, map(list.__getitem__, owners, keys), values))
+
+
+def _same_others(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_, map(lookup, owners, keys), values))
+
+
+def _same_lengths(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(eq, map(len, owners), values))
+
+
+def _same_sizes(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_same, map(_size, owners, owners), values))
+
 
 class Guard:
     """The values that one program has baked in."""
 
     def __init__(self, entries: Iterable[Entry] = ()):
         self.entries = tuple(entries)
-        compared = [e for e in self.entries if e.key not in _REGISTRIES]
-        in_dicts = [e for e in compared if isinstance(e.owner, dict) and e.key is not _LENGTH]
-        self._in_dicts = tuple(zip(*((e.owner, e.key, e.value) for e in in_dicts), strict=True))
-        self._others = [e for e in compared if not isinstance(e.owner, dict) or e.key is _LENGTH]
+        groups: dict[Callable[..., bool], list[Entry]] = {}
+        for entry in self.entries:
+            if entry.key not in _REGISTRIES:
+                groups.setdefault(entry.same(), []).append(entry)
+        self._groups = [
+            (same, [tuple(getattr(e, part) for e in group) for part in ("owner", "key", "value")])
+            for same, group in groups.items()
+        ]
 
     def holds(self) -> bool:
         """Whether all values are what they were. Made for every step: two lookups and `is` for each."""
-        if self._in_dicts:
-            owners, keys, values = self._in_dicts
-            if not all(map(is_, map(dict.get, owners, keys, repeat(ABSENT)), values)):
-                return not self.changes()
-        return all(is_same(e.value, e.now(e.owner)) for e in self._others) or not self.changes()
+        try:
+            return all(same(*parts) for same, parts in self._groups) or not self.changes()
+        except (IndexError, ValueError):  # a list is shorter, a cell is empty
+            return False
 
     def changes(self) -> list[tuple[str, Any, Any]]:
         """(name, before, now) of all that changed; an object rebound is compared by what it holds."""
@@ -78,25 +130,56 @@ class Guard:
         return changed
 
 
-def guard_of(fn: Any, executed: set[CodeType], before: Reachable) -> Guard:
+def guard_of(fn: Any, executed: set[CodeType], computed: set[str], before: Reachable) -> Guard:
     """The guard of a program, made right after its trace.
 
     Args:
         executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
+        computed: attributes that it read by names which it does not spell.
         before: what `fn` could reach before it ran; what it has written there itself is its own.
     """
-    reached = Reachable(fn, code=True, mentioned=True, executed=executed or None)
+    reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=computed)
     entries = []
     for container in reached.containers.values():
-        known = before.containers.get(id(container.owner))
-        owner = vars(container.owner) if isinstance(container.owner, ModuleType) else container.owner
-        if known is not None:
-            entries += [
-                Entry(owner, key, value, _name(reached, container.owner, key), entered)
-                for key, value, entered in _values(container, reached)
-                if _before(known, key) is value or (key is _LENGTH and _before(known, key) == value)
-            ]
+        known = before.containers.get(id(container.owner), container)
+        owner = vars(container.owner) if isinstance(container.owner, ModuleType | type) else container.owner
+        entries += [
+            Entry(owner, key, value, _name(reached, container.owner, key), entered)
+            for key, value, entered in _values(container, reached)
+            if _before(known, key) is value or (key is _LENGTH and _before(known, key) == value)
+        ]
+    for each in reached.of_type((np.ndarray,)):
+        entries.append(Entry(each, _LENGTH, _size(each, each), _path(reached, each), False))
+    for each in reached.of_type((FunctionType,)):
+        if each.__code__ in executed and not library(each.__module__):
+            name = f"{each.__name__}.{{}}"
+            entries += [Entry(each, k, getattr(each, k), name.format(k), False) for k in _OF_FUNCTIONS]
     return Guard(entries)
+
+
+@contextmanager
+def computed_names() -> Iterator[set[str]]:
+    """Attributes that users' code, on this thread, reads inside by `getattr` and `vars`."""
+    names: set[str] = set()
+    thread, read, list_all = threading.get_ident(), getattr, vars
+
+    def is_users(module: str) -> bool:
+        return threading.get_ident() == thread and (module == "dataclasses" or not library(module))
+
+    def reading(each: Any, name: str, *default: Any) -> Any:
+        if is_users(sys._getframe(1).f_globals.get("__name__", "")):
+            names.add(name)
+        return read(each, name, *default)
+
+    def listing(*each: Any) -> Any:
+        caller = sys._getframe(1)
+        found = list_all(*each) if each else caller.f_locals
+        if each and is_users(caller.f_globals.get("__name__", "")):
+            names.update(found)
+        return found
+
+    with mock.patch.object(builtins, "getattr", reading), mock.patch.object(builtins, "vars", listing):
+        yield names
 
 
 @contextmanager
@@ -124,20 +207,18 @@ def recorded() -> Iterator[set[CodeType]]:
 
 def _values(container: Container, reached: Reachable) -> Iterator[tuple[Any, Any, bool]]:
     """(key, value, whether it is entered) of what a container holds and a program depends on."""
-    owner, values = container.owner, container.before
+    owner, values = container.owner, container.read()
     holder, role = reached.parents.get(id(owner), (None, None))  # of an object's own dict: (object, None)
-    plain = container.only is None and type(owner) is not CellType
+    plain = container.only is None and not isinstance(owner, CellType | ContextVar)
     if plain and role not in _REGISTRIES and not (holder is not None and role is None):
         named = {k: v for k, v in values.items() if k in reached.names} if isinstance(owner, dict) else {}
         if not named:  # else the code picks its keys, and others are none of its business
             yield _LENGTH, _size(owner, values.values()), False
-            if len(values) > LONG_TABLE or isinstance(owner, set):
+            if len(values) > LONG or isinstance(owner, set):
                 return
         values = named or values
-    # Who replaces functions of modules and classes is not heard; those that are values are.
-    namespace = isinstance(owner, type | ModuleType) or (container.only is not None and holder is None)
     for key, value in values.items():
-        if isinstance(value, ModuleType | CellType) or (namespace and isinstance(value, (type, *_CALLABLE))):
+        if isinstance(value, ModuleType | CellType):
             continue
         whole = isinstance(value, (Tensor, np.ndarray, type, *_CALLABLE)) or is_constant(value)
         entered = not whole and (
@@ -154,7 +235,8 @@ def _class_defaults(each: Any, own: dict[str, Any], reached: Reachable) -> Itera
     for kind in type(each).__mro__:
         container = reached.containers.get(id(kind))
         for key, value in container.before.items() if container else ():
-            if key not in own and not key.startswith("__") and is_constant(value):
+            named = container.only is None or key in container.only
+            if named and key not in own and key[:2] != "__" and (is_constant(value) or callable(value)):
                 yield key
 
 
@@ -164,6 +246,7 @@ def _is_blank(each: Any) -> bool:
 
 
 def _before(known: Container, key: Any) -> Any:
+    """What a container held before the trace; of one that was not found then, what it holds."""
     if key is _LENGTH:
         return _size(known.owner, known.before.values())
     return known.before.get(key, ABSENT)
@@ -171,6 +254,8 @@ def _before(known: Container, key: Any) -> Any:
 
 def _size(owner: Any, values: Collection[Any]) -> Any:
     """What a program knows of a container as a whole: its length; of a set of constants, these."""
+    if isinstance(owner, np.ndarray):
+        return f"numbers {hash(owner.tobytes()):x}" if owner.nbytes <= SMALL_bytes else owner.shape
     return frozenset(values) if isinstance(owner, set) and all(map(is_constant, values)) else len(values)
 
 
@@ -178,7 +263,7 @@ def _name(reached: Reachable, owner: Any, key: Any) -> str:
     """As the user's code says it: `beta`, `cfg['beta']`, `model.blocks.0.drop.p`, `len(tables)`."""
     if key is _LENGTH:
         return f"len({_path(reached, owner)})"
-    if isinstance(owner, CellType):
+    if isinstance(owner, CellType | ContextVar):
         return str(reached.parents[id(owner)][1])
     if isinstance(owner, type | ModuleType):
         return f"{owner.__name__}.{key}"

@@ -11,11 +11,12 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -36,20 +37,25 @@ ABSENT = object()
 
 @dataclass(slots=True, eq=False)
 class Container:
-    """One container, and what it held when it was found. `only`: the keys that count, or None for all."""
+    """One container, and all that it held when it was found. `only`: the keys that count, or None for all."""
 
     owner: Any
     before: dict[Any, Any]
     only: set[str] | None = None
 
+    def read(self) -> dict[Any, Any]:
+        """What counts of it, by key; all that code lists by `__dict__`."""
+        if self.only is None or (type(self.owner) is dict and "__dict__" in self.only):
+            return self.before
+        return {k: v for k, v in self.before.items() if k in self.only}
+
     def now(self) -> dict[Any, Any]:
         """What it holds now, by key."""
-        values = _read(self.owner)
-        return values if self.only is None else {k: v for k, v in values.items() if k in self.only}
+        return _read(self.owner)
 
     def is_unchanged(self) -> bool:
         """Whether the same keys hold the same objects, in the same order."""
-        now = self.owner if type(self.owner) is dict and self.only is None else self.now()
+        now = self.owner if type(self.owner) is dict else self.now()
         before = self.before
         return len(now) == len(before) and all(
             chain(map(is_, now, before), map(is_, now.values(), before.values()))
@@ -91,11 +97,9 @@ def _read(owner: Any) -> dict[Any, Any]:
         return {key: dict.__getitem__(owner, key) for key in keys}
     if isinstance(owner, list | deque | set):
         return dict(enumerate(owner))
-    if isinstance(owner, CellType):
-        try:
-            return {"cell_contents": owner.cell_contents}
-        except ValueError:  # empty
-            return {}
+    if isinstance(owner, CellType | ContextVar):
+        value = lookup(owner, "cell_contents")
+        return {} if value is ABSENT else {"cell_contents": value}
     if isinstance(owner, type | ModuleType):
         return dict(vars(owner))
     return {name: getattr(owner, name) for name in _slots(type(owner)) if hasattr(owner, name)}
@@ -107,11 +111,11 @@ def lookup(owner: Any, key: Any) -> Any:
         return dict.get(owner, key, ABSENT)
     if isinstance(owner, list | deque):
         return owner[key] if key < len(owner) else ABSENT
-    if isinstance(owner, type | ModuleType):
-        return vars(owner).get(key, ABSENT)
+    if isinstance(owner, type | ModuleType | MappingProxyType):
+        return (owner if isinstance(owner, MappingProxyType) else vars(owner)).get(key, ABSENT)
     try:
-        return getattr(owner, key, ABSENT)
-    except ValueError:  # an empty cell
+        return owner.get() if isinstance(owner, ContextVar) else getattr(owner, key, ABSENT)
+    except (LookupError, ValueError):  # an empty cell
         return ABSENT
 
 
@@ -124,6 +128,8 @@ def _write(owner: Any, key: Any, value: Any) -> None:
             kind.__delitem__(owner, key)
     elif isinstance(owner, list):
         owner[key] = value
+    elif isinstance(owner, ContextVar):
+        owner.set(None if value is ABSENT else value)
     elif isinstance(owner, type | ModuleType | CellType):
         delattr(owner, key) if value is ABSENT else setattr(owner, key, value)
     elif value is ABSENT:
@@ -148,6 +154,7 @@ class Reachable:
             attributes that the code names.
         mentioned: of modules too, only those.
         executed: enter only the functions with this code; None is all.
+        computed: more names of attributes, which the code does not spell.
 
     `containers`, by the id of their owner; `parents`: where an object was found first, as (owner, key), by
     its id; `tensors`; `caches` of `functools.lru_cache`; `names`: attributes and strings in the code.
@@ -159,6 +166,7 @@ class Reachable:
         code: bool = False,
         mentioned: bool = False,
         executed: Collection[CodeType] | None = None,
+        computed: Iterable[str] = (),
     ):
         self.code, self.mentioned, self.executed = code, mentioned, executed
         self.containers: dict[int, Container] = {}
@@ -166,15 +174,15 @@ class Reachable:
         self.tensors: list[Tensor] = []
         self.caches: list[Any] = []
         self.names: set[str] = set(_ALWAYS if executed is None else _ALWAYS - {"training"} | {"_buffers"})
+        self.names.update(computed)
         self._seen: dict[int, Any] = {}  # and kept alive: an id is that of one object
-        self._partly: list[tuple[Container, dict[Any, Any]]] = []
+        self._partly: list[Container] = []
         self._todo: list[Any] = list(roots)
         while self._todo:
             self._walk()
-            for container, values in self._partly:  # the code may have named more of them
-                for key in [k for k in values if k in self.names and k not in container.before]:
-                    container.before[key] = values[key]
-                    self._found(values[key], container.owner, key)
+            for container in self._partly:  # the code may have named more of them
+                for key, value in container.read().items():
+                    self._found(value, container.owner, key)
 
     def of_type(self, kinds: tuple[type, ...]) -> list[Any]:
         """All objects of these types that were met."""
@@ -191,7 +199,7 @@ class Reachable:
     def _visit(self, each: Any, kind: type) -> None:
         if issubclass(kind, Tensor):
             self.tensors.append(each)
-        elif issubclass(kind, dict | list | set | deque) or kind is CellType:
+        elif issubclass(kind, dict | list | set | deque) or kind in (CellType, ContextVar):
             self._enter(each)
         elif issubclass(kind, tuple | frozenset):
             for key, value in enumerate(each):
@@ -208,7 +216,7 @@ class Reachable:
                 self.caches.append(each)
         elif kind is FunctionType:
             self._function(each)
-        elif _users(kind.__module__, kind):
+        elif self.code or _users(kind.__module__, kind):
             self._object(each, kind)
 
     def _object(self, each: Any, kind: type) -> None:
@@ -233,31 +241,21 @@ class Reachable:
             self._found(values, each, None)
         globals_named, names = mentioned(each.__code__)
         self.names |= names
-        if _library(each.__module__):
+        if library(each.__module__):
             return
-        known = self.containers.get(id(each.__globals__))
-        if known is None:
-            known = self.containers[id(each.__globals__)] = Container(each.__globals__, {}, set())
-        for name in globals_named - known.only:
-            known.only.add(name)
-            if name in each.__globals__:
-                known.before[name] = each.__globals__[name]
-                self._found(known.before[name], each.__globals__, name)
+        if id(each.__globals__) not in self.containers:
+            self._enter(each.__globals__, set())
+        self.containers[id(each.__globals__)].only.update(globals_named)
 
     def _enter(self, owner: Any, only: set[str] | None = None) -> None:
-        values = _read(owner)
+        container = self.containers[id(owner)] = Container(owner, _read(owner), only)
         if only is not None:
-            container = Container(owner, {}, only)
-            self._partly.append((container, values))
+            self._partly.append(container)
             if isinstance(owner, dict):
                 self._seen[id(owner)] = owner
-        else:
-            container = Container(owner, values)
-            if len(values) <= LONG:
-                for key, value in values.items():
-                    if type(value) not in _ATOMS:
-                        self._found(value, owner, key)
-        self.containers[id(owner)] = container
+        elif len(container.before) <= LONG:
+            for key, value in container.before.items():
+                self._found(value, owner, key)
 
     def _found(self, value: Any, owner: Any, key: Any) -> None:
         if type(value) not in _ATOMS and id(value) not in self._seen:
@@ -323,13 +321,14 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
 _CODE = frozenset({*_WRAPPERS, FunctionType, ModuleType, type})
 
 
-def _library(module: Any) -> bool:
+def library(module: Any) -> bool:
+    """Whether a module of this name is Python's, torch's, NumPy's or ours."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
 def _users(module: Any, kind: Any) -> bool:
     """Whether it is the user's own, or a module of whoever's."""
-    return not _library(module) or (isinstance(kind, type) and issubclass(kind, nn.Module))
+    return not library(module) or (isinstance(kind, type) and issubclass(kind, nn.Module))
 
 
 @lru_cache(maxsize=4096)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import functools
+import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -339,13 +342,25 @@ def caches() -> Iterator[tuple[str, Callable[[int], Tensor]]]:
     def in_a_mapping(mapping: Any, length: int) -> Tensor:
         return mapping.setdefault(Tables, torch.arange(length) * 2.0)
 
+    kept = types.SimpleNamespace(threads=threading.local(), context=contextvars.ContextVar("table"))
+
+    def in_a_local(length: int) -> Tensor:
+        kept.threads.table = torch.arange(length) * 2.0
+        kept.context.set(kept.threads.table)
+        return kept.context.get()
+
+    def by_a_computed_name(length: int) -> Tensor:
+        setattr(kept, f"of_{length}", torch.arange(length) * 2.0)
+        return getattr(kept, f"of_{length}")
+
     tables, bound = Tables(), functools.partial(lambda kept, n: kept.of(n), Tables())
     yield from {
         "closure": in_a_closure, "global": _in_a_global, "lru_cache": _remembered, "partial": bound,
         "attribute of a function": _with_attribute, "default argument": _with_default,
         "UserDict": functools.partial(in_a_mapping, user_dict),
         "WeakKeyDictionary": functools.partial(in_a_mapping, weak),
-        "method": tables.of, "attribute": lambda n: tables.of(n),
+        "threading.local": in_a_local, "computed name": by_a_computed_name, "method": tables.of,
+        "attribute": lambda n: tables.of(n),
     }.items()  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from fnshard.compiler.refuse import higher_order, refusals
 from fnshard.compiler.rounding import keep_rounding
 from fnshard.compiler.stacks import user_traceback
 from fnshard.errors import TraceError, leaves, report
-from fnshard.guard import guard_of, recorded
+from fnshard.guard import computed_names, guard_of, recorded
 from fnshard.losses import Whole
 from fnshard.reachable import unspoiled
 from fnshard.spec import LayoutSpec
@@ -111,7 +111,7 @@ def trace(
             return values
 
         given = list(fakes.values()), list(tensors.values())
-        with recorded() as executed:
+        with recorded() as executed, computed_names() as computed:
             graph_module = _capture(flat, *given, differentiate, device, explained, sources)
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
@@ -133,7 +133,7 @@ def trace(
                 propagate(pure, _given(inputs, values))
         recognise_causal(pure)
         keep_rounding(pure)
-        return replace(program, graph=pure, guard=guard_of(runs, executed, reached))
+        return replace(program, graph=pure, guard=guard_of(runs, executed, computed, reached))
 
 
 @contextmanager
