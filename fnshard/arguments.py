@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,31 @@ class Arguments:
     def call(self, fn: Callable[..., Any], *before: Any) -> Any:
         """`fn` of the parameters and this batch."""
         return fn(*before, *self.positional, **self.keywords)
+
+
+class Numbers(tuple[Any, ...]):
+    """The plain numbers of one list in a batch."""
+
+    def __str__(self) -> str:
+        return f"a list of {len(self)} numbers"
+
+
+def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> dict[str, Any]:
+    """Leaves by path, in which the plain numbers of a list, or of lists in it, are one.
+
+    >>> fold_lists({"0": 1, "1.0": 2, "1.1": 3}, lambda leaf: True)
+    {'0': 1, '1': (2, 3)}
+    """
+    found: dict[str, Any] = {}
+    lists: dict[str, list[Any]] = {}
+    for path, leaf in named.items():
+        top = re.sub(r"(\.\d+)+$", "", path)
+        if top != path and is_number(leaf):
+            found[top] = None  # its place
+            lists.setdefault(top, []).append(leaf)
+        else:
+            found[path] = leaf
+    return found | {top: Numbers(numbers) for top, numbers in lists.items()}
 
 
 def _children(batch: Arguments) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fnshard.batches import Key
 from fnshard.errors import DebugError, SpecError, report
-from fnshard.programs import batch_changes, lines, shown
+from fnshard.programs import batch_changes, folded, lines, shown
 
 LOG = logging.getLogger("fnshard")
 
@@ -53,7 +53,7 @@ class Compiles:
 
     def _line(self, lowering: Any, key: Key) -> str:
         """A lowering, and what changed since the one before it of the same step."""
-        name = _name(lowering.fn)
+        name = name_of(lowering.fn)
         older = [k for each, k in self.seen if each is lowering]
         known = older or lowering.programs.keys()
         baked = lowering.programs.baked_changes(key)
@@ -62,7 +62,7 @@ class Compiles:
         if key in older:
             return f"{name}: a batch it had compiled and forgot (cache={lowering.options.cache})"
         if not known:
-            shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in key[1:])
+            shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in folded(key[1:]).items())
             again = " (a new step of a function that has one)" if self._has_other(lowering) else ""
             return f"{name}: its first batch{again}: {shapes}"
         return f"{name}: {'; '.join(lines(batch_changes(known[-1], key)))}"
@@ -86,7 +86,7 @@ def announce(lowering: Any, key: Key, *, adopted: bool = False) -> None:
     for counter in _counting.get():
         counter._note(lowering, key, adopted)
     if not adopted:
-        LOG.info("lowering %s", _name(lowering.fn))
+        LOG.info("lowering %s", name_of(lowering.fn))
 
 
 @contextmanager
@@ -121,7 +121,8 @@ def assert_max_compiles(n: int) -> Iterator[Compiles]:
         _counting.reset(token)
 
 
-def _name(fn: Any) -> str:
+def name_of(fn: Any) -> str:
+    """What a user calls a function: without the functions that it was defined in."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return getattr(fn, "__qualname__", type(fn).__name__)
+    return getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, leaves, report
-from fnshard.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text
+from fnshard.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text, rate_first
 from fnshard.transform import Optimizer, Slots, StepInfo, Tensors
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
 # ------------------------------------------------------------------ optimizers
 
 
+@rate_first
 def sgd(
     lr: Rate,
     momentum: float = 0.0,
@@ -94,6 +95,7 @@ def sgd(
     )
 
 
+@rate_first
 def adamw(
     lr: Rate = 1e-3,
     b1: float = 0.9,
@@ -163,6 +165,7 @@ def adamw(
     )
 
 
+@rate_first
 def lars(
     lr: Rate,
     momentum: float = 0.9,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnshard.arguments import Numbers, fold_lists
 from fnshard.batches import Constant, Key, Shape
 from fnshard.errors import StateError, report
 from fnshard.reachable import ABSENT
@@ -105,12 +106,17 @@ def fits(entry: tuple[Key, Any], key: Key) -> bool:
 
 def batch_changes(before: Key, key: Key) -> list[Change]:
     """(name, before, now) of the leaves of two batches that differ."""
-    old, new = dict(before), dict(key)
+    old, new = folded(before), folded(key)
     changes = [
         (n, old.get(n, ABSENT), new.get(n, ABSENT)) for n in {**old, **new} if old.get(n) != new.get(n)
     ]
     named = [(f"batch[{n!r}]", *both) for n, *both in changes if n != "(structure)"]
     return named or [("the batch's structure", *both) for _, *both in changes]
+
+
+def folded(key: Key) -> dict[str, Any]:
+    """A key by name, in which a list of numbers is one leaf."""
+    return fold_lists(dict(key), lambda leaf: isinstance(leaf, Constant) and leaf.is_number)
 
 
 def lines(changes: list[Change]) -> list[str]:
@@ -124,12 +130,14 @@ def shown(value: Any) -> str:
         return "nothing"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
-    text = str(value) if isinstance(value, Shape | Constant) else repr(value)
+    text = str(value) if isinstance(value, Shape | Constant | Numbers) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _way_out(change: Change) -> str:
     name, before, now = change
+    if isinstance(now, Numbers):
+        return f"Pass the list as a tensor, torch.tensor({name}): other numbers are another program."
     if isinstance(before, Constant) and isinstance(now, Constant):
         if now.is_number:
             return f"Pass a tensor as {name}, torch.tensor({now}): each number is a program of its own."

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fnshard import checkpoint
-from fnshard.errors import LaunchError, report
+from fnshard.errors import LaunchError, report, stable_repr
 from fnshard.post_mortem import PEAK
 from fnshard.process_group import join_group, leave_group, under_launcher, world_size
 from fnshard.saving import settled
@@ -140,7 +140,7 @@ def command_of(function: Callable[[], Any]) -> list[str]:
     if found is not function or not where:
         raise LaunchError(
             report(
-                f"{function!r} has no name by which other processes could import it.",
+                f"{stable_repr(function)} has no name by which other processes could import it.",
                 fix="def it at the top of a file; fs.launch([sys.executable, ...]) takes any program.",
             )
         )

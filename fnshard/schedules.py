@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ __all__ = [
     "wsd",
 ]
 
+Given, Made = ParamSpec("Given"), TypeVar("Made")
 Rate = float | Callable[[Tensor], Tensor | float]
 ByPath = float | Sequence[tuple[str, float]]
 
@@ -119,9 +122,39 @@ def as_schedule(rate: Rate) -> Schedule:
         return Schedule(stable_repr(rate), rate)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise OptimizerError(
-            report(f"lr={rate!r} is no rate.", fix="give a float of at least 0, or a schedule: step -> rate.")
-        )
+            report(
+                f"lr={rate!r} is no rate." if isinstance(rate, str | float | int) else
+                f"lr is of type {type(rate).__name__}, and no rate.",
+                fix=counterpart(rate),
+            )
+        )  # fmt: skip
     return Schedule(repr(rate), constant(float(rate)).function)
+
+
+def counterpart(value: object) -> str:
+    """The way out of an object of torch's where this library has another, or of one that is not meant."""
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return (
+            "a rate is a function of the step: fs.optim.adamw(fs.schedules.warmup_cosine(3e-4, warmup=100, "
+            "total=1000)), or fs.optim.adamw(lambda step: 3e-4 * 0.99**step)."
+        )
+    if isinstance(value, str | int | float):
+        return "fs.optim.adamw(3e-4): a float of at least 0, or a schedule, step -> rate."
+    return (
+        "fs.optim.adamw(3e-4): a rate, and no parameters; those are in the state, state = step.init(model)."
+    )
+
+
+def rate_first(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """An optimizer that says what is wrong where it is called as torch's are, with parameters first."""
+
+    @functools.wraps(make)
+    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        if args:
+            as_schedule(args[0])
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _warmed(

@@ -163,9 +163,11 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
     """
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
+        returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)
+        kind = "what a step returned, (state, metrics)" if returned else type(value).__name__
         raise StateError(
             report(
-                f"the first argument of this step is a TrainState, not {type(value).__name__}.",
+                f"the first argument of this step is a TrainState, not {kind}.",
                 fix="state = step.init(params); state, metrics = step(state, *batch).",
             )
         )

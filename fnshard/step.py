@@ -20,6 +20,7 @@ from fnshard.compiler.remat import Remat
 from fnshard.compiler.scalars import Scalars, Summary, rescale
 from fnshard.compiler.slots import Slots, check_slots, slots_of
 from fnshard.compiler.update import init_slots
+from fnshard.compiles import name_of
 from fnshard.errors import OptimizerError, StateError, leaves, report
 from fnshard.functional import make_functional
 from fnshard.held import blank_params, blank_slots
@@ -31,6 +32,7 @@ from fnshard.runner import FLAGS, Bound, Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.runtime.memory import check_directory
 from fnshard.scaling import LossScale, exact_seed
+from fnshard.schedules import counterpart
 from fnshard.shards import check_blocks, compare_paths
 from fnshard.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
 from fnshard.transform import Optimizer
@@ -115,8 +117,11 @@ class Step(Generic[OptimizerT, LossT]):
         watch: Callable[[int], Watch] | None = None,
     ):  # fmt: skip
         if optimizer is not None and not isinstance(optimizer, Optimizer):
+            kind = optimizer.__name__ if callable(optimizer) else f"of type {type(optimizer).__name__}"
             raise OptimizerError(
-                f"optimizer={optimizer!r} is no optimizer: make one with fs.optim, as adamw(3e-4)."
+                report(
+                    f"optimizer= is {kind}, which is no optimizer of fs.optim.", fix=counterpart(optimizer)
+                )
             )
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
@@ -126,7 +131,7 @@ class Step(Generic[OptimizerT, LossT]):
         self._check_optimizer()
 
     def __repr__(self) -> str:
-        name = getattr(self._lowering.fn, "__qualname__", type(self._lowering.fn).__name__)
+        name = name_of(self._lowering.fn)
         shapes = len(self._lowering.programs)
         return (
             f"Step({name}, {leaves(len(self._lowering.specs))} on mesh {self.mesh}, {self.optimizer!r}, "

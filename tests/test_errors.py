@@ -105,10 +105,30 @@ def test_an_unknown_option_is_pythons_own_error() -> None:
         step(prefech=1)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW, 1e-3])
-def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
-    with pytest.raises(OptimizerError, match=r"is no optimizer.*adamw\(3e-4\)"):
+TORCHS = torch.optim.AdamW([torch.zeros(1)])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "way_out"),
+    [
+        ("adamw", r"adamw\(3e-4\)"),
+        (torch.optim.AdamW, r"is AdamW, .*a rate, and no parameters"),
+        (fs.optim.adamw, r"is adamw, .*adamw\(3e-4\)"),
+        (TORCHS, r"of type AdamW, .*state = step.init\(model\)"),
+        (torch.optim.lr_scheduler.StepLR(TORCHS, 2), r"of type StepLR, .*schedules.warmup_cosine"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, way_out: str) -> None:
+    with pytest.raises(OptimizerError, match=rf"(?s){way_out}"):
         step(optimizer=optimizer)
+    with pytest.raises(OptimizerError, match=r"(?s)lr.*no rate.*Fix: .*fs.optim.adamw\("):
+        fs.optim.adamw(optimizer if not callable(optimizer) else TORCHS, lr=1e-3)
+
+
+def test_optimizers_that_are_called_as_torchs_are_refused() -> None:
+    for make in (fs.optim.adamw, fs.optim.sgd, fs.optim.lars):
+        with pytest.raises(OptimizerError, match=r"lr is of type generator.*\nFix: .*and no parameters"):
+            make(torch.nn.Linear(2, 2).parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("specs", [None, {"a": 1}, [P()]])
@@ -148,6 +168,21 @@ def test_a_missing_argument_of_the_batch() -> None:
 def test_a_surplus_argument_of_the_batch() -> None:
     with pytest.raises(StateError, match=r"(?s)too many positional arguments.*2 batch arguments.*Fix: "):
         step()(chain(2), rows(), rows())
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [(None, "None\n.*Fix: None in a batch is"), ([[1.0] * 3] * 4, "a list of 12 numbers\n.*torch.as_tensor")],
+)
+def test_none_and_lists_in_a_batch_are_named_once(value: Any, what: str) -> None:
+    with pytest.raises(TraceError, match=rf"(?s)called with x = batch\['0'\] {what}"):
+        step(lambda p, x: (x @ p["layers.0.w"]).sum())(chain(2), value)
+    if value is not None:
+        shapes = step(lambda p, x, numbers: loss(p, x) * numbers[0][0])
+        shapes(chain(2), rows(), value)
+        with pytest.warns(UserWarning, match=r"torch\.tensor\(batch\['1'\]\)") as warned:
+            shapes(chain(2), rows(), [[2.0] * 3] * 4)
+        assert len(str(warned[0].message)) < 300
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from fnshard.arguments import Numbers, fold_lists
 from fnshard.compiler.program import describe
 from fnshard.compiler.stacks import place_of
 from fnshard.errors import FnshardError, TraceError, report
@@ -43,6 +44,8 @@ _BY_FUNCTION = {
     "length: losses by arange(T) < lengths[:, None]; the last state of a row is its output at lengths - 1.",
 }
 _BY_MESSAGE = {
+    r"NoneType": "None in a batch is a constant that `fn` sees as it is: pass a tensor in its place, or "
+    "write `if x is None` in `fn`.",
     r"must be Tensor, not|got an invalid combination|unsupported operand": "make it a tensor where the batch "
     "is made, as in torch.as_tensor(labels); a list in the batch is so many Python numbers.",
     r"Autograd not support dtype": MIXED,
@@ -121,7 +124,7 @@ def explain(
         return TraceError(
             _message(f"`fn` fails: {message}", place, [_batch_line(fn, batch)], _fix(None, message))
         )
-    error.add_note(f"while `fn` was traced{place and f', at {place}'}")
+    error.add_note(f"while `fn` was traced{place and f', at {place}'}; {_batch_line(fn, batch)}")
     return error
 
 
@@ -158,7 +161,7 @@ def _shown(value: Any, names: Mapping[int, str]) -> str:
         return f"{names.get(id(value), '')} {describe(value)}".strip()
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
         return f"[{', '.join(_shown(v, names) for v in value[:4])}{', ...' * (len(value) > 4)}]"
-    text = repr(value)
+    text = str(value) if isinstance(value, Numbers) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
@@ -175,5 +178,6 @@ def _batch_line(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
         known = first.isdigit() and int(first) < len(named) and not rest
         return f"{named[int(first)]} = " if known else ""
 
-    shown = [f"{name(p)}batch[{p!r}] {_shown(v, {})}" for p, v in list(batch.items())[:8]]
-    return f"called with {', '.join(shown)}{', ...' * (len(batch) > 8)}" if shown else ""
+    folded = fold_lists(batch, lambda leaf: isinstance(leaf, int | float))
+    shown = [f"{name(p)}batch[{p!r}] {_shown(v, {})}" for p, v in list(folded.items())[:8]]
+    return f"called with {', '.join(shown)}{', ...' * (len(folded) > 8)}" if shown else ""

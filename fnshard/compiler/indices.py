@@ -38,15 +38,10 @@ class Lookup:
 
     def is_outside(self, values: Tensor) -> bool:
         """Whether any is."""
-        if self._within(values):
-            return False
-        return self.ignored is None or not self._within(values[values != self.ignored])
-
-    def _within(self, values: Tensor) -> bool:
-        if not values.numel():
-            return True
-        low, high = torch.aminmax(values)
-        return self.lowest <= int(low) and int(high) < self.size
+        found = values.numpy()  # its loops run on one thread: torch's wait for each other on a busy machine
+        if self.ignored is not None:
+            found = found[found != self.ignored]
+        return bool(found.size) and not (self.lowest <= found.min() and found.max() < self.size)
 
 
 @dataclass(frozen=True)
