@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.overrides import TorchFunctionMode
 
 import fnshard as fs
 from experiments.bench import measure
@@ -22,7 +24,8 @@ from experiments.bench import rank as bench_rank
 from experiments.bench.config import build
 from experiments.bench.contenders import CONTENDERS, Contender
 from fnshard import SpecError, agree, launcher, post_mortem, process_group
-from fnshard.compiler import kernels
+from fnshard.compiler import kernels, lower
+from fnshard.compiler.random import derive_keys
 from fnshard.runtime.collectives import LATER_S, Group
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -188,3 +191,48 @@ def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
     assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
     assert "by the plan" in shown
     assert post_mortem.echo(ended.failures[0]) == 0 < post_mortem.echo(aborted) < post_mortem.echo(waited)
+
+
+# ------------------------------------------------------------------ what lies on the host
+
+
+NUMBER, TABLE, PLACES = torch.tensor(2.0), torch.arange(8.0), torch.tensor([1, 0])
+ELSEWHERE: dict[str, Callable[..., Any]] = {
+    "a number closed over": lambda p, x: (x @ p["w"]).sum() * NUMBER,
+    "what is computed of it": lambda p, x: (x @ p["w"]).sum() + NUMBER.exp(),
+    "a table closed over": lambda p, x: (x @ p["w"] + TABLE).sum(),
+    "positions closed over": lambda p, x: (x[PLACES] @ p["w"]).sum(),
+    "in a list": lambda p, x: torch.stack([(x @ p["w"])[0], TABLE]).sum(),
+    "moved by hand": lambda p, x: (x @ p["w"] + TABLE.to(x.device)).sum(),
+    "a number made": lambda p, x: (x @ p["w"]).sum() * torch.tensor(3.0) + torch.zeros(()),
+    "a mask made": lambda p, x: x.sum() + p["w"].masked_fill(torch.ones(8, 8).tril().bool(), 0).sum(),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_no_tensor_of_the_host_enters_a_kernel(monkeypatch, case):
+    """The meta device stands for CUDA: torch without CUDA cannot differentiate on that."""
+    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
+    params = {"w": torch.ones(8, 8)}
+    step = fs.shard_step(ELSEWHERE[case], fs.presets.full_shard(params, CUDA), mesh=CUDA)
+    lowered = step.lower(params, torch.ones(2, 8))
+    graphs = [g.graph for k in lowered.kernels.values() for g in (k.forward, k.backward) if g is not None]
+    graphs.append(lowered.program.graph)
+    values = [(n, n.meta.get("val")) for graph in graphs for n in graph.nodes]
+    assert len(values) > 10
+    assert [n for n, v in values if isinstance(v, torch.Tensor) and v.device.type == "cpu"] == []
+    assert {v.device.type for v in lowered.program.constants.values()} <= {"meta"}
+
+
+def test_keys_go_over_without_waiting():
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.to:
+                assert kwargs == {"non_blocking": True}
+                copied.append(args[1])
+            return func(*args, **kwargs or {})
+
+    copied: list[Any] = []
+    with Copies():
+        derive_keys(0, 1, 2, 3, 4, torch.device("meta"))
+    assert copied == [torch.device("meta")]

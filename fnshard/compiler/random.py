@@ -203,4 +203,4 @@ def derive_keys(seed: int, step: int, rank: int, micro: int, count: int, device:
     key = torch.tensor(0, dtype=torch.int64)
     for part in state:
         key = mix(key * _GOLDEN + part + 1)
-    return mix(torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + key).to(device)
+    return mix(torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + key).to(device, non_blocking=True)

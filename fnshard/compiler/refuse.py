@@ -158,6 +158,8 @@ class Calls(TorchFunctionMode):
             kind = torch.device(asked).type
             if kind not in (self.device.type, "cpu", "meta"):
                 raise TraceError(_DEVICE.format(asked=kind, name=name, device=self.device.type))
+        if self.device.type != "cpu":
+            args, kwargs = self._there(name, args, kwargs)
         if name in _READS:
             args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
         try:
@@ -168,7 +170,43 @@ class Calls(TorchFunctionMode):
             self.failed = Call(error, func, (*args, *kwargs.values()))
             raise
 
+    def _there(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What `fn` closes over, or makes without a word on where, where its arguments are: a tensor on the
+        host would keep the host waiting for it in every step."""
+        if name in _MADE and "device" not in kwargs:
+            return args, kwargs | {"device": self.device}
+        kinds = {t.device.type for t in _tensors((args, tuple(kwargs.values())))}
+        if name == "copy_" or not kinds >= {"cpu", self.device.type}:
+            return args, kwargs
 
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.to(self.device) if value.is_cpu and value.dim() else value
+            return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+
+        return moved(args), {key: moved(value) for key, value in kwargs.items()}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+_MADE = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+}
 _INDEXED = {"__getitem__", "__setitem__"}
 _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 

@@ -118,12 +118,12 @@ def trace(
         values |= {Input("batch", n): v for n, v in tensors.items()}
         graph, keys, constants = normalize(graph_module, len(inputs))
         _check_constants(constants)
+        constants = {n: v.detach().to(device) for n, v in constants.items()}
         inputs += [Input("constant", n) for n in constants] + [Input("key", n) for n in keys]
         with mode:
-            values |= {Input("constant", n): mode.from_tensor(v.detach()) for n, v in constants.items()}
+            values |= {Input("constant", n): mode.from_tensor(v) for n, v in constants.items()}
             key = torch.empty((), dtype=torch.int64, device=device)
         values |= {Input("key", n): key for n in keys}
-        constants = {n: v.detach().to(device) for n, v in constants.items()}
         with mode, torch.set_grad_enabled(differentiate):
             propagate(graph, _given(inputs, values))
             program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
