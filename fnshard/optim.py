@@ -136,8 +136,9 @@ def adamw(
 
     def kernel(params, grads, slots, settings, info):
         decay, scale = settings
-        # The kernel wants one fp32 count per leaf and only reads it: all leaves share one.
-        count = info.once((leaf, "count"), lambda: (info.step + 1).to(torch.float32))
+        # The kernel wants one fp32 count per leaf, beside it, and only reads it: all leaves share one.
+        device, number = params[0].device, int(info.step) + 1
+        count = info.once((leaf, device), lambda: torch.full((), number, dtype=torch.float32, device=device))
         torch._fused_adamw_(
             params,
             grads,
@@ -385,12 +386,9 @@ def _rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
     return base if scale == 1 else info.once((rate, scale), lambda: base * scale)
 
 
-def _kernel_rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
-    """torch's CUDA kernels read the rate through an fp32 pointer; the CPU ones take any dtype."""
-    value = _rate(rate, scale, info)
-    if value.is_cpu or value.dtype == torch.float32:
-        return value
-    return info.once((rate, scale, "fp32"), lambda: value.to(torch.float32))
+def _kernel_rate(rate: Schedule, scale: float, info: StepInfo) -> float:
+    """A number, which is exact: a tensor is read through an fp32 pointer by torch's CUDA kernels."""
+    return info.once((rate, scale, "number"), lambda: float(_rate(rate, scale, info)))
 
 
 def _within(name: str, **values: float) -> None:

@@ -44,9 +44,8 @@ def call_text(name: str, **arguments: object) -> str:
 class Schedule:
     """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
 
-    The step counts updates; one that dynamic loss scaling skips is none. The schedules here make the value on
-    the step's device by tensor operations alone: nothing is read back to the host and nothing is compiled
-    again as it changes. A function of one's own may return a Python number.
+    The step counts updates; one that dynamic loss scaling skips is none. It is on the host, and so is the
+    value. A function of one's own may return a Python number.
 
     >>> warmup_cosine(peak=1.0, warmup=10, total=100)(torch.tensor(5)).item()
     0.5

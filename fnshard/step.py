@@ -299,7 +299,7 @@ class Step(Generic[OptimizerT, LossT]):
         env |= {f"o:{path}": slots for path, slots in state.opt_state.items()}
         env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
         updates = self._scale.updates(number, state.loss_scale)
-        bound.updater.start(env, torch.full((), updates, dtype=torch.int64, device=self.mesh.device))
+        bound.updater.start(env, torch.tensor(updates))
         bound.run(env)
         return self._advance(state, bound, env)
 

@@ -37,10 +37,11 @@ class LeafNorms:
 class StepInfo:
     """What one update knows beyond its leaves; make a new one for every step.
 
-    All tensors are 0-d and on the device of the leaves (`to` moves them).
+    All tensors are 0-d and, but for the step, on the device of the leaves (`to` moves them).
 
     Args:
-        step: int64, the number of updates made before this one.
+        step: int64, the number of updates made before this one; on the host, which knows it, so that rates
+            are exact and nothing waits for them. A 0-d tensor there may meet tensors of any device.
         global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
         leaf_norms: by path; where the optimizer needs it.
         grad_scale: all gradients are multiplied by it first. The norms are those of the product.
@@ -89,8 +90,6 @@ class StepInfo:
 
     def to(self, device: torch.device) -> StepInfo:
         """The same step for leaves on another device (host optimizer state)."""
-        if self.step.device == device:
-            return self
 
         def move(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device)
@@ -101,7 +100,6 @@ class StepInfo:
         }
         return replace(
             self,
-            step=self.step.to(device),
             global_norm=move(self.global_norm),
             leaf_norms=norms,
             grad_scale=move(self.grad_scale),

@@ -569,6 +569,20 @@ def test_the_rate_is_a_metric_and_is_made_once_a_step():
     assert both.metrics(info)["grad_norm"] is info.global_norm
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_fused_kernels_take_exact_rates_and_leaves_lie_elsewhere(name, monkeypatch):
+    """torch's CUDA kernels read a tensor's rate as fp32; the step is on the host, the leaves need not be."""
+    rates: list[float] = []
+    monkeypatch.setattr(torch, f"_fused_{name}_", lambda *_, lr, **__: rates.append(lr))
+    optimizer = getattr(optim, name)(schedules.linear(0.1, 0, 7), lr_scale=1 / 3)
+    params, info = random_tree(0), StepInfo(torch.tensor(4))
+    optimizer.apply(copy(params), optimizer.init(params), params, info)
+    assert rates and all(type(r) is float and abs(r - 0.1 * (1 - 4 / 7) / 3) < 1e-16 for r in rates), rates
+    away = {path: value.to("meta") for path, value in params.items()}
+    updates, _ = optimizer.update(away, optimizer.init(away), away, info)
+    assert {u.device.type for u in updates.values()} == {"meta"}
+
+
 # ------------------------------------------------------------------ mistakes
 
 
@@ -634,11 +648,10 @@ def test_a_step_without_what_is_needed_is_named():
 
 def test_step_info_moves_to_another_device():
     info = make_info(0, random_tree(1), random_tree(0), 0.5)
-    assert info.to(torch.device("cpu")) is info
     moved = info.to(torch.device("meta"))
     norm = moved.leaf_norms["a.w"]
-    values = (moved.step, moved.global_norm, moved.grad_scale, norm.param, norm.grad)
-    assert {value.device.type for value in values} == {"meta"}
+    values = (moved.global_norm, moved.grad_scale, norm.param, norm.grad)
+    assert {value.device.type for value in values} == {"meta"} and moved.step is info.step
     assert moved.gather is info.gather and moved.cut is info.cut
 
 
