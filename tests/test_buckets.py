@@ -5,6 +5,7 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
@@ -110,6 +111,30 @@ def test_leaves_start_at_aligned_places_and_dtypes_do_not_mix():
     assert [b.paths for b in buckets] == [("l.0.a", "l.0.b"), ("l.0.c",)]
     for bucket in buckets:
         assert all(p.offset * bucket.dtype.itemsize % ALIGN_bytes == 0 for p in bucket.pieces)
+    assert [b.row_bytes for b in buckets] == [
+        2 * ALIGN_bytes,
+        4,
+    ]  # so that each row starts at one; scalars do not
+
+
+def test_only_gaps_are_cleared_where_every_block_is_whole():
+    """A memset of what is written next would cost as much again."""
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    full = {"l.0.a": torch.ones(6, 10), "l.0.b": torch.ones(4, 8)}
+    specs = fs.match_specs(full, [("*", LayoutSpec(P("shard")))])
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
+    cleared: list[int] = []
+
+    class Cleared(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is Tensor.zero_:
+                cleared.append(args[0].numel())
+            return func(*args, **kwargs or {})
+
+    rows, packer = torch.full((2 * bucket.numel,), torch.nan), Packer(bucket, mesh, 0)
+    with Cleared():
+        packer.pack_fulls(full, rows)
+    assert rows.sum() == 60 + 32 and cleared == [2, 16, 2, 16]
 
 
 def test_wire_dtype_casts_on_the_way():

@@ -1,8 +1,8 @@
 """Buckets: the leaves of one unit that travel together, and how they are packed flat.
 
 A bucket's wire form is one flat tensor per rank; each leaf's block starts at a multiple of 128
-bytes. Blocks are padded to equal size on all ranks; padding is zero wherever it is summed, and is
-cut off before `fn`, a checkpoint or a norm can see it.
+bytes, in every rank's row. Blocks are padded to equal size on all ranks; padding is zero wherever it
+is summed, and is cut off before `fn`, a checkpoint or a norm can see it.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class Packer:
             if not run
         ]
         filled = sum(p.numel for p in bucket.pieces)
-        self._dense = filled == bucket.numel
-        self._unpadded = self._dense and self.rows * filled == sum(map(sum, extents))
+        self._unpadded = self.rows * filled == sum(map(sum, extents))
 
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a row [numel], one padded block per leaf."""
@@ -152,8 +151,7 @@ class Packer:
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
-        if not self._dense:
-            out.zero_()
+        self._zero_between(out)
         sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
 
@@ -180,9 +178,11 @@ class Packer:
     def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
         """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
         pieces = self.bucket.pieces
+        rows = out.view(self.rows, -1).unbind(0)
         if not self._unpadded or len(fulls) != len(pieces):
             out.zero_()
-        rows = out.view(self.rows, -1).unbind(0)
+        else:
+            self._zero_between(*rows)
         given = [fulls[p.path].contiguous() if p.path in fulls else None for p in pieces]
         out_of, to = self._runs_of(given, rows)
         for i, windows in self._strided:
@@ -190,6 +190,12 @@ class Packer:
                 out_of += [w.of_full(given[i]) for w in windows]
                 to += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
         torch._foreach_copy_(to, out_of)
+
+    def _zero_between(self, *rows: Tensor) -> None:
+        """Zeros where no block lies, behind the last one for most."""
+        for row in rows:
+            for gap in self._blocks.gaps_of(row):
+                gap.zero_()
 
     def _runs_of(
         self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor]
@@ -216,10 +222,11 @@ class Packer:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """Runs of a flat tensor, cut out by one call: sizes with the gaps between, and which are wanted."""
+    """Runs of a flat tensor, cut out by one call: sizes with the gaps between, and which is which."""
 
     sizes: tuple[int, ...]
-    wanted: tuple[int, ...] | None  # None: all of them
+    wanted: tuple[int, ...]
+    gaps: tuple[int, ...]
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int]], total: int) -> _Cuts:
@@ -233,11 +240,15 @@ class _Cuts:
             at = start + length
         if total > at:
             sizes.append(total - at)
-        return _Cuts(tuple(sizes), None if len(wanted) == len(sizes) else tuple(wanted))
+        return _Cuts(tuple(sizes), tuple(wanted), tuple(sorted({*range(len(sizes))} - {*wanted})))
 
     def of_flat(self, flat: Tensor) -> Sequence[Tensor]:
         parts = flat.split_with_sizes(self.sizes)
-        return parts if self.wanted is None else [parts[i] for i in self.wanted]
+        return [parts[i] for i in self.wanted] if self.gaps else parts
+
+    def gaps_of(self, flat: Tensor) -> Sequence[Tensor]:
+        parts = flat.split_with_sizes(self.sizes) if self.gaps else ()
+        return [parts[i] for i in self.gaps]
 
 
 @dataclass(frozen=True)
@@ -270,14 +281,17 @@ def _first(slices: Sequence[slice]) -> int:
 
 
 def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
-    """Starts of runs of these sizes, each at a multiple of 128 bytes, and where the last ends."""
+    """Starts of runs of these sizes, each at a multiple of 128 bytes, and where the next one would start.
+
+    What is shorter than 128 bytes ends where it ends: a scalar is no reason to send so many.
+    """
     step = max(1, ALIGN_bytes // dtype.itemsize)
     starts, at, end = [], 0, 0
     for size in sizes:
         starts.append(at)
         end = at + size
         at = -(-end // step) * step
-    return starts, end
+    return starts, at if end > step else end
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
