@@ -124,7 +124,7 @@ def make_mesh(
 
     Args:
         data_axes: the axes (or the one axis) the batch is split over; default all of them.
-        device: "cpu", "cuda", ...; default the accelerator if there is one, else "cpu".
+        device: "cpu", "cuda", ...; default the accelerator if there is one, else, and if simulated, "cpu".
         abstract: no process group and no devices, any size: for `lower` alone.
         simulated: the ranks are threads of this process (tests, debugging).
         axes: sizes by name; at most one may be -1: what is left of the world. None is `shard=-1`, all ranks
@@ -141,7 +141,7 @@ def make_mesh(
     names = tuple(axes)
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
-    device_type = _default_device() if device is None else _device_type(device)
+    device_type = _default_device(simulated) if device is None else _device_type(device)
     world = None if abstract or simulated else dist.get_world_size() if _started() else world_size()
     sizes = _sizes(axes, world)
     chosen = (data_axes,) if isinstance(data_axes, str) else names if data_axes is None else tuple(data_axes)
@@ -202,8 +202,8 @@ def _device_type(device: str) -> str:
         ) from error
 
 
-def _default_device() -> str:
-    if torch.accelerator.is_available():
+def _default_device(simulated: bool) -> str:
+    if not simulated and torch.accelerator.is_available():
         return torch.accelerator.current_accelerator().type
     return "cpu"
 

@@ -26,6 +26,7 @@ from experiments.bench.contenders import CONTENDERS, Contender
 from fnshard import SpecError, agree, launcher, post_mortem, process_group
 from fnshard.compiler import kernels, lower
 from fnshard.compiler.random import derive_keys
+from fnshard.debug.batch import on_device
 from fnshard.runtime.collectives import LATER_S, Group
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -236,3 +237,15 @@ def test_keys_go_over_without_waiting():
     with Copies():
         derive_keys(0, 1, 2, 3, 4, torch.device("meta"))
     assert copied == [torch.device("meta")]
+
+
+def test_simulated_ranks_are_on_the_cpu_and_both_sides_of_a_comparison_with_them(gpus):
+    assert fs.make_mesh(shard=2, simulated=True).device_type == "cpu"
+    assert fs.make_mesh(shard=2, simulated=True, device="cuda").device_type == "cuda"
+    assert fs.make_mesh(shard=2, abstract=True).device_type == "cuda"
+    params, here = {"w": torch.ones(4, 4)}, fs.make_mesh(shard=2, simulated=True)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(fs.P("shard")))])
+    assert fs.debug.check(lambda p, x: (x @ p["w"]).square().mean(), params, torch.ones(4, 4), specs)
+    away = on_device(SimpleNamespace(device="meta"), (params, fs.Whole(torch.ones(2)), 3))
+    assert away[0]["w"].is_meta and away[1].value.is_meta and away[2] == 3
+    assert on_device(here, params)["w"] is params["w"]

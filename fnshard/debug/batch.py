@@ -25,6 +25,17 @@ def tolerance(*dtypes: torch.dtype) -> float:
     return max(TOLERANCES.get(d, 0.2) if d.is_floating_point else 0.0 for d in dtypes)
 
 
+def on_device(mesh: Mesh, values: Any) -> Any:
+    """The tree's tensors where the mesh's are: what is compared is computed on one device."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Whole):
+            return Whole(moved(value.value))
+        return value.to(mesh.device) if isinstance(value, Tensor) else value
+
+    return tree.map(moved, values)
+
+
 def as_arguments(batch: Any) -> tuple[Any, ...]:
     """What `fn` takes behind the parameters; a batch that is no tuple is one argument."""
     return batch if isinstance(batch, tuple) else (batch,)

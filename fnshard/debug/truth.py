@@ -17,6 +17,7 @@ from fnshard.debug.batch import (
     difference,
     full_params,
     micro_batches,
+    on_device,
     piece,
     simulated_mesh,
     tolerance,
@@ -121,7 +122,7 @@ def check(
     """
     params, specs = full_params(params, specs)
     mesh = simulated_mesh(mesh, specs)
-    batch = as_arguments(batch)
+    params, batch = on_device(mesh, params), on_device(mesh, as_arguments(batch))
     parts = cut(batch, mesh.data_size)
     step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
     if any(i.kind == "key" for i in step.lower(params, *parts[0]).program.inputs):
