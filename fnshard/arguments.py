@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from fnshard import tree
 @dataclass(frozen=True, eq=False)
 class Arguments:
     """What `fn` is called with behind the parameters. Paths begin with the position or the keyword.
+
+    `fn` sees keywords in the order in which they are here.
 
     >>> import torch
     >>> x = torch.ones(2)
@@ -27,6 +30,16 @@ class Arguments:
     def of(batch: Arguments | Sequence[Any]) -> Arguments:
         """A batch that is a sequence has no keywords."""
         return batch if isinstance(batch, Arguments) else Arguments(tuple(batch))
+
+    def in_order_of(self, signature: inspect.Signature | None) -> Arguments:
+        """The same by position where a signature has a place for it, else by keyword, in its order."""
+        if not self.keywords or signature is None:
+            return self
+        try:
+            bound = self.call(signature.bind, None)
+        except TypeError:  # it does not fit, which is said elsewhere
+            return self
+        return Arguments(bound.args[1:], bound.kwargs)
 
     def call(self, fn: Callable[..., Any], *before: Any) -> Any:
         """`fn` of the parameters and this batch."""
@@ -58,14 +71,21 @@ def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> di
     return found | {top: Numbers(numbers) for top, numbers in lists.items()}
 
 
-def _children(batch: Arguments) -> dict[str, Any]:
-    by_position = {str(i): value for i, value in enumerate(batch.positional)}
-    return {**by_position, **{name: batch.keywords[name] for name in sorted(batch.keywords)}}
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """What `fn` itself takes, not what it wraps; None where nobody knows."""
+    try:
+        return inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
 
 
-def _join(children: dict[str, Any]) -> Arguments:
-    positional = tuple(value for name, value in children.items() if name.isdigit())
-    return Arguments(positional, {n: v for n, v in children.items() if not n.isdigit()})
+def _children(batch: Arguments) -> dict[Any, Any]:
+    return {**dict(enumerate(batch.positional)), **batch.keywords}
+
+
+def _join(children: dict[Any, Any]) -> Arguments:
+    positional = tuple(value for name, value in children.items() if isinstance(name, int))
+    return Arguments(positional, {n: v for n, v in children.items() if isinstance(n, str)})
 
 
 tree.register(Arguments, _children, _join)

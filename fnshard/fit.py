@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import presets, tree
+from fnshard.arguments import Arguments, signature_of
 from fnshard.choice import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
 from fnshard.codecs import decoding
 from fnshard.compiler.differentiate import Kernel
@@ -43,6 +44,7 @@ def fit(
     mesh: Mesh,
     *,
     batch: Sequence[Any],
+    keywords: Mapping[str, Any] | None = None,
     device_bytes: int | None = None,
     hardware: Hardware | str = "h100",
     optimizer: Optimizer | None = None,
@@ -55,6 +57,7 @@ def fit(
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
         mesh: may be abstract.
         batch: this rank's batch of one step, all micro-batches; may be meta.
+        keywords: of the batch, what `fn` takes by name.
         device_bytes: of one rank's device; default all that `hardware` has.
         hardware: what the time is predicted for; a `Hardware` or the name of one.
         optimizer: default AdamW.
@@ -75,8 +78,9 @@ def fit(
     ('none', True)
     """
     search = Search(
-        fn, params, mesh, batch=batch, hardware=hardware, optimizer=optimizer, specs=specs, **options
-    )
+        fn, params, mesh, batch=batch, keywords=keywords, hardware=hardware, optimizer=optimizer, specs=specs,
+        **options,
+    )  # fmt: skip
     return search.fit(search.hardware.memory_bytes if device_bytes is None else device_bytes)
 
 
@@ -93,6 +97,7 @@ class Search:
         mesh: Mesh,
         *,
         batch: Sequence[Any],
+        keywords: Mapping[str, Any] | None = None,
         hardware: Hardware | str = "h100",
         optimizer: Optimizer | None = None,
         specs: Any = None,
@@ -102,12 +107,13 @@ class Search:
         self.fn, self.mesh, self.batch, self.options = fn, mesh, tuple(batch), options
         self.hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
         self.optimizer = adamw(1e-3) if optimizer is None else optimizer
-        check_arguments(fn, self.batch)
+        self.arguments = Arguments(self.batch, keywords or {}).in_order_of(signature_of(fn))
+        check_arguments(fn, self.arguments)
         base = presets.full_shard(params, mesh) if specs is None else specs
         step = shard_step(fn, base, mesh=mesh, optimizer=self.optimizer, **options)
         step._lowering.resolve(params)
         self.base = step._lowering.tree
-        self.divisors = _divisors(self.batch)
+        self.divisors = _divisors(self.arguments)
         self.fronts: dict[int, tuple[Step, Front, dict[str, Kernel]]] = {}
         self.seen: dict[Choice, Candidate] = {}
         self.units = self._units()
@@ -131,7 +137,7 @@ class Search:
                 self.fn, self.base, mesh=self.mesh, optimizer=self.optimizer, accumulate=accumulate,
                 **self.options,
             )  # fmt: skip
-            lowering, micro = step._lowering, micro_batch(self.batch, accumulate)
+            lowering, micro = step._lowering, micro_batch(self.arguments, accumulate)
             with without_autocast():
                 front = trace_and_split(
                     decoding(self.fn, lowering.tree),
@@ -178,7 +184,7 @@ class Search:
         with without_autocast():
             stages = schedule_for(front, specs, self.mesh, Keeping(options["remat"]), passes, known, verified)
         chosen = replace(step.options, remat=options["remat"], passes=passes)
-        sizes = bytes_of_batch(self.batch)
+        sizes = bytes_of_batch(self.arguments)
         return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
 
     def look(self, choice: Choice) -> Candidate:
@@ -374,9 +380,9 @@ def _why(candidate: Candidate, best: Candidate, budget: int) -> str:
     return f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast"
 
 
-def _divisors(batch: Sequence[Any]) -> list[int]:
+def _divisors(batch: Arguments) -> list[int]:
     """How many equal micro-batches the batch can be cut into."""
-    named = tree.flatten_with_paths(tuple(batch))[0]
+    named = tree.flatten_with_paths(batch)[0]
     rows = [v.shape[0] for v in named.values() if isinstance(v, Tensor) and v.dim()]
     scalars = any(isinstance(v, Tensor) and not v.dim() for v in named.values())
     most = math.gcd(*rows) if rows and not scalars else 1

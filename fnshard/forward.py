@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fnshard import tree
-from fnshard.arguments import Arguments
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.losses import Mean
@@ -64,7 +63,7 @@ class Forward:
         if not isinstance(params, TrainState):
             compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
-        return self._lowering.lower(Arguments(batch, keywords))
+        return self._lowering.lower(self._lowering.arguments(batch, keywords))
 
     def __call__(self, params: Any, /, *batch: Any, **keywords: Any) -> Any:
         """`fn`'s outputs for this rank's slice of the batch.
@@ -77,7 +76,7 @@ class Forward:
         if self.mesh.size == 1 and not self._lowering.resolved:
             self._lowering.resolve(blocks)
         self._lowering.follow(blocks)
-        passed = Arguments(batch, keywords)
+        passed = self._lowering.arguments(batch, keywords)
         bound = self._runner.bind(passed, blocks, lambda lowered: None)
         env = bound.run(self._runner.inputs(bound.lowered, blocks, passed, seed, number))
         outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fnshard import compiles, tree
+from fnshard.arguments import Arguments, signature_of
 from fnshard.batches import Batch, Key, batch_key, bytes_of_batch, check_arguments, check_leaves, micro_batch
 from fnshard.codecs import decoding
 from fnshard.compiler.build import AccumulateMode
@@ -284,6 +285,7 @@ class Lowering:
         if not isinstance(mesh, Mesh):
             raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
+        self._signature = signature_of(fn)
         self.optimizer = optimizer
         self._take(specs)
         self.programs = Programs(options.cache)
@@ -294,6 +296,10 @@ class Lowering:
     def resolved(self) -> bool:
         """Whether the specs know shape, unit and trainability of their leaves."""
         return all(s.resolved for s in self.specs.values())
+
+    def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
+        """A batch in one form, however it was passed: there is one program for it."""
+        return Arguments(tuple(positional), keywords).in_order_of(self._signature)
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves, in the form of that tree."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.agree import optimizer_text
-from fnshard.arguments import Arguments
 from fnshard.compiler.build import AccumulateMode, Plan
 from fnshard.compiler.context import Watch
 from fnshard.compiler.kernels import inductor_options
@@ -250,7 +249,7 @@ class Step(Generic[OptimizerT, LossT]):
         if not isinstance(params, TrainState):
             compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
-        return self._lowering.lower(Arguments(batch, keywords))
+        return self._lowering.lower(self._lowering.arguments(batch, keywords))
 
     @overload
     def __call__(
@@ -282,7 +281,7 @@ class Step(Generic[OptimizerT, LossT]):
             keywords |= {} if rng is None else {"rng": rng}
             check_slots(state.opt_state, self._slots, self._lowering.specs, self.mesh)
             self._scale.check(state.loss_scale)
-        passed = Arguments(batch, keywords)
+        passed = self._lowering.arguments(batch, keywords)
         bound = self._runner.bind(passed, params, self._scalars, lambda: self._settings(seed, number))
         env = self._runner.inputs(bound.lowered, params, passed, seed, number)
         scale = self._scale.scale(state.loss_scale if training else {})

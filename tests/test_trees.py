@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import numpy as np
@@ -136,17 +137,47 @@ def test_keywords_are_part_of_the_batch_in_any_order() -> None:
         for _ in range(2):
             torch.testing.assert_close(step(params(), X, m=m, scale=scale), expected, atol=1e-12, rtol=0)
         torch.testing.assert_close(step(params(), X, scale=scale, m=m), expected, atol=1e-12, rtol=0)
-    with pytest.warns(UserWarning, match=r"batch\['0'\] from \[4\].* to nothing"):
         torch.testing.assert_close(step(params(), x=X, scale=scale, m=m), expected, atol=1e-12, rtol=0)
     with pytest.warns(UserWarning, match=r"batch\['m'\] from \[4\].*to 2"):
         torch.testing.assert_close(step(params(), x=X, m=2)[0], masked(params(), X, m=2), atol=1e-12, rtol=0)
+
+
+def test_fn_sees_keywords_as_python_passes_them() -> None:
+    seen: list[Any] = []
+
+    def fn(p: Any, x: Tensor, m: Any = 1.0, *more: Any, **rest: Any) -> Tensor:
+        seen.append((more, list(rest)))
+        return (p["w"] * x).sum() * m
+
+    step = make(fn)
+    with fs.debug.assert_max_compiles(1):
+        for loss in (step(params(), X, 2)[0], step(params(), m=2, x=X)[0]):
+            torch.testing.assert_close(loss, (params()["w"] * X).sum() * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(params(), X, b=X, a=X)
+    assert seen == [((), []), ((), ["b", "a"])]
+    by_name = make(lambda p, **rest: (p["w"] * rest["0"]).sum())(params(), **{"0": X})
+    torch.testing.assert_close(by_name[0], (params()["w"] * X).sum())
+
+
+def test_keywords_are_checked_hunted_and_planned() -> None:
+    rows, specs = torch.stack([X, X + 1]), fs.match_specs(params(), [("*", LayoutSpec(fs.P("shard")))])
+    fn = lambda p, x, *, m, flag: (p["w"] * x * m).square().mean() * flag  # noqa: E731
+    named = {"keywords": {"flag": 2, "m": rows}}
+    assert fs.debug.check(fn, params(), rows, specs, **named)
+    assert not fs.debug.bisect(fn, specs, specs, params(), rows, **named)
+    hunted = fs.debug.nan_hunt(make(fn), params(), rows, keywords={"m": rows * float("inf"), "flag": 1})
+    assert hunted.first.kind in ("inf", "nan")
+    plan = fs.fit(fn, params(), fs.make_mesh(shard=2, abstract=True), batch=(rows,), **named)
+    assert plan.options["remat"] == "none"
 
 
 def test_keywords_are_lowered_cut_and_taken_by_a_forward() -> None:
     rows = torch.stack([X, X + 1, X - 1, X * 2])
     step = make(lambda p, x, *, m: masked(p, x, m=m) / x.shape[0], accumulate=2, optimizer=fs.optim.sgd(0.1))
     on_paper = step.lower(params(), m=rows, x=rows)
-    assert on_paper.batch_bytes == {"m": 128, "x": 128}
+    assert on_paper.batch_bytes == {"0": 128, "m": 128}
     assert step.lower(params(), x=rows, m=rows) is on_paper
     _, metrics = step(step.init(params()), x=rows, m=rows)
     expected = masked(params(), rows, m=rows) / 4

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.arguments import Arguments, signature_of
 from fnshard.batches import check_leaves, micro_batch
 from fnshard.errors import SpecError, StateError, report
 from fnshard.losses import Whole
@@ -36,9 +37,10 @@ def on_device(mesh: Mesh, values: Any) -> Any:
     return tree.map(moved, values)
 
 
-def as_arguments(batch: Any) -> tuple[Any, ...]:
+def as_arguments(fn: Callable[..., Any], batch: Any, keywords: Mapping[str, Any] | None) -> Arguments:
     """What `fn` takes behind the parameters; a batch that is no tuple is one argument."""
-    return batch if isinstance(batch, tuple) else (batch,)
+    passed = Arguments(batch if isinstance(batch, tuple) else (batch,), keywords or {})
+    return passed.in_order_of(signature_of(fn))
 
 
 def simulated_mesh(mesh: Mesh | None, *trees: Any) -> Mesh:
@@ -81,7 +83,7 @@ def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
     return source, resolve_specs(specs, source)
 
 
-def cut(batch: tuple[Any, ...], parts: int) -> list[tuple[Any, ...]]:
+def cut(batch: Arguments, parts: int) -> list[Arguments]:
     """The slices of a global batch along dim 0, one for each part; `Whole` leaves and constants go to all.
 
     Raises:
@@ -104,7 +106,7 @@ def cut(batch: tuple[Any, ...], parts: int) -> list[tuple[Any, ...]]:
             )
         )
 
-    def part(index: int) -> tuple[Any, ...]:
+    def part(index: int) -> Arguments:
         sizes = {n: v.shape[0] // parts for n, v in named.items() if isinstance(v, Tensor) and v.dim()}
         values = [
             v.narrow(0, index * sizes[n], sizes[n]) if n in sizes and parts > 1 else v
@@ -115,12 +117,12 @@ def cut(batch: tuple[Any, ...], parts: int) -> list[tuple[Any, ...]]:
     return [part(index) for index in range(parts)]
 
 
-def unwrapped(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def unwrapped(batch: Arguments) -> Arguments:
     """As `fn` sees it: without `Whole`."""
-    return tree.map(lambda v: v.value if isinstance(v, Whole) else v, batch)
+    return tree.map(lambda v: v.value if isinstance(v, Whole) else v, batch, constants=True)
 
 
-def micro_batches(batch: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+def micro_batches(batch: Arguments, count: int) -> list[Arguments]:
     """A rank's slice, as micro-batching cuts it."""
     micro_batch(batch, count)  # refuses what cannot be cut
     return cut(batch, count)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from fnshard import agree
+from fnshard.arguments import Arguments
 from fnshard.batches import batch_key, micro_batch
 from fnshard.codecs import decoding
 from fnshard.compiler.context import Action, Env, Watch
@@ -89,7 +91,14 @@ class Hunted:
         return "\n".join(lines)
 
 
-def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0)) -> Hunted:
+def nan_hunt(
+    step: Step,
+    state: Any,
+    batch: Any,
+    *,
+    keywords: Mapping[str, Any] | None = None,
+    rng: tuple[int, int] = (0, 0),
+) -> Hunted:
     """Replay a step on the eager backend and name the first instruction, leaf and op that gave NaN or inf.
 
     On several ranks all call it together, each with its state and its slice of the batch, as they call the
@@ -103,6 +112,7 @@ def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0
         step: what `shard_step` made; it is not changed, its counts and flags stay as they are.
         state: a TrainState from before the step; without an optimizer this rank's blocks.
         batch: a tuple of what `fn` takes behind the parameters, or the one argument.
+        keywords: what it takes by name.
         rng: without an optimizer, as for the step.
 
     Raises:
@@ -125,7 +135,7 @@ def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0
                 fix="step = fs.shard_step(...).",
             )
         )
-    batch, hunters = as_arguments(batch), {}
+    batch, hunters = as_arguments(step._lowering.fn, batch, keywords), {}
 
     def watch(rank: int) -> Watch:
         hunters[rank] = Hunter(twin._lowering.of(batch).schedule, rank)
@@ -135,7 +145,7 @@ def nan_hunt(step: Step, state: Any, batch: Any, *, rng: tuple[int, int] = (0, 0
     training = isinstance(state, TrainState)
     copy = state.copy() if training else state
     _agree_like(step._runner, twin._runner, twin._lowering.of(batch))
-    result = twin(copy, *batch) if training else twin(copy, *batch, rng=rng)
+    result = batch.call(twin if training else partial(twin, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
     hunter, found = hunters[step.mesh.rank], []
     if any(json.loads(text) for text in twin.gather_text(json.dumps(hunter.ill))):
@@ -256,7 +266,7 @@ def _worse(kind: Health, before: Health) -> bool:
 # ------------------------------------------------------------------ the replay
 
 
-def _twin(step: Step, batch: tuple[Any, ...], watch: Any) -> Step:
+def _twin(step: Step, batch: Arguments, watch: Any) -> Step:
     """The same step on the eager backend; it shares what was lowered, unless Inductor has rewritten that."""
     lowering, options = step._lowering, replace(step.options, backend="eager")
     twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, options, watch)
@@ -275,7 +285,7 @@ def _agree_like(before: Runner, after: Runner, lowered: Lowered) -> None:
     rank.agreement = agreed or agree.reach(rank.comm, lowered.schedule, dict, items_of(lowered.program))
 
 
-def _with_sources(step: Step, batch: tuple[Any, ...], found: list[Arose]) -> list[Arose]:
+def _with_sources(step: Step, batch: Arguments, found: list[Arose]) -> list[Arose]:
     """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
     if not any(a.source for a in found):
         return found

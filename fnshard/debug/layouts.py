@@ -116,6 +116,7 @@ def bisect(
     params: Any,
     batch: Any,
     *,
+    keywords: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
     optimizer: Optimizer | None = None,
     options_a: Mapping[str, Any] | None = None,
@@ -133,7 +134,7 @@ def bisect(
     Args:
         specs_a: the layout that is trusted (`fs.presets.no_shard` for one).
         params: the full tree, or the TrainState of one rank.
-        batch: the global batch, as for `check`.
+        batch, keywords: the global batch, as for `check`.
         mesh: of both, simulated; default two ranks along each axis that the specs name.
         optimizer: compare its update too.
         options_a, options_b: of `shard_step`, by side: remat, accumulate, prefetch, ...
@@ -155,7 +156,7 @@ def bisect(
     full, specs_a = full_params(params, specs_a)
     specs_b = full_params(params, specs_b)[1]
     mesh = simulated_mesh(mesh, specs_a, specs_b)
-    parts = cut(as_arguments(batch), mesh.data_size)
+    parts = cut(as_arguments(fn, batch, keywords), mesh.data_size)
     sides = []
     for specs, options in ((specs_a, options_a), (specs_b, options_b)):
         how = {"optimizer": optimizer, **(options or {}), "backend": "eager"}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from fnshard.arguments import Arguments
 from fnshard.batches import batch_key
 from fnshard.compiler.context import Action, Env, Reduced, Watch
 from fnshard.compiler.schedule import (
@@ -105,7 +107,7 @@ class Recording:
 
 
 def record(
-    step: Step, params: Any, parts: Sequence[tuple[Any, ...]], *, seed: int = 0, adversary: Adversary = None
+    step: Step, params: Any, parts: Sequence[Arguments], *, seed: int = 0, adversary: Adversary = None
 ) -> Recording:
     """Run a step once on all ranks of its simulated mesh.
 
@@ -114,7 +116,7 @@ def record(
         params: the full tree.
         parts: the global batch, a slice for each data rank.
     """
-    lowered = step.lower(params, *parts[0])
+    lowered = parts[0].call(step.lower, params)
     recording = Recording(lowered)
     lowering = step._lowering
     twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, step.options, recording.watch)
@@ -122,7 +124,7 @@ def record(
     def run(rank: int) -> None:
         state = twin.init(params, seed=seed if step.optimizer else None)
         part = parts[data_rank(step.mesh)]
-        twin(state, *part) if step.optimizer else twin(state, *part, rng=(seed, 0))
+        part.call(twin if step.optimizer else partial(twin, rng=(seed, 0)), state)
 
     twin._lowering.programs.put(batch_key(parts[0]), lowered)
     try:

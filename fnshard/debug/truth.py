@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.arguments import Arguments
 from fnshard.codecs import is_coded
 from fnshard.debug.batch import (
     as_arguments,
@@ -91,6 +92,7 @@ def check(
     specs: Any,
     mesh: Mesh | None = None,
     *,
+    keywords: Mapping[str, Any] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     strict: bool = True,
@@ -105,6 +107,7 @@ def check(
         batch: the global batch: a tuple of what `fn` takes behind `params` (or the one argument); it is
             cut along dim 0 over the data axes.
         mesh: simulated; default two ranks along each axis that the specs name.
+        keywords: of the batch, what `fn` takes by name.
         rtol: how far a gradient may be off, by the largest number of its leaf; default by dtype.
         atol: differences below are none; default 1e-3 of rtol, by the largest gradient of all.
         strict: raise where they differ; else the report says so.
@@ -122,10 +125,10 @@ def check(
     """
     params, specs = full_params(params, specs)
     mesh = simulated_mesh(mesh, specs)
-    params, batch = on_device(mesh, params), on_device(mesh, as_arguments(batch))
+    params, batch = on_device(mesh, params), on_device(mesh, as_arguments(fn, batch, keywords))
     parts = cut(batch, mesh.data_size)
     step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
-    if any(i.kind == "key" for i in step.lower(params, *parts[0]).program.inputs):
+    if any(i.kind == "key" for i in parts[0].call(step.lower, params).program.inputs):
         raise StateError(
             report(
                 "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
@@ -158,14 +161,14 @@ def _dtypes(spec: LayoutSpec) -> Sequence[torch.dtype]:
 
 
 def _sharded(
-    step: Step, params: Any, parts: Sequence[tuple[Any, ...]]
+    step: Step, params: Any, parts: Sequence[Arguments]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
     """Loss and gradient blocks of every rank; and the tree that `fn` sees, coded leaves decoded."""
     mesh = step.mesh
 
     def run(rank: int) -> tuple[Any, dict[str, Tensor], Any]:
         blocks = step.init(params)
-        result, grads = step(blocks, *parts[data_rank(mesh)])
+        result, grads = parts[data_rank(mesh)].call(step, blocks)
         loss = result[0] if isinstance(result, tuple) else result
         coded = any(is_coded(s) for s in leaf_paths(step.specs)[0].values())
         whole = unshard(blocks, step.specs, mesh) if coded else params
@@ -176,7 +179,7 @@ def _sharded(
 
 
 def _unsharded(
-    fn: Callable[..., Any], params: Any, specs: Mapping[str, LayoutSpec], batches: Sequence[tuple[Any, ...]]
+    fn: Callable[..., Any], params: Any, specs: Mapping[str, LayoutSpec], batches: Sequence[Arguments]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients by torch's own autograd: of the mean over `batches`, or of one Mean of all."""
     given, structure = tree.flatten_with_paths(params)
@@ -191,7 +194,7 @@ def _unsharded(
             [v.to(specs[p].compute_dtype) if v.is_floating_point() else v for p, v in stored.items()],
             structure,
         )
-        results = [fn(seen, *batch) for batch in batches]
+        results = [batch.call(fn, seen) for batch in batches]
         losses = [r[0] if isinstance(r, tuple) else r for r in results]
         if isinstance(losses[0], Mean):
             counts = sum(torch.as_tensor(m.count).double() for m in losses)
