@@ -22,6 +22,8 @@ from fnshard.reachable import Reachable
 from fnshard.recorder import META, Functions, Operators, Recorder
 from fnshard.tape import Tape, View, generator_lock, leaves_of
 
+__all__ = ["deferred"]
+
 _here = threading.local()  # `recorder`: the one of the block that this thread is in
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "CollectiveError",
     "DebugError",
     "FnshardError",
+    "LaunchError",
     "MissingExtraError",
     "OptimizerError",
     "ScheduleError",

@@ -37,6 +37,8 @@ from fnshard.spec import LayoutSpec, is_spec
 from fnshard.step import Step, shard_step
 from fnshard.transform import Optimizer
 
+__all__ = ["fit"]
+
 
 def fit(
     fn: Callable[..., Any],

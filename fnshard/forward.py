@@ -16,6 +16,8 @@ from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.shards import compare_paths
 from fnshard.state import TrainState
 
+__all__ = ["Forward", "shard_forward"]
+
 
 def shard_forward(
     fn: Callable[..., Any],

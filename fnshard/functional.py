@@ -13,6 +13,8 @@ from fnshard.deferred_init import on_paper, recipe_of
 from fnshard.errors import StateError, TraceError, leaves, report
 from fnshard.reachable import Numbers, Reachable, is_plain
 
+__all__ = ["make_functional"]
+
 
 def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
     """`apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.

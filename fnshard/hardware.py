@@ -17,6 +17,8 @@ from fnshard.errors import SpecError, report
 from fnshard.measure import measure
 from fnshard.mesh import Mesh
 
+__all__ = ["Curve", "Hardware", "Link"]
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -8,6 +8,8 @@ from typing import TypeVar
 from fnshard.errors import StateError, report
 from fnshard.step import Step
 
+__all__ = ["lockstep"]
+
 T = TypeVar("T")
 _END = object()
 

@@ -24,6 +24,8 @@ from fnshard.errors import SpecError, TraceError, leaves, report
 from fnshard.rules import check_tree
 from fnshard.spec import is_buffer
 
+__all__ = ["lora"]
+
 
 @dataclass(frozen=True)
 class Lora:

@@ -42,6 +42,8 @@ from fnshard.shards import aligned, leaf_paths, resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, check_specs
 from fnshard.transform import Optimizer
 
+__all__ = ["Lowered", "diff"]
+
 Backend = Literal["inductor", "eager"]
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 

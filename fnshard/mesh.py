@@ -16,6 +16,8 @@ import torch.distributed as dist
 from fnshard.errors import SpecError, report
 from fnshard.process_group import join_group, world_size
 
+__all__ = ["Mesh", "make_mesh"]
+
 Kind = Literal["local", "group", "simulated", "abstract"]
 
 _simulated = threading.local()

@@ -32,6 +32,8 @@ from fnshard.post_mortem import PEAK
 from fnshard.process_group import join_group, leave_group, under_launcher, world_size
 from fnshard.saving import settled
 
+__all__ = ["Stop", "expect_memory", "run_rank"]
+
 LOGS = "FNSHARD_LOGS"  # folder of rank0.log, rank1.log, ...
 LAUNCHER = "FNSHARD_LAUNCHER"  # process that started this one
 ERRORS = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves why it failed

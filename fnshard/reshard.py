@@ -36,6 +36,8 @@ from fnshard.shards import aligned, compare_paths, leaf_paths, spec_paths, store
 from fnshard.spec import LayoutSpec
 from fnshard.state import TrainState
 
+__all__ = ["Cost", "reshard", "reshard_cost"]
+
 
 @dataclass(frozen=True)
 class Cost:

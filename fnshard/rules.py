@@ -13,6 +13,8 @@ from fnshard.errors import SpecError, leaves, report
 from fnshard.spec import LayoutSpec, is_buffer, is_spec
 from fnshard.units import numeric
 
+__all__ = ["match_specs"]
+
 Rule = tuple[str, LayoutSpec]
 
 

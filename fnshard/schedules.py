@@ -23,7 +23,8 @@ __all__ = [
     "wsd",
 ]
 
-Given, Made = ParamSpec("Given"), TypeVar("Made")
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 Rate = float | Callable[[Tensor], Tensor | float]
 ByPath = float | Sequence[tuple[str, float]]
 

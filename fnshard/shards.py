@@ -22,6 +22,8 @@ from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import check_directory, rest
 from fnshard.spec import LayoutSpec, P, block_shape, check_specs, is_spec
 
+__all__ = ["shard", "unshard"]
+
 
 def leaf_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
     """`{path: spec}` of a spec tree, as it was given.

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from fnshard.errors import SpecError, leaves, report
 from fnshard.mesh import Mesh
 
+__all__ = ["LayoutSpec", "P"]
+
 Axes = str | tuple[str, ...] | None
 Memory = Literal["device", "host", "disk"]
 

@@ -12,6 +12,8 @@ from fnshard import tree
 from fnshard.errors import StateError, report
 from fnshard.transform import Optimizer
 
+__all__ = ["Metrics", "TrainState"]
+
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # typing's has `default` from Python 3.13 on
 

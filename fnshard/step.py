@@ -20,7 +20,7 @@ from fnshard.compiler.scalars import Scalars, Summary, rescale
 from fnshard.compiler.slots import Slots, check_slots, slots_of
 from fnshard.compiler.update import init_slots
 from fnshard.compiles import name_of
-from fnshard.errors import OptimizerError, StateError, leaves, report
+from fnshard.errors import StateError, leaves, report
 from fnshard.functional import make_functional
 from fnshard.held import blank_params, blank_slots
 from fnshard.init import InitFn, check_seed, init_params
@@ -31,11 +31,12 @@ from fnshard.runner import FLAGS, Bound, Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.runtime.memory import check_directory
 from fnshard.scaling import LossScale, exact_seed
-from fnshard.schedules import counterpart
 from fnshard.shards import check_blocks, compare_paths
 from fnshard.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
-from fnshard.transform import Optimizer
+from fnshard.transform import Optimizer, check_kind
 from fnshard.transform import check as check_optimizer
+
+__all__ = ["Step", "shard_step"]
 
 
 def shard_step(
@@ -115,13 +116,7 @@ class Step(Generic[OptimizerT, LossT]):
         self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: OptimizerT, options: Options,
         watch: Callable[[int], Watch] | None = None,
     ):  # fmt: skip
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            kind = optimizer.__name__ if callable(optimizer) else f"of type {type(optimizer).__name__}"
-            raise OptimizerError(
-                report(
-                    f"optimizer= is {kind}, which is no optimizer of fs.optim.", fix=counterpart(optimizer)
-                )
-            )
+        check_kind(optimizer)
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
         self._runner = Runner(self._lowering, optimizer, watch)

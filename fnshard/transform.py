@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, leaves, report
-from fnshard.schedules import PathRules
+from fnshard.schedules import PathRules, counterpart
+
+__all__ = ["Optimizer", "StepInfo", "check"]
 
 Tensors = Mapping[str, Tensor]
 Slots = Mapping[str, Mapping[str, Tensor]]
@@ -231,6 +233,19 @@ class Optimizer:
         held = {name: slots[name].to(wide) for name in self.slots}
         update, new = self.leaf(path, grad, held, param.to(wide), info)
         return update.to(param.dtype), {name: value.to(slots[name].dtype) for name, value in new.items()}
+
+
+def check_kind(optimizer: object) -> None:
+    """Refuse what is neither None nor an optimizer of this library's.
+
+    Raises:
+        OptimizerError: says what it is, and what takes its place.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
+        raise OptimizerError(
+            report(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer))
+        )
 
 
 def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 from typing import Any
 from unittest import mock
 
@@ -122,6 +124,17 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         logger.removeHandler(listener)
         logger.setLevel(logging.NOTSET)
-    count = len(heard) - 1
-    assert heard == ["lowering loss", *(f"compiling {n} of {count} kernels" for n in range(1, count + 1))]
+    count = len(heard) - 2
+    assert heard == [
+        "lowering loss",
+        *(f"compiling {n} of {count} kernels" for n in range(1, count + 1)),
+        f"compiled {count} kernels",
+    ]
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(kernels.sys, "stderr", shown)
+    kernels.compile_kernels(lowered.kernels.values(), backend="inductor", options={})
+    assert [
+        line.strip() for line in re.split(r"\rfnshard: |\x1b\[K", shown.getvalue()) if line.strip()
+    ] == heard[1:]
     assert count >= 4  # forward and backward of each

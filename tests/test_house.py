@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -172,8 +174,12 @@ def test_public_names_are_frozen() -> None:
 def test_public_modules_name_their_api() -> None:
     assert dir(fnshard) == sorted([*PUBLIC, "__version__"])
     modules = {n: m for n in PUBLIC if isinstance(m := getattr(fnshard, n), ModuleType)}
+    for node in TREES["fnshard"].body:  # and where the other names come from
+        if isinstance(node, ast.ImportFrom) and node.module != "fnshard":
+            modules[node.module] = sys.modules[node.module]
+            assert {alias.name for alias in node.names} <= set(modules[node.module].__all__), node.module
     missing = {n: [a for a in m.__all__ if not hasattr(m, a)] for n, m in modules.items()}
-    assert len(modules) > 10 and not any(missing.values())
+    assert len(modules) > 25 and not any(missing.values())
 
 
 def test_every_module_has_its_floor() -> None:
@@ -201,6 +207,15 @@ def test_the_library_knows_no_configuration_and_no_experiments() -> None:
         and not (top == "matplotlib" and module.startswith("fnshard.plot."))
     }
     assert found == set()
+
+
+def test_the_library_depends_on_what_it_imports_alone() -> None:
+    """Extras beside: their packages are imported where they are used, and may be absent."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {re.match(r"\w+", each).group() for each in project["dependencies"]}
+    extras = {"matplotlib", "peft", "transformers", "bitsandbytes"}
+    found = {name.split(".")[0] for tree in TREES.values() for name in imports(tree)}
+    assert found - sys.stdlib_module_names - {"fnshard", "typing_extensions"} - extras == named
 
 
 def test_experiments_are_not_imported_by_the_library_but_import_it() -> None:

@@ -81,9 +81,9 @@ INSTALL, NODES, SLURM = "an installation", "several nodes", "SLURM"
 
 TABLE = {
     # -- installing, and this suite
-    "pip install -e .": Row(needs=INSTALL),
+    "pip install -e '.[experiments]'": Row(needs=INSTALL),
     "pip install -e '.[test]'": Row(needs=INSTALL),
-    "pip install -e '.[finetune,plot]'": Row(needs=INSTALL),
+    "pip install -e '.[experiments,finetune]'": Row(needs=INSTALL),
     "pip install -e '.[joblib]'": Row(needs=INSTALL),
     "pip install -e '.[tensorboard,wandb,mlflow]'": Row(needs=INSTALL),
     "pytest": Row(needs="itself"),

@@ -9,6 +9,8 @@ where it is used: it takes seconds, and `import fnshard` should not.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,12 +88,22 @@ def compile_kernels(
     done: dict[tuple[str, bool], Boxed] = {}
     for number, (name, graph) in enumerate(graphs, 1):
         if backend != "eager":
-            LOG.info("compiling %d of %d kernels", number, len(graphs))
+            _say(f"compiling {number} of {len(graphs)} kernels")
         is_backward = (name, False) in done
         done[name, is_backward] = compile_graph(
             graph, backend=backend, options=options, is_backward=is_backward
         )
+    if backend != "eager":
+        _say(f"compiled {len(graphs)} kernels", end="\n")
     return {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
+
+
+def _say(text: str, end: str = "") -> None:
+    """To the logger; where nobody listens to it, rank 0 says it on a terminal, in one line."""
+    LOG.info(text)
+    unheard = not LOG.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+    if unheard and sys.stderr.isatty():
+        print(f"\rfnshard: {text}\x1b[K", end=end, file=sys.stderr, flush=True)
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from fnshard.runtime.collectives import Axes, Done, Handle, empty, lost
 from fnshard.runtime.endpoint import Endpoint
 from fnshard.runtime.messages import Memory
 
+__all__ = ["simulate"]
+
 Adversary = Literal["early", "late"] | None
 
 _thread = threading.local()  # .session: the `simulate` call that this thread is a rank of
