@@ -125,7 +125,7 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     done = run(
         folder, "size=tiny", "length=32", "rounds=2", "warmup=1", "losses=3", "memory=1", "backend=eager",
-        "contenders=[ddp,fsdp2,full_shard]",
+        "contenders=[limit,ddp,fsdp2,full_shard]",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "bench.json").read_text()), folder
@@ -134,7 +134,7 @@ def result(tmp_path_factory):
 @pytest.mark.long  # the whole bench; its parts are tested above
 def test_table_shows_every_contender(result):
     shown, written, folder = result
-    for name in ("ddp", "fsdp2", "full_shard"):
+    for name in ("limit", "ddp", "fsdp2", "full_shard"):
         assert f"\n{name} " in shown
     for column in (
         "step ms",
@@ -155,10 +155,10 @@ def test_table_shows_every_contender(result):
 def test_json_fields(result):
     _, written, _ = result
     for name, row in written["contenders"].items():
-        assert len(row["seconds"]) == 2 and len(row["losses"]) == 3
+        assert len(row["seconds"]) == 2 and len(row["losses"]) == (0 if name == "limit" else 3)
         assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["step_ms"] * 1e3)
         assert row["peak_bytes"] > row["between_bytes"] > 0 and row["first_step_s"] > 0
-        assert set(row["ratios"]) == {"ddp", "fsdp2"} - {name}
+        assert set(row["ratios"]) == {"limit", "ddp", "fsdp2"} - {name}
     phases = written["contenders"]["full_shard"]["phases"]
     assert {"forward run", "backward run", "update update"} <= set(phases["lines_ms"])
     assert sum(phases["lines_ms"].values()) <= phases["step_ms"]
@@ -168,7 +168,9 @@ def test_json_fields(result):
 def test_all_agree_with_the_reference(result):
     _, written, _ = result
     assert len(written["reference_losses"]) == 3
-    for row in written["contenders"].values():
+    rows = written["contenders"]
+    assert "max_loss_difference" not in rows.pop("limit")  # it trains on one rank's batches
+    for row in rows.values():
         assert row["max_loss_difference"] < 1e-5
 
 

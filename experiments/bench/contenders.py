@@ -42,10 +42,12 @@ class Task:
 class Contender:
     """`step(tokens, targets)` trains one step and gives a loss: this rank's, or all ranks' mean.
 
-    `transport_bytes`: memory of its own communication that no allocator shows.
+    `trains`: whether its losses are those of a training on all ranks' batches. `transport_bytes`: memory of
+    its own communication that no allocator shows.
     """
 
     step: LossOf
+    trains: bool = True
     transport_bytes: Callable[[], int] = lambda: 0
     close: Callable[[], None] = lambda: None
 
@@ -116,6 +118,34 @@ def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Conten
     return Contender(step)
 
 
+def limit(task: Task) -> Contender:
+    """What no sharded step is faster than: the whole model under `torch.compile` in every rank, no
+    communication, and the optimizer on this rank's share of the leaves."""
+    model = copy.deepcopy(task.model).to(task.mesh.device, task.compute)
+    leaves = sorted(model.parameters(), key=torch.numel, reverse=True)
+    shares: list[list[nn.Parameter]] = [[] for _ in range(task.mesh.size)]
+    for leaf in leaves:  # largest first, to the rank that has least
+        min(shares, key=lambda share: sum(p.numel() for p in share)).append(leaf)
+    mine = shares[task.mesh.rank]
+    masters = mine if task.compute == torch.float32 else [p.detach().float() for p in mine]
+    optimizer = torch.optim.AdamW(masters, lr=task.lr, weight_decay=task.weight_decay, fused=True)
+    loss_of = torch.compile(lambda tokens, targets: next_token_loss(model(tokens), targets), fullgraph=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(tokens, targets)
+        loss.backward()
+        if masters is not mine:
+            for master, leaf in zip(masters, mine, strict=True):
+                master.grad = leaf.grad.float()
+        optimizer.step()
+        if masters is not mine:
+            torch._foreach_copy_([p.detach() for p in mine], masters)
+        model.zero_grad()
+        return loss.detach()
+
+    return Contender(step, trains=False)
+
+
 # ------------------------------------------------------------------ fnshard
 
 
@@ -148,6 +178,7 @@ CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_compiled": fsdp2_compiled,
+    "limit": limit,
     **{name: functools.partial(_fnshard, name) for name in FNSHARD},
 }
 

@@ -138,7 +138,7 @@ def race(
         out[name] = {
             "first_step_s": largest([first[name]])[0],
             "seconds": largest(track.seconds),
-            "losses": [mean_over_ranks(loss) for loss in track.losses],
+            "losses": [mean_over_ranks(loss) for loss in track.losses] if track.contender.trains else [],
         }
         track.contender.close()
     tracks.clear()
@@ -260,5 +260,6 @@ def compare(config: BenchConfig, task: Task, out: dict[str, Any]) -> list[float]
     reference = losses[0].tolist()
     for found in out.values():
         differences = [abs(a - b) for a, b in zip(found["losses"], reference, strict=False)]
-        found["max_loss_difference"] = max(differences)
+        if differences:
+            found["max_loss_difference"] = max(differences)
     return reference

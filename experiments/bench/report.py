@@ -14,7 +14,7 @@ import torch
 
 from experiments.bench.config import BenchConfig
 
-BASELINES = ("ddp", "fsdp2", "fsdp2_compiled")
+BASELINES = ("limit", "ddp", "fsdp2", "fsdp2_compiled")
 PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200
 RESULT = "bench.json"
 
