@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
 
 from fnshard import tree
 from fnshard.errors import CheckpointError, CheckpointWarning, report
@@ -33,12 +32,11 @@ from fnshard.held import (
 )
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
-from fnshard.runtime.dcp import Reader, Reads, verify_file
 from fnshard.runtime.manifest import Manifest
 from fnshard.runtime.plain import decode
 from fnshard.runtime.root import Keep, candidates, whole
 from fnshard.runtime.tensorfile import DTYPES, PASSING, Corrupt
-from fnshard.runtime.together import Failed, agreed, drive, group_of, texts
+from fnshard.runtime.together import Failed, agreed, group_of, texts
 from fnshard.saving import Asked, Saving, settled, wait
 from fnshard.shards import leaf_paths, spec_paths
 from fnshard.state import TrainState
@@ -185,6 +183,8 @@ def verify(path: str | Path) -> Manifest:
         found = Manifest.read(folder)
     except (Corrupt, OSError) as error:
         raise _unlike(folder, [str(error)]) from error
+    from fnshard.runtime.dcp import verify_file
+
     wrong = [told for name in found.files for told in verify_file(folder, found, name)]
     if wrong:
         raise _unlike(folder, wrong)
@@ -362,8 +362,9 @@ def _seen(told: str) -> list[Path]:
 
 
 def _read(folder: Path, found: Manifest, held: Mapping[str, Any], mesh: Mesh, timeout: float | None) -> None:
-    reader = Reader(folder, found)
-    drive(dcp.load, held, group_of(mesh, timeout), planner=Reads(held, mesh), storage_reader=reader)
+    from fnshard.runtime import dcp
+
+    dcp.load(folder, found, held, mesh, group_of(mesh, timeout))
 
 
 def _specs(step_or_specs: Any) -> Any:

@@ -17,7 +17,7 @@ from fnshard.compiler.slots import Slots
 from fnshard.compiler.update import MASTER
 from fnshard.errors import CheckpointError, leaves, report
 from fnshard.mesh import Mesh
-from fnshard.runtime.dcp import Held, Wanted
+from fnshard.runtime.blocks import Held, Wanted
 from fnshard.runtime.manifest import Leaf
 from fnshard.runtime.memory import allocate, check_directory
 from fnshard.runtime.tensorfile import DTYPES

@@ -25,10 +25,10 @@ from fnshard.held import (
 )
 from fnshard.mesh import Mesh
 from fnshard.runner import default_mesh
+from fnshard.runtime.blocks import Held, Wanted
 from fnshard.runtime.buckets import Packer, local_block, make_buckets
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
-from fnshard.runtime.dcp import Held, Wanted
 from fnshard.runtime.manifest import Leaf
 from fnshard.runtime.rows import all_or_none
 from fnshard.runtime.tensorfile import NAMES

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
 
 from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.held import held_params, held_state
 from fnshard.mesh import Mesh
 from fnshard.runner import laid_out
-from fnshard.runtime.dcp import Boxes, Held, Writer
+from fnshard.runtime.blocks import Held
 from fnshard.runtime.folder import Place
 from fnshard.runtime.plain import encode
 from fnshard.runtime.root import Keep, prune
-from fnshard.runtime.together import Failed, agreed, drive, group_of, texts
+from fnshard.runtime.together import Failed, agreed, group_of, texts
 from fnshard.shards import spec_paths
 from fnshard.state import TrainState
 
@@ -48,9 +47,10 @@ class Job:
 
     def write(self) -> None:
         """Write it; on rank 0 also delete what need not be kept."""
-        writer = Writer(self.place, self.mesh.rank, self.held, self.told, self.data)
+        from fnshard.runtime import dcp
+
         try:
-            drive(dcp.save, self.held, self.group, planner=Boxes(self.held, self.mesh), storage_writer=writer)
+            dcp.save(self.place, self.held, self.mesh, self.group, self.told, self.data)
         except Failed as error:
             rest = "what was saved before is as it was; make room, or save elsewhere."
             raise CheckpointError(report(f"cannot save {self.place.final}:", error.lines(), rest)) from error

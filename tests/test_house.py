@@ -79,7 +79,7 @@ FLOORS = {
         runtime runtime.memory runtime.buckets runtime.rollcall runtime.collectives runtime.messages
         runtime.endpoint runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile
         runtime.fileblocks
-        runtime.folder runtime.plain runtime.manifest runtime.root runtime.dcp runtime.together
+        runtime.folder runtime.plain runtime.manifest runtime.root runtime.blocks runtime.together runtime.dcp
         measure hardware""",
     "F3: paper": """
         compiler compiler.program compiler.random compiler.host_random compiler.stacks compiler.failures

@@ -35,7 +35,7 @@ class BenchConfig:
         size: a file of `conf/model`.
         dtype: of compute; parameters are stored and updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
-        contenders: names of `contenders.CONTENDERS`; every time is divided by those of `limit` and of torch's.
+        contenders: names of `contenders.CONTENDERS`; times are divided by those of `limit` and torch's.
         rounds: timed steps of each contender; `warmup` come before, of which the first compiles.
         rows, length: of one rank's batch of tokens.
         losses: how many steps are compared with the fp64 reference; 0 skips it.

@@ -1,5 +1,7 @@
 """DCP: the border to `torch.distributed.checkpoint`: its driver, planners and resharding, our files.
 
+Importing it takes a second, so who saves or restores does it then.
+
 Leaves go in as `Held`: a block, and the layout that says which box of the full leaf it is (a DTensor cannot
 say it of a padded dim that several axes split). DCP plans which rank writes which box (replicas once,
 evenly), checks that the boxes make the whole, and finds what a rank must read of boxes that another mesh has
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -45,6 +49,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fnshard.mesh import Mesh
+from fnshard.runtime.blocks import Held, Wanted
+from fnshard.runtime.collectives import failing
 from fnshard.runtime.folder import Place, data_file
 from fnshard.runtime.manifest import Chunk, File, Leaf, Manifest
 from fnshard.runtime.tensorfile import (
@@ -59,31 +65,12 @@ from fnshard.runtime.tensorfile import (
     read_exactly,
     write,
 )
-from fnshard.spec import P, block_slices
+from fnshard.runtime.together import Failed
+
+# DCP says so whenever there is no process group; here that is meant.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 READERS = 4  # threads of a restore: the disk, the checksums and the kernel's page faults overlap
-
-
-@dataclass(frozen=True)
-class Held:
-    """A leaf of a state as one rank holds it: `block`, padded, is the box of the full tensor that `layout`
-    says; `shape` is the full tensor's."""
-
-    shape: tuple[int, ...]
-    layout: P
-    block: Tensor
-
-    def box(self, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where this rank's part begins in the full tensor, and its shape without padding."""
-        here = block_slices(self.shape, self.layout, mesh)
-        return tuple(s.start for s in here), tuple(s.stop - s.start for s in here)
-
-    def part(self, mesh: Mesh) -> Tensor:
-        """The block without its padding; a view."""
-        part = self.block
-        for dim, size in enumerate(self.box(mesh)[1]):
-            part = part.narrow(dim, 0, size)
-        return part
 
 
 def _md(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
@@ -212,13 +199,6 @@ def _title(item: WriteItem) -> str:
 
 
 # ------------------------------------------------------------------ restore
-
-
-@dataclass(frozen=True)
-class Wanted(Held):
-    """A leaf to be filled: from which of the saved ones."""
-
-    source: str = ""
 
 
 class Reads(DefaultLoadPlanner):
@@ -390,3 +370,41 @@ def verify_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     finally:
         os.close(fd)
     return wrong
+
+
+# ------------------------------------------------------------------ both
+
+
+def save(
+    place: Place, held: Mapping[str, Held], mesh: Mesh, group: Any, told: Mapping[str, Any], data: Any
+) -> None:
+    """Write this rank's leaves into `place`, and commit when those of all ranks are there; see `Writer`.
+
+    Raises:
+        Failed: on all ranks, if it failed on any.
+        CollectiveError: a peer died, or did not answer in time.
+    """
+    writer = Writer(place, mesh.rank, held, told, data)
+    _drive(dcp.save, held, group, planner=Boxes(held, mesh), storage_writer=writer)
+
+
+def load(folder: Path, manifest: Manifest, wanted: Mapping[str, Wanted], mesh: Mesh, group: Any) -> None:
+    """Fill this rank's leaves from a checkpoint of any mesh.
+
+    Raises:
+        Failed: on all ranks, if it failed on any.
+        CollectiveError: a peer died, or did not answer in time.
+    """
+    _drive(dcp.load, wanted, group, planner=Reads(wanted, mesh), storage_reader=Reader(folder, manifest))
+
+
+def _drive(work: Callable[..., Any], held: Mapping[str, Any], group: Any, **how: Any) -> None:
+    try:
+        with failing(lambda: f"checkpoint {work.__name__}"):
+            blocks = {name: leaf.block for name, leaf in held.items()}
+            work(blocks, process_group=group, no_dist=group is None, **how)
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, KeyboardInterrupt | SystemExit):  # DCP takes them for failures
+                raise cause from None
+        raise Failed({rank: cause for rank, (cause, _) in error.failures.items()}) from error

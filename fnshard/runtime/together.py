@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from fnshard.errors import CheckpointError, report
 from fnshard.mesh import Mesh
@@ -18,9 +16,6 @@ from fnshard.runtime.collectives import DEFAULT_TIMEOUT, failing
 from fnshard.runtime.rows import all_or_none
 
 T = TypeVar("T")
-
-# DCP says so whenever there is no process group; here that is meant.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 
 class Failed(Exception):
@@ -87,21 +82,3 @@ def agreed(group: Any, what: str, work: Callable[[], T]) -> T:
         What it raised here; CheckpointError: it failed on another rank, or here by an error of the system.
     """
     return cast(T, all_or_none(cast(Any, _Told(group)), what, work))
-
-
-def drive(work: Callable[..., Any], held: Mapping[str, Any], group: Any, **how: Any) -> None:
-    """`dcp.save` or `dcp.load`.
-
-    Raises:
-        Failed: on all ranks, if it failed on any.
-        CollectiveError: a peer died, or did not answer in time.
-    """
-    try:
-        with failing(lambda: f"checkpoint {work.__name__}"):
-            blocks = {name: leaf.block for name, leaf in held.items()}
-            work(blocks, process_group=group, no_dist=group is None, **how)
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, KeyboardInterrupt | SystemExit):  # DCP takes them for failures
-                raise cause from None
-        raise Failed({rank: cause for rank, (cause, _) in error.failures.items()}) from error
