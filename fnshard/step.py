@@ -162,11 +162,10 @@ class Step(Generic[OptimizerT, LossT]):
         """
         self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
         specs = self._lowering.leaves
-        disk_dir, mesh = self.options.disk_dir, self.mesh
-        tiers = {p: (s.memory, s.optimizer_memory) for p, s in specs.items()}
-        check_directory(disk_dir, [p for p, both in tiers.items() if "disk" in both])
+        disk_dir = self.options.disk_dir
+        check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
         shards = init_params(
-            source, specs, self._lowering.leaf_structure, mesh, init=init, seed=seed, disk_dir=disk_dir,
+            source, specs, self._lowering.leaf_structure, self.mesh, init=init, seed=seed, disk_dir=disk_dir,
             seeds_steps=self.optimizer is not None,
         )  # fmt: skip
         return self._begin(shards, seed or 0)
@@ -322,8 +321,7 @@ class Step(Generic[OptimizerT, LossT]):
 
     def heard(self, flag: str) -> bool:
         """Whether any rank had raised the flag when the last step began; the same on all ranks."""
-        flags = self._runner.rank.flags
-        return flag in flags and bool(flags[flag] > 0)
+        return bool(self._runner.rank.flags.get(flag, 0) > 0)
 
     def gather_text(self, text: str) -> list[str]:
         """One small string of every rank, by rank: a collective, for what no step can carry."""
@@ -334,8 +332,12 @@ class Step(Generic[OptimizerT, LossT]):
     def _settings(self, seed: int, number: int) -> dict[str, str]:
         """What must be alike on all ranks beside the schedule, as text by name."""
         optimizer = optimizer_text(self.optimizer, self._lowering.specs)
-        scale = repr(self._scale)
-        return {"optimizer": optimizer, "loss scale": scale, "seed": str(seed), "step": str(number)}
+        return {
+            "optimizer": optimizer,
+            "loss scale": repr(self._scale),
+            "seed": f"{seed}",
+            "step": f"{number}",
+        }
 
     @property
     def _slots(self) -> Slots:
@@ -426,12 +428,10 @@ class Step(Generic[OptimizerT, LossT]):
             if block is not None and factor is not None:
                 block = block * factor.to(block.device)
             grads.append(None if block is None else block.to(spec.storage_dtype))
-        program = bound.lowered.program
-        loss = summary.loss.to(program.results[program.outputs.loss].meta["val"].dtype)
+        loss = summary.loss.to(env["seed"].dtype)
         aux = bound.scalars.aux_tree(summary, env)
-        return (loss if aux is None else (loss, aux)), tree.unflatten(
-            grads, self._lowering.structure.of_gradients
-        )
+        structure = self._lowering.structure.of_gradients
+        return (loss if aux is None else (loss, aux)), tree.unflatten(grads, structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
         summary: Summary = env["scalars"]
