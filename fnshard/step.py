@@ -331,13 +331,8 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _settings(self, seed: int, number: int) -> dict[str, str]:
         """What must be alike on all ranks beside the schedule, as text by name."""
-        optimizer = optimizer_text(self.optimizer, self._lowering.specs)
-        return {
-            "optimizer": optimizer,
-            "loss scale": repr(self._scale),
-            "seed": f"{seed}",
-            "step": f"{number}",
-        }
+        optimizer, scale = optimizer_text(self.optimizer, self._lowering.specs), repr(self._scale)
+        return {"optimizer": optimizer, "loss scale": scale, "seed": str(seed), "step": str(number)}
 
     @property
     def _slots(self) -> Slots:
