@@ -27,7 +27,9 @@ from fnshard import SpecError, agree, launcher, post_mortem, process_group
 from fnshard.compiler import kernels, lower
 from fnshard.compiler.random import derive_keys
 from fnshard.debug.batch import on_device
+from fnshard.runtime import monitor, rollcall
 from fnshard.runtime.collectives import LATER_S, Group
+from fnshard.runtime.connect import connection
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
@@ -249,3 +251,105 @@ def test_simulated_ranks_are_on_the_cpu_and_both_sides_of_a_comparison_with_them
     away = on_device(SimpleNamespace(device="meta"), (params, fs.Whole(torch.ones(2)), 3))
     assert away[0]["w"].is_meta and away[1].value.is_meta and away[2] == 3
     assert on_device(here, params)["w"] is params["w"]
+
+
+# ------------------------------------------------------------------ silence
+
+
+class LateEvent:
+    """As CUDA's: recorded behind a wait that returned at once; it happens when the collective has ended."""
+
+    ended = 0
+    recorded = 0
+
+    def __init__(self, device_type: str):
+        assert device_type == "cuda"
+
+    def record(self) -> None:
+        LateEvent.recorded += 1
+        self.number = LateEvent.recorded
+
+    def query(self) -> bool:
+        return self.number <= LateEvent.ended
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Collectives that return at once, on a mesh of three of which rank 1 never comes; its errors by rank."""
+    store, mesh = dist.HashStore(), replace(fs.make_mesh(shard=3, device="cuda", abstract=True), kind="group")
+    monkeypatch.setattr(LateEvent, "ended", 1)
+    monkeypatch.setattr(LateEvent, "recorded", 0)
+    monkeypatch.setattr(torch, "Event", LateEvent)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(rollcall, "_get_default_store", lambda: store)
+    monkeypatch.setattr(monitor, "ROLL_CALL_S", 1.0)
+    told: dict[int, Any] = {}
+    ranks = [
+        Group(mesh, 0.3, monitor=monitor.Monitor(rank, 3, "cuda", 0.3, lambda e, r=rank: told.update({r: e})))
+        for rank in (0, 2)
+    ]
+    for group in ranks:
+        group.groups[("shard",), "reduce"] = None, (0, 1, 2)
+    yield SimpleNamespace(ranks=ranks, told=told)
+    for group in ranks:
+        group.monitor.close()
+        group.monitor.thread.join(timeout=30)
+
+
+def test_a_silent_rank_is_named_though_waits_return_at_once(nccl):
+    for group in nccl.ranks:
+        group.monitor.where = "line 7 of the schedule, backward l.0 wait all_reduce"
+        for _ in range(2):  # the first comes to its end, the second does not
+            assert group.all_reduce(torch.ones(3), ("shard",)).wait() is not None
+    for group in nccl.ranks:
+        group.monitor.thread.join(timeout=30)
+    for rank in (0, 2):
+        assert isinstance(nccl.told[rank], fs.CollectiveError)
+        assert re.match(
+            r"line 7 of the schedule, backward l.0 wait all_reduce: all_reduce over \(shard\) of ranks .*,"
+            r" on rank 0: a peer .*\n  rank 1 did not answer within 0.3 s\nFix: ",
+            str(nccl.told[rank]),
+        )
+
+
+def test_what_comes_to_its_end_is_no_silence(nccl, monkeypatch):
+    monkeypatch.setattr(LateEvent, "ended", 10)
+    for group in nccl.ranks:
+        group.all_reduce(torch.ones(3), ("shard",)).wait()
+        group.monitor.thread.join(timeout=0.5)  # more than its patience
+        assert group.monitor.thread.is_alive() and not group.monitor.waits
+    assert not nccl.told
+
+
+def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(monitor.os, "_exit", lambda code: codes.append(code))
+    codes: list[int] = []
+    monitor.end(fs.CollectiveError("rank 1 did not answer"))
+    failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
+    shown = launcher.describe_failure({0: failure}, 3, tmp_path)
+    assert shown.startswith("rank 0 of 3 failed: fnshard.errors.CollectiveError: rank 1 did not answer")
+    assert codes == [1] and "rank 1 did not answer" in capsys.readouterr().err
+    assert post_mortem.echo(failure) > 1  # so that the job may go on, and who is still at work is named
+
+
+def test_the_executor_says_which_instruction_waits():
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    seen: list[str] = []
+
+    class Notes:
+        def __setattr__(self, name: str, value: str) -> None:
+            seen.append(f"{name}: {value}")
+
+    params = {"w": torch.ones(4, 4)}
+    step = fs.shard_step(
+        lambda p, x: (x @ p["w"]).sum(), fs.presets.full_shard(params, mesh), mesh=mesh, backend="eager"
+    )
+
+    def run(rank):
+        object.__setattr__(connection(mesh), "monitor", Notes())
+        step(step.init(params), torch.ones(2, 4))
+
+    fs.simulate(mesh, run)
+    assert seen and all(re.match(r"where: line \d+ of the schedule, \w+ .* wait ", s) for s in seen), seen

@@ -47,6 +47,11 @@ def bind(context: Context) -> Callable[[Env], Env]:
     """
     lines = context.schedule.instructions
     actions: list[Action] = [_BIND[type(line)](line, context) for line in lines]
+    monitor = getattr(context.comm, "monitor", None)
+    if monitor is not None:
+        actions = [
+            _named(monitor, n, line, a) for n, (line, a) in enumerate(zip(lines, actions, strict=True))
+        ]
     if context.watch is not None:
         actions = [context.watch(n, line, a) for n, (line, a) in enumerate(zip(lines, actions, strict=True))]
     finish = context.transfers.finish if context.transfers else None
@@ -65,6 +70,19 @@ def bind(context: Context) -> Callable[[Env], Env]:
             if finish:
                 finish()
         return env
+
+    return run
+
+
+def _named(monitor: Any, number: int, line: Instruction, action: Action) -> Action:
+    """What a wait that does not block is for, in case nobody comes."""
+    if not isinstance(line, Wait):
+        return action
+    where = _where(line, number)
+
+    def run(env: Env) -> None:
+        monitor.where = where
+        action(env)
 
     return run
 

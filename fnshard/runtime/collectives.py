@@ -28,7 +28,8 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError, report
 from fnshard.mesh import Mesh
-from fnshard.runtime.rollcall import absent
+from fnshard.runtime.monitor import Monitor
+from fnshard.runtime.rollcall import absent, lost
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -107,7 +108,10 @@ class Done(Generic[T]):
 
 
 class Pending(Generic[T]):
-    """Torch `Work`s and what to make of their outputs; holds inputs and outputs until waited for."""
+    """Torch `Work`s and what to make of their outputs; holds inputs and outputs until waited for.
+
+    `monitor`: hears of waits that do not block the host.
+    """
 
     def __init__(
         self,
@@ -115,13 +119,17 @@ class Pending(Generic[T]):
         take: Callable[[], T],
         what: Callable[[], str],
         blame: Callable[[str], str] | None = None,
+        monitor: Monitor | None = None,
     ):
         self._works, self._take, self._what, self._blame = works, take, what, blame
+        self._monitor = monitor
 
     def wait(self) -> T:
         with failing(self._what, self._blame):
             for work in self._works:
                 work.wait()
+            if self._monitor is not None:
+                self._monitor.note(self._what)
             result = self._take()
         self._works, self._take = (), waited_twice
         return result
@@ -159,15 +167,6 @@ def forget(closed: Collectives) -> None:
     known = closed.mesh.connections
     for key in [k for k, v in known.items() if v is closed]:
         del known[key]
-
-
-def lost(what: str, cause: str) -> str:
-    """The text of a `CollectiveError`."""
-    return report(
-        f"{what}: a peer died, left, or did not answer in time.",
-        [cause],
-        "look at the rank that failed first, its own error is the cause; if all live, raise the timeout.",
-    )
 
 
 def describe(name: str, mesh: Mesh, axes: Axes) -> str:
@@ -279,12 +278,13 @@ class Group:
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
 
     With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
-    everything in full-size temporaries.
+    everything in full-size temporaries. `monitor`: where waits do not block.
     """
 
     mesh: Mesh
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
+    monitor: Monitor | None = field(default=None, compare=False, repr=False)
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
@@ -299,11 +299,11 @@ class Group:
             group, order = self.group(axes, "gather")
             if self.peer_to_peer:
                 works, rows = self._exchange([flat] * n, axes, group)
-                return Pending(works, lambda: rows, what, self._blame)
+                return self._pending(works, lambda: rows, what)
             out = flat.new_empty(n * flat.numel())
             work = _all_gather(as_bytes(out), as_bytes(flat), group=group, async_op=True)
         rows = out.view(n, -1).unbind(0)
-        return Pending([work], lambda: (flat, [rows[place] for place in order])[1], what, self._blame)
+        return self._pending([work], lambda: (flat, [rows[place] for place in order])[1], what)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         n = self.mesh.axes_size(axes)
@@ -314,12 +314,12 @@ class Group:
             group, order = self.group(axes, "reduce")
             if self.peer_to_peer:
                 works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
-                return Pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what, self._blame)
+                return self._pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what)
             if order != tuple(range(n)):
                 rows = rows.view(n, -1)[[order.index(place) for place in range(n)]].view(-1)
             out = rows.new_empty(rows.numel() // n)
             work = _reduce_scatter(out, rows, group=group, async_op=True)
-        return Pending([work], lambda: (rows, out)[1], what, self._blame)
+        return self._pending([work], lambda: (rows, out)[1], what)
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
@@ -338,7 +338,7 @@ class Group:
         with failing(what, self._blame):
             group, _ = self.group(axes, "reduce")
             work = dist.all_reduce(flat, group=group, async_op=True)
-        return Pending([work], lambda: flat, what, self._blame)
+        return self._pending([work], lambda: flat, what)
 
     def gather_object(self, text: str) -> list[str]:
         with failing(self._what("gather_object", self.mesh.names), self._blame):
@@ -355,11 +355,16 @@ class Group:
 
     def close(self) -> None:
         forget(self)
+        if self.monitor is not None:
+            self.monitor.close()
         groups, owned = list(self.groups.values()), dist.is_initialized()
         self.groups.clear()
         for group, _ in groups:
             if owned:
                 dist.destroy_process_group(group)
+
+    def _pending(self, works: Sequence[Any], take: Callable[[], T], what: Callable[[], str]) -> Pending[T]:
+        return Pending(works, take, what, self._blame, self.monitor)
 
     def _what(self, name: str, axes: Axes) -> Callable[[], str]:
         return lambda: describe(name, self.mesh, axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT, Abstract, Collectives, Group, Local, Transport
+from fnshard.runtime.monitor import Monitor
 from fnshard.runtime.shm import connect_shared
 from fnshard.runtime.simulated import Simulated
 
@@ -34,7 +35,8 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
     #   2       51 / 46 / 24    28 / 26 / 24   4 / 5 / 10
     #   4       110 / 94 / 50   45 / 59 / 50   6 / 10 / 21
     on_cpu = mesh.device_type == "cpu"
-    group = Group(mesh, timeout, peer_to_peer=on_cpu and transport != "native")
+    monitor = None if on_cpu else Monitor(mesh.rank, mesh.size, mesh.device_type, timeout)
+    group = Group(mesh, timeout, on_cpu and transport != "native", monitor)
     if on_cpu and transport == "auto":
         return connect_shared(group) or group
     return group

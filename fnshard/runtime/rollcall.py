@@ -12,12 +12,14 @@ import time
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from fnshard.errors import report
+
 WAIT_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
 LARGEST = 256  # ranks; more would read too much from one store
 KEY = "fnshard/roll"
 
 
-def absent(rank: int, world: int) -> list[int]:
+def absent(rank: int, world: int, wait_s: float | None = None) -> list[int]:
     """The ranks that have not signed since this one's last roll call; empty where nobody can tell."""
     if world > LARGEST:
         return []
@@ -26,7 +28,7 @@ def absent(rank: int, world: int) -> list[int]:
         # What ranks had signed when this one last asked belongs to an earlier failure.
         seen = json.loads(store.get(mine)) if store.check([mine]) else [0] * world
         store.set(f"{KEY}/{rank}", str(_count(store, rank) + 1))
-        counts, until = list(seen), time.monotonic() + WAIT_S
+        counts, until = list(seen), time.monotonic() + (WAIT_S if wait_s is None else wait_s)
         while missing := [r for r in range(world) if counts[r] == seen[r]]:
             for each in missing:
                 counts[each] = _count(store, each)
@@ -37,6 +39,15 @@ def absent(rank: int, world: int) -> list[int]:
     except (RuntimeError, ValueError):  # the store lay with the rank that is gone; there is no group
         return []
     return missing
+
+
+def lost(what: str, cause: str) -> str:
+    """The text of a `CollectiveError`."""
+    return report(
+        f"{what}: a peer died, left, or did not answer in time.",
+        [cause],
+        "look at the rank that failed first, its own error is the cause; if all live, raise the timeout.",
+    )
 
 
 def _count(store: Store, rank: int) -> int:
