@@ -9,7 +9,7 @@ The map; a module imports only from lines above its own (`tests/test_house.py` h
 
 ground        errors, tree (pytrees), arguments (a batch as passed), process_group (joining, leaving), mesh
               (ranks on named axes), reachable (what `fn` can read and write), guard (what it has read)
-what you say  deferred_init (with recorder, tape), functional, spec (LayoutSpec, P), rules
+what you say  deferred_init (with recorder, tape, host_random), functional, spec (LayoutSpec, P), rules
               (match_specs), units, presets, codecs, lora, losses (with fused), optim, transform (the
               optimizer's contract), scaling, schedules, state
 runtime/      how bytes move: collectives (gloo, NCCL, shared memory, simulated), tiers, checkpoints' files

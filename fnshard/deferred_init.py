@@ -18,6 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
 from fnshard.errors import StateError, leaves, report
+from fnshard.host_random import refused
 from fnshard.reachable import Reachable
 from fnshard.recorder import META, Functions, Operators, Recorder
 from fnshard.tape import Tape, View, generator_lock, leaves_of
@@ -43,6 +44,7 @@ def deferred() -> Iterator[None]:
 
     Raises:
         StateError: in the block, what cannot be recorded: to read a value that depends on random numbers,
+            random numbers of Python's and NumPy's, which no seed of the step's makes alike on all ranks,
             another device than the CPU, an operator without a shape rule for meta tensors.
 
     >>> import fnshard as fs
@@ -68,12 +70,23 @@ def deferred() -> Iterator[None]:
                     stack.callback(register(recorder.meet).remove)
                 stack.enter_context(recorder.one_truncation())
                 stack.enter_context(recorder.streams)
+                stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
                 stack.enter_context(Operators(recorder))
                 stack.enter_context(Functions(recorder))
                 yield
             _close(recorder)
         finally:
             _here.recorder = None
+
+
+def _draw(name: str) -> StateError:
+    return StateError(
+        report(
+            f"a constructor draws random numbers by {name}, which differ from rank to rank.",
+            fix="draw with torch, which step.init(model, seed=) makes alike; or with a generator that has a "
+            "seed, numpy.random.default_rng(0), random.Random(0).",
+        )
+    )
 
 
 _REGISTRATIONS = (

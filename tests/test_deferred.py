@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deferrable import MODULES, Gpt, Tables
@@ -306,6 +308,25 @@ def test_a_value_that_depends_on_the_seed_cannot_be_read(act: Callable[[Any], An
     ):
         deferred(lambda: Holds(act))
     assert torch.equal(torch.zeros(2) + 1, torch.ones(2)), "the block has ended"
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: np.random.rand(), r"numpy.random.rand"),
+        (lambda: np.random.default_rng().random(), r"numpy.random.default_rng\(\)"),
+        (lambda: random.random(), "random.random"),
+        (lambda: random.uniform(0, 1), r"random.uniform"),
+    ],
+)
+def test_random_numbers_that_differ_from_rank_to_rank_are_refused(draw: Any, name: str) -> None:
+    with pytest.raises(StateError, match=rf"(?s)constructor draws random numbers by {name}.*Fix: draw"):
+        deferred(lambda: Holds(lambda module: nn.init.constant_(module.layer.weight, draw())))
+    draw()  # the block has ended
+    seeded = deferred(lambda: Holds(lambda m: m.layer.weight.data.fill_(np.random.default_rng(0).random())))
+    params = fs.make_functional(seeded)[1]
+    values = fs.shard(params, fs.match_specs(params, [("*", LayoutSpec())]), fs.make_mesh(shard=1))
+    assert (values["layer.weight"] == np.float32(np.random.default_rng(0).random())).all()
 
 
 def test_a_write_to_a_tensor_from_outside_is_refused() -> None:

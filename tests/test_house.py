@@ -73,7 +73,7 @@ PUBLIC = [
 FLOORS = {
     "F0: pytrees, errors, axes": "errors tree arguments process_group mesh reachable guard",
     "F1: what a user names": """
-        fused losses spec codecs units rules presets tape recorder deferred_init
+        fused losses spec codecs units rules presets tape recorder host_random deferred_init
         functional schedules lora transform optim scaling state""",
     "F2: how it is done": """
         runtime runtime.memory runtime.buckets runtime.rollcall runtime.monitor
@@ -83,7 +83,7 @@ FLOORS = {
         runtime.folder runtime.plain runtime.manifest runtime.root runtime.blocks runtime.together runtime.dcp
         measure hardware""",
     "F3: paper": """
-        compiler compiler.program compiler.random compiler.host_random compiler.stacks compiler.failures
+        compiler compiler.program compiler.random compiler.stacks compiler.failures
         compiler.positions compiler.substitutes compiler.refuse compiler.normalize compiler.inplace
         compiler.causal
         compiler.operands compiler.outputs

@@ -22,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.failures import Call
-from fnshard.compiler.host_random import DRAWS, draws
 from fnshard.compiler.positions import positions
 from fnshard.compiler.substitutes import SUBSTITUTES, unvalidated
 from fnshard.errors import TraceError, report
+from fnshard.host_random import DRAWS, draws
 
 _AUTOGRAD_FUNCTION = report(
     "`fn` calls the torch.autograd.Function {name}, whose backward a trace loses.",

@@ -22,7 +22,6 @@ from fnshard.arguments import Arguments
 from fnshard.compiler import stacks
 from fnshard.compiler.causal import recognise_causal
 from fnshard.compiler.failures import Call, explain, refused_at
-from fnshard.compiler.host_random import GENERATORS, undrawn
 from fnshard.compiler.inplace import functionalize
 from fnshard.compiler.normalize import normalize
 from fnshard.compiler.operands import check_dtypes
@@ -41,6 +40,7 @@ from fnshard.compiler.rounding import keep_rounding
 from fnshard.compiler.stacks import user_traceback
 from fnshard.errors import TraceError, leaves, report
 from fnshard.guard import computed_names, guard_of, recorded
+from fnshard.host_random import GENERATORS, undrawn
 from fnshard.losses import Whole
 from fnshard.reachable import unspoiled
 from fnshard.spec import LayoutSpec

@@ -41,6 +41,40 @@ def draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., b
     yield random.Random, "seed", random.Random.seed, "a random.Random without a seed", _unseeded
 
 
+@contextmanager
+def refused(error: Callable[[str], Exception], here: Callable[[], bool]) -> Iterator[None]:
+    """In the block a draw from a generator that all share, or that has no seed, is an error.
+
+    Args:
+        error: made of the draw's name.
+        here: whether a call is one of the block's own.
+    """
+    reseeds = ("seed", "set_state", "setstate")
+    found = [each for each in draws() if each[0] in (random, np.random, _PYTHON) and each[1] not in reseeds]
+    found.append(
+        (np.random, "default_rng", np.random.default_rng, "numpy.random.default_rng()", _unseeded_rng)
+    )
+    before = []
+    for owner, attribute, function, name, when in found:
+
+        def call(*args: Any, _f: Any = function, _name: str = name, _when: Any = when, **kwargs: Any) -> Any:
+            if here() and _when(*args, **kwargs):
+                raise error(_name)
+            return _f(*args, **kwargs)
+
+        before.append((owner, attribute, vars(owner).get(attribute)))
+        setattr(owner, attribute, call)
+    try:
+        yield
+    finally:
+        for owner, attribute, own in before:
+            setattr(owner, attribute, own) if own is not None else delattr(owner, attribute)
+
+
+def _unseeded_rng(seed: Any = None) -> bool:
+    return seed is None
+
+
 def _always(*_: Any, **__: Any) -> bool:
     return True
 
