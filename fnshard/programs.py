@@ -121,7 +121,11 @@ def folded(key: Key) -> dict[str, Any]:
 
 def lines(changes: list[Change]) -> list[str]:
     """`batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
-    return [f"{name} from {shown(before)} to {shown(now)}" for name, before, now in changes]
+    return [f"{name} {_from_to(shown(before), shown(now))}" for name, before, now in changes]
+
+
+def _from_to(before: str, now: str) -> str:
+    return f"from {before} to {now}" if before != now else f"from one to another that prints alike, {now}"
 
 
 def shown(value: Any) -> str:

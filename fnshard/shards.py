@@ -271,6 +271,15 @@ def unshard(
         shards = _without_gaps(shards, specs)
         specs = aligned(specs, shards)
     named, structure = spec_paths(specs)
+    open_ = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
+    if open_:
+        raise SpecError(
+            report(
+                f"the specs of {leaves(len(open_))} do not know the shapes of their leaves:",
+                open_,
+                "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
+            )
+        )
     given = {p: None if v is _GAP else v for p, v in tree.flatten_with_paths(shards)[0].items()}
     if layout == "optimizer":  # by path, of the leaves that train alone
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given

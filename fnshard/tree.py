@@ -187,7 +187,18 @@ def flatten_with_paths(
     >>> flatten_with_paths({"a": {"w": 1}, "b": [2, 3]}, constants=True)[0]
     {'a.w': 1, 'b.0': 2, 'b.1': 3}
     """
-    pairs, nodes = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    try:
+        pairs, nodes = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    except ValueError as error:
+        if "flatten_with_keys_fn" not in str(error):
+            raise
+        raise SpecError(
+            report(
+                f"a class in this tree has no names for its children: {str(error).split('. ')[0]}.",
+                fix="torch.utils._pytree.register_pytree_node(..., flatten_with_keys_fn=), or instead of it "
+                "fs.tree.register(cls, flatten, unflatten).",
+            )
+        ) from error
     named = {".".join(_key(k) for k in keys) or "value": leaf for keys, leaf in pairs}
     if len(named) != len(pairs):
         seen: set[str] = set()

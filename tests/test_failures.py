@@ -86,6 +86,18 @@ FAILING = {
         lambda p, x, y: (x @ p["w"] * F.one_hot(y)).sum(), W, (X, IDS),
         r"tensor's value.*Fix: .*num_classes=n",
     ),
+    "a value of a tensor that it closes over": (
+        lambda p, x: (x @ p["w"]).sum() * sum(FLOATS.tolist()), W, (X,),
+        r"a tensor's value \(.tolist.*Fix: .*plain Python arguments",
+    ),
+    "matrices of two dtypes": (
+        lambda p, x: torch.linalg.multi_dot([x, p["w"], x.double().T]).sum(), W, (X,),
+        r"multi_dot.*Fix: .*x.to\(weight.dtype\)",
+    ),
+    "weights of classes that train": (
+        lambda p, x, y: F.cross_entropy(x @ p["w"], y, weight=p["w"][0]), W, (X, IDS),
+        r"cross_entropy\(.*Fix: detach it, .*\* weight\[labels\]",
+    ),
     "packed rows": (
         lambda p, x: nn.utils.rnn.pack_padded_sequence(x[None] @ p["w"], torch.tensor([3]), True).data.sum(),
         W, (X,), r"tensor's value.*Fix: .*padded rows and mask",

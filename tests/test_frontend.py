@@ -414,6 +414,11 @@ def test_blocks_that_lie_otherwise_than_unshard_is_told_are_named(
         fs.simulate(mesh, lambda rank: fs.unshard(blocks, specs, mesh, layout=layout))
 
 
+def test_unshard_asks_for_specs_that_know_shapes() -> None:
+    with pytest.raises(SpecError, match=r"(?s)specs of 1 leaf do not know.*specs\['w'\].*Fix: step\.specs"):
+        fs.unshard({"w": torch.zeros(3)}, {"w": LayoutSpec()}, fs.make_mesh(shard=1, device="cpu"))
+
+
 # ------------------------------------------------------------------ init
 
 

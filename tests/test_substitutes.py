@@ -94,7 +94,9 @@ def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
         given = ((7, 1, 5), (3, 2, 1)) if numbers else (lengths, counts)
         log_probs = F.log_softmax(p["w"], -1)
         losses = F.ctc_loss(log_probs, targets, *given, reduction=reduction, zero_infinity=zero)
-        return losses.sum()
+        kind = ("none", "mean", "sum").index(reduction)
+        same = torch.ctc_loss(log_probs, targets, *given, reduction=kind, zero_infinity=zero)
+        return losses.sum() + same.sum()
 
     params = leaves(w=(7, 3, 4))
     lengths = torch.tensor([7, 1, 5])
@@ -234,6 +236,23 @@ def test_a_permutation() -> None:
         assert abs(torch.corrcoef(torch.stack([order.double(), torch.arange(COUNT).double()]))[0, 1]) < 0.03
     assert not torch.equal(first, second)
     assert narrow.dtype == torch.int32 and sorted(narrow.tolist()) == list(range(9)) and none.numel() == 0
+
+
+def test_integers_in_place_are_between_their_limits() -> None:
+    def drawn(p: Any) -> Any:
+        like = torch.empty(200)
+        return p["w"].sum(), (
+            like.clone().random_(), like.bool().random_(), like.long().random_(), like.random_(3, 5).clone(),
+            like.int().random_(2),
+        )  # fmt: skip
+
+    specs = fs.match_specs({"w": torch.ones(2)}, [("*", fs.LayoutSpec())])
+    (_, found), _ = fs.shard_step(drawn, specs, backend="eager")({"w": torch.ones(2)})
+    floats, flags, longs, both, bits = found
+    assert (floats == floats.floor()).all() and 2**23 < floats.max() <= 2**24
+    assert flags.dtype == torch.bool and 0 < flags.sum() < 200
+    assert longs.min() >= 0 and longs.max() > 2**61
+    assert both.unique().tolist() == [3, 4] and bits.unique().tolist() == [0, 1]
 
 
 def test_draws_with_replacement_follow_the_weights() -> None:

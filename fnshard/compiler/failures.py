@@ -49,6 +49,8 @@ _BY_MESSAGE = {
     r"must be Tensor, not|got an invalid combination|unsupported operand": "make it a tensor where the batch "
     "is made, as in torch.as_tensor(labels); a list in the batch is so many Python numbers.",
     r"Autograd not support dtype": MIXED,
+    r"not differentiable with respect to": "detach it, or give its leaf trainable=False; for weights of "
+    "classes that train: F.cross_entropy(..., reduction='none') * weight[labels].",
     r"[Ll]ong|integer|Int\b": "indices and labels are integers, such as torch.long: are the arguments of the "
     "batch in the order of `fn`'s?",
     r"Could not infer dtype|meta tensor": _VALUE,
@@ -86,7 +88,8 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return [a for a in self.arguments if isinstance(a, Tensor)]
+        flat = [v for a in self.arguments for v in (a if isinstance(a, list | tuple) else [a])]
+        return [v for v in flat if isinstance(v, Tensor)]
 
 
 def explain(
@@ -143,7 +146,7 @@ def _placed(text: str, place: str) -> str:
 def _depends_on_values(error: Exception) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    known = "data-dependent" in str(error) or ".numpy() is not supported" in str(error)
+    known = re.search(r"data-dependent|\.(numpy|tolist)\(\) is not supported", str(error)) is not None
     return isinstance(error, RuntimeError) and (known or "GuardOnDataDependent" in type(error).__name__)
 
 

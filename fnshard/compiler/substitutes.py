@@ -174,6 +174,19 @@ def _ctc_loss(
     return _reduced(losses if batched else losses.squeeze(0), reduction)
 
 
+def _ctc_loss_of_torch(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    kind = ("none", "mean", "sum")[reduction]
+    return _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
+
+
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
     reduce = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
     if reduction not in reduce:
@@ -261,6 +274,17 @@ def _normal(
     return _written((drawn * std + mean).to(like.dtype), options.get("out"))
 
 
+def _random_(x: Tensor, *limits: Any, generator: Any = None, **named: Any) -> Tensor:
+    """`Tensor.random_()`, `random_(to)`, `random_(from, to)`: by default all integers that the dtype has."""
+    values = (*limits, *named.values())
+    low, high = values if len(values) == 2 else (0, *values, None)[:2]
+    if high is None:
+        info = torch.finfo(x.dtype) if x.is_floating_point() else None
+        most = int(2 / info.eps) if info else 1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
+        high = min(most, torch.iinfo(torch.int64).max - 1) + 1
+    return x.copy_(torch.randint(low, high, x.shape, generator=generator, device=x.device))
+
+
 def _rrelu(
     input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Tensor:
@@ -337,6 +361,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._grouped_mm: _grouped_mm,
     F.grouped_mm: _grouped_mm,
     F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss_of_torch,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.randperm: _randperm,
     torch.multinomial: _multinomial,
@@ -345,6 +370,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.rrelu: _rrelu,
     torch.rrelu: _rrelu_of_torch,
     torch.rrelu_: lambda *args, **kwargs: _written(_rrelu_of_torch(*args, **kwargs), args[0]),
+    torch.Tensor.random_: _random_,
     torch.Tensor.cauchy_: lambda x, median=0, sigma=1, *, generator=None: (
         x.uniform_(-0.5, 0.5, generator=generator).mul_(math.pi).tan_().mul_(sigma).add_(median)),
     torch.Tensor.log_normal_: lambda x, mean=1, std=2, *, generator=None: (
