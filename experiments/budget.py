@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
+import fnshard as fs
 from experiments.config import AUTO, ConfigError
 from experiments.place import ranks_of
 from fnshard.errors import report
 from fnshard.measure import memory_bytes
 
-EVERYTHING = ("parameters", "gradients", "optimizer")
-SHARDED = {  # what each rank keeps a part of, by strategy
-    **dict.fromkeys(("full_shard", "zero3", "shard_grad_op", "hybrid_shard", AUTO), EVERYTHING),
-    "zero2": ("gradients", "optimizer"),
-    "zero1": ("optimizer",),
-    "no_shard": (),
-}
 PROCESS_bytes = 128 << 20  # of a process that has loaded torch
 WAYS = (
     "a smaller model (model.layers, model.width, model.vocab) or batch (data.rows), more devices, fewer "
@@ -45,11 +39,19 @@ def state_bytes(config: Any) -> dict[str, tuple[str, int]]:
         "gradients": (strategy.update_on or "device", count * size["reduce"] * whole),
         "optimizer": (strategy.optimizer_memory, count * size["optimizer"] * slots),
     }
-    ways = config.mesh.shard if strategy.name == "hybrid_shard" else ranks
-    parts = {name: ways if name in SHARDED[strategy.name] else 1 for name in EVERYTHING}
+    parts = _parts(strategy.name, config.mesh)
     found = {name: (tier, bytes_ // parts[name]) for name, (tier, bytes_) in total.items()}
     tokens = config.data.rows * config.model.context // ranks
     return found | {"batch": ("device", 2 * torch.int64.itemsize * tokens)}
+
+
+def _parts(strategy: str, mesh: Any) -> dict[str, int]:
+    """Into how many parts a strategy's preset splits what ranks keep; a plan of `auto` may split all."""
+    preset = fs.presets.PRESETS["full_shard" if strategy == AUTO else strategy]
+    axes = fs.make_mesh(replicate=mesh.replicate, shard=mesh.shard, abstract=True)
+    spec = preset({"leaf": torch.empty(axes.size, device="meta")}, axes)["leaf"]
+    layouts = {"parameters": spec.storage, "gradients": spec.gradient, "optimizer": spec.optimizer}
+    return {name: axes.axes_size(layout.axes) for name, layout in layouts.items()}
 
 
 def check_memory(config: Any, ranks_here: int, available: Mapping[str, int] | None = None) -> None:

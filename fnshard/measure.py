@@ -322,12 +322,13 @@ def memory_bytes(device: torch.device, ranks: int) -> int:
     """Of one rank's device; a CPU's memory is shared by the ranks of its host."""
     if device.type == "cpu":
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min([whole, *_cgroup_limits(Path("/"))]) // ranks
+        return min([whole, *(limit for limit, _ in control_groups())]) // ranks
     return torch.accelerator.get_memory_info(device)[1]
 
 
-def _cgroup_limits(root: Path) -> list[int]:
-    """Memory limits of this process's control groups and those around them (cgroups 2 and 1), in bytes."""
+def control_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """(limit, used) bytes of this process's control groups and those around them (cgroups 2 and 1), where
+    they have a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -337,11 +338,16 @@ def _cgroup_limits(root: Path) -> list[int]:
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        top, most, used = (
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("", "memory.max", "memory.current")
+        )
         inside = Path(group.lstrip("/"))
         for folder in (inside, *inside.parents):  # a container may see its own group as the top
+            place = root / "sys/fs/cgroup" / top / folder
             try:
-                found.append(int((root / "sys/fs/cgroup" / top / folder / name).read_text()))
+                found.append((int((place / most).read_text()), int((place / used).read_text())))
             except (OSError, ValueError):  # not mounted here, or "max"
                 continue
     return found

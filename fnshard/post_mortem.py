@@ -10,6 +10,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fnshard.measure import control_groups
+
 # What a rank says when *another* one died: never the cause of a failure, always its echo.
 ECHOES = (
     "CollectiveError",
@@ -54,18 +56,13 @@ PEAK = ".peak"  # of the file beside a rank's error file
 
 
 def free_bytes() -> int | None:
-    """Memory that processes may still take, of the machine and of this process's control group; None where
+    """Memory that processes may still take, of the machine and of this process's control groups; None where
     the system does not say it."""
-    found = []
+    found = [max(0, limit - used) for limit, used in control_groups()]
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) << 10)
-    with suppress(OSError, ValueError, IndexError):
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].lstrip("/")
-        folder = Path("/sys/fs/cgroup", group)
-        most, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
-        found.append(max(0, int(most) - int(used)))  # "max" is no limit, and no number
     return min(found, default=None)
 
 

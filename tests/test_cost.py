@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
-from fnshard import Hardware, SpecError
+from fnshard import Hardware, SpecError, post_mortem
 from fnshard import measure as measuring
 from fnshard.compiler import schedule as lines
 from fnshard.compiler.cost import _PRICES, Pricer
@@ -378,17 +378,22 @@ def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
         path = tmp_path / "sys/fs/cgroup" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(value)
-    assert sorted(measuring._cgroup_limits(tmp_path)) == expected
-    assert measuring._cgroup_limits(tmp_path / "nowhere") == []
+        (path.parent / {"memory.max": "memory.current"}.get(path.name, "memory.usage_in_bytes")).write_text(
+            "5"
+        )
+    assert sorted(measuring.control_groups(tmp_path)) == [(limit, 5) for limit in expected]
+    assert measuring.control_groups(tmp_path / "nowhere") == []
 
 
 def test_ranks_of_one_host_share_its_memory_and_heed_a_limit() -> None:
     cpu = torch.device("cpu")
-    with mock.patch.object(measuring, "_cgroup_limits", lambda root: []):
+    with mock.patch.object(measuring, "control_groups", lambda: []):
         whole = measuring.memory_bytes(cpu, 1)
         assert measuring.memory_bytes(cpu, 4) == whole // 4
-    with mock.patch.object(measuring, "_cgroup_limits", lambda root: [whole // 2, 2 * whole]):
+    with mock.patch.object(measuring, "control_groups", lambda: [(whole // 2, 0), (2 * whole, 0)]):
         assert measuring.memory_bytes(cpu, 2) == whole // 2 // 2
+    with mock.patch.object(post_mortem, "control_groups", lambda: [(1000, 300), (900, 0)]):
+        assert post_mortem.free_bytes() == 700
 
 
 def _measure(rank: int) -> Any:
