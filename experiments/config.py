@@ -274,7 +274,7 @@ class RunConfig:
     """How long, on what, and what is told of it.
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
-    on disk.
+    on disk. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
@@ -298,6 +298,7 @@ class RunConfig:
     timeout_s: float = 600.0
     device_gb: float | None = None
     disk_dir: str | None = None
+    deterministic: bool = False
     save_every: int = 100
     async_save: bool = False
     keep: int = 2

@@ -71,19 +71,20 @@ def plan_of(
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
         "grad_norm": True,
     }  # fmt: skip
+    exact = {"deterministic": run.deterministic}
     if strategy.name == AUTO:
         planned_for = hardware_of(hardware, mesh)
         found = _agreed(
             fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
             optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
-        return Plan(found.specs, found.options, found, planned_for)
+        return Plan(found.specs, {**found.options, **exact}, found, planned_for)
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     options |= {
         "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
     }  # fmt: skip
-    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options | exact)
 
 
 def _agreed(*args: Any, **options: Any) -> fs.Fit:

@@ -29,7 +29,7 @@ from fnshard.compiler.remat import check as check_remat
 from fnshard.compiler.schedule import TRANSFERS, Schedule
 from fnshard.compiler.split import Segments
 from fnshard.compiler.timeline import Timeline, simulate
-from fnshard.compiler.trace import flatten_batch, without_autocast
+from fnshard.compiler.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.traffic import Traffic, analyse
 from fnshard.compiler.transport import Kind
 from fnshard.errors import SpecError, StateError, TraceError, report
@@ -64,6 +64,7 @@ class Options:
     remat: Remat = "none"
     save: tuple[str, ...] = ()
     disk_dir: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         wrong = check_remat(self.remat, self.save)
@@ -81,6 +82,8 @@ class Options:
             wrong.append(f"cache={self.cache!r}: a whole number of batch shapes, at least 1")
         if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             wrong.append(f"timeout={self.timeout!r}: seconds, more than 0")
+        if not isinstance(self.deterministic, bool):
+            wrong.append(f"deterministic={self.deterministic!r}: True or False")
         if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
             wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
         if wrong:
@@ -222,9 +225,10 @@ class Lowered:
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""
         if self.compiled is None:
-            self.compiled = compile_kernels(
-                self.stages.kernels.values(), backend=self.options.backend, options=self.options.inductor
-            )
+            with deterministic(self.options.deterministic):
+                self.compiled = compile_kernels(
+                    self.stages.kernels.values(), backend=self.options.backend, options=self.options.inductor
+                )
         return self
 
     def __str__(self) -> str:
@@ -346,7 +350,7 @@ class Lowering:
         check_arguments(self.fn, batch)
         check_leaves(batch)
         key, micro = batch_key(batch), micro_batch(batch, self.options.accumulate)
-        with self.lock, without_autocast():
+        with self.lock, without_autocast(), deterministic(self.options.deterministic):
             known = self.programs.get(key)
             if known is not None:
                 return known

@@ -18,7 +18,7 @@ from fnshard.compiler.ledger import made_of
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
 from fnshard.compiler.scalars import Scalars
-from fnshard.compiler.trace import flatten_batch, without_autocast
+from fnshard.compiler.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.update import Updater
 from fnshard.losses import Whole
 from fnshard.lowered import Lowered, Lowering
@@ -152,7 +152,8 @@ class Runner:
 
         def alone(env: dict[str, Any]) -> dict[str, Any]:
             try:
-                with without_autocast():  # the caller's mode is not the program's
+                # The caller's modes are not the program's.
+                with without_autocast(), deterministic(lowered.options.deterministic):
                     return run(env)
             except torch.OutOfMemoryError as error:  # beside the prediction: the batch, and others' tensors
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))

@@ -57,6 +57,7 @@ def shard_step(
     remat: Remat = "none",
     save: Sequence[str] = (),
     disk_dir: str | None = None,
+    deterministic: bool = False,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step[OptimizerT, LossT]:
@@ -87,6 +88,8 @@ def shard_step(
             a dict from unit globs to these, where units that no glob matches keep everything.
         save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
         disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
+        deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits
+            again on the same GPUs. An op that has none is an error. CPUs give the same bits without.
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
         timeout: seconds after which a silent peer is an error.
 
@@ -104,7 +107,7 @@ def shard_step(
     chosen = Options(
         accumulate, accumulate_mode, Passes(depth, overlap), backend, inductor_options(mode, options),
         loss_scale, grad_norm, cache, timeout, remat, save if isinstance(save, str) else tuple(save),
-        disk_dir,
+        disk_dir, deterministic,
     )  # fmt: skip
     return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
 
@@ -222,14 +225,9 @@ class Step(Generic[OptimizerT, LossT]):
         specs, mesh = self._lowering.specs, self.mesh
         params = blank_params(specs, mesh, self.options.disk_dir)
         slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
-        return TrainState(
-            torch.zeros((), dtype=torch.int64),
-            tree.unflatten(params.values(), self._lowering.structure),
-            slots,
-            self._scale.init(),
-            torch.zeros((), dtype=torch.int64),
-            where=(self.specs, mesh),
-        )
+        step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+        held = tree.unflatten(params.values(), self._lowering.structure)
+        return TrainState(step, held, slots, self._scale.init(), seed, where=(self.specs, mesh))
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.

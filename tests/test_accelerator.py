@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import signal
 import traceback
@@ -19,11 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.overrides import TorchFunctionMode
 
 import fnshard as fs
+from experiments import config
 from experiments.bench import measure
 from experiments.bench import rank as bench_rank
 from experiments.bench.config import build
 from experiments.bench.contenders import CONTENDERS, Contender
-from fnshard import SpecError, agree, launcher, post_mortem, process_group
+from experiments.plan import plan_of
+from fnshard import SpecError, agree, launcher, lowered, post_mortem, process_group
 from fnshard.compiler import kernels, lower
 from fnshard.compiler.random import derive_keys
 from fnshard.debug.batch import on_device
@@ -130,9 +133,9 @@ def test_rounds_are_written_before_a_collective_can_lose_them(monkeypatch):
 
     monkeypatch.setattr(measure, "largest", dies)
     monkeypatch.setitem(CONTENDERS, "ddp", lambda task: Contender(lambda *batch: torch.zeros(())))
-    config, kept = build({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
+    small, kept = build({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
     with pytest.raises(RuntimeError):
-        measure.race(config, measure.make_task(config), ["ddp"], lambda line: None, kept.append)
+        measure.race(small, measure.make_task(small), ["ddp"], lambda line: None, kept.append)
     (found,) = kept
     assert found["contender"] == "ddp" and len(found["seconds"]) == 2
 
@@ -218,13 +221,13 @@ def test_no_tensor_of_the_host_enters_a_kernel(monkeypatch, case):
     monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
     params = {"w": torch.ones(8, 8)}
     step = fs.shard_step(ELSEWHERE[case], fs.presets.full_shard(params, CUDA), mesh=CUDA)
-    lowered = step.lower(params, torch.ones(2, 8))
-    graphs = [g.graph for k in lowered.kernels.values() for g in (k.forward, k.backward) if g is not None]
-    graphs.append(lowered.program.graph)
+    found = step.lower(params, torch.ones(2, 8))
+    graphs = [g.graph for k in found.kernels.values() for g in (k.forward, k.backward) if g is not None]
+    graphs.append(found.program.graph)
     values = [(n, n.meta.get("val")) for graph in graphs for n in graph.nodes]
     assert len(values) > 10
     assert [n for n, v in values if isinstance(v, torch.Tensor) and v.device.type == "cpu"] == []
-    assert {v.device.type for v in lowered.program.constants.values()} <= {"meta"}
+    assert {v.device.type for v in found.program.constants.values()} <= {"meta"}
 
 
 def test_keys_go_over_without_waiting():
@@ -353,3 +356,51 @@ def test_the_executor_says_which_instruction_waits():
 
     fs.simulate(mesh, run)
     assert seen and all(re.match(r"where: line \d+ of the schedule, \w+ .* wait ", s) for s in seen), seen
+
+
+# ------------------------------------------------------------------ the same bits again
+
+
+def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen: dict[str, list[bool]] = {"trace": [], "compile": [], "run": []}
+
+    def note(where: str) -> None:
+        from torch._inductor import config as inductor
+
+        exact = torch.are_deterministic_algorithms_enabled() and inductor.deterministic
+        seen[where].append(exact and os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8")
+
+    def loss(p, x):
+        note("trace")
+        return (x @ p["w"]).sum()
+
+    def leaf(path, grad, slots, param, info):
+        note("run")
+        return -grad, {}
+
+    mesh, params = fs.make_mesh(shard=2, simulated=True), {"w": torch.ones(4, 4)}
+    compile_kernels = lowered.compile_kernels
+    monkeypatch.setattr(
+        lowered, "compile_kernels", lambda *a, **k: (note("compile"), compile_kernels(*a, **k))[1]
+    )
+    step = fs.shard_step(
+        loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.Optimizer("own()", leaf),
+        backend="eager", deterministic=True,
+    )  # fmt: skip
+    fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))
+    assert all(seen["trace"] + seen["compile"] + seen["run"][-2:]) and seen["run"][0] is False, seen
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(SpecError, match="deterministic='yes': True or False"):
+        fs.shard_step(loss, step.specs, mesh=mesh, deterministic="yes")
+
+
+def test_a_run_says_it_to_its_step():
+    params, optimizer = {"w": torch.ones(4, 4)}, fs.optim.sgd(0.1)
+    for name in (True, False):
+        run, strategy = config.RunConfig(deterministic=name), config.StrategyConfig(name="no_shard")
+        plan = plan_of(
+            strategy, run, lambda p, x: (x @ p["w"]).sum(), params, CUDA, optimizer,
+            batch=(torch.ones(2, 4),), specs=lambda preset, **policy: preset(params, CUDA, **policy),
+        )  # fmt: skip
+        assert plan.options["deterministic"] is name

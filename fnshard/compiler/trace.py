@@ -5,6 +5,7 @@ The only module that uses torch's proxy tracer before autograd dispatch, and tha
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -147,6 +148,32 @@ def without_autocast() -> Iterator[None]:
     finally:
         for kind in on:
             torch.set_autocast_enabled(kind, True)
+
+
+_exact: list[bool] = []  # of who is within `deterministic`: what was the process's own choice
+_exact_lock = threading.Lock()
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Where `on`, torch's deterministic algorithms and Inductor's, and behind it what was before.
+
+    The switch is the process's, and ranks may be threads: the last to leave puts it back.
+    """
+    if not on:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
+    with _exact_lock:
+        _exact.append(_exact[0] if _exact else torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        with _exact_lock:
+            before = _exact.pop()
+            if not _exact:
+                torch.use_deterministic_algorithms(before)
 
 
 _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
