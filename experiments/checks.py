@@ -35,6 +35,8 @@ def too_large(values: Any, key: str = "") -> Iterator[str]:
 
     >>> list(too_large({"model": {"layers": 10**9, "width": 128}}))
     ['model.layers=1000000000: must be 10000 or less.']
+    >>> list(too_large({"optimizer": {"weight_decay": -(10**12)}}))
+    ['optimizer.weight_decay=-1000000000000: must be -2147483647 or more.']
     """
     if isinstance(values, Mapping):
         for name, value in values.items():
@@ -45,7 +47,8 @@ def too_large(values: Any, key: str = "") -> Iterator[str]:
     elif isinstance(values, int | float):
         most = MOST.get(key.rpartition(".")[2], MOST_OF_ALL)
         if abs(values) > most and abs(values) != math.inf:  # which is no finite number, and told as that
-            yield f"{key}={_short(values)}: must be {_short(most)} or less."
+            bound = f"{_short(-most)} or more" if values < 0 else f"{_short(most)} or less"
+            yield f"{key}={_short(values)}: must be {bound}."
 
 
 def _short(number: float) -> str:

@@ -73,6 +73,8 @@ def load_corpus(
         ValueError: no such folder, or one side of the split holds fewer than `least` bytes.
     """
     root = root or standard_library()
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder. Fix: name one as data.root.")
     names = source_files(root, suffix)
     _check_sizes(root, names)
     held = [n for n in names if is_held_out(n, held_out_percent)]

@@ -394,6 +394,11 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     (narrow / "config.json").write_text(json.dumps(told))
     given = {
         ("model=nowhere",): r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
+        (
+            "model=nowhere",
+            "data.train=none.jsonl",
+        ): r"(?s)none\.jsonl: No such file.*model=nowhere: no",
+        ("model=stdlib", "data.train=/dev/zero"): r"/dev/zero: is no regular file",
         ("model=bare",): r"config\.json",
         ("model=empty",): r"safetensors|weights",
         (f"model={model}", "data.context=65"): r"data\.context=65, and it was made for 64 positions",

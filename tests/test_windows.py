@@ -71,6 +71,8 @@ def test_standard_library_is_there_and_the_same_every_time():
 @pytest.mark.parametrize("suffix", [".nothing", ".py"])
 def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"/dev/zero is no folder\. Fix: name one as data\.root"):
+        text.load_corpus(type(tmp_path)("/dev/zero"))
     with pytest.raises(ValueError, match=r"hold \d bytes to train on .* Fix: name a folder with more text"):
         text.load_corpus(tmp_path, suffix=suffix)
 

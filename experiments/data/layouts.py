@@ -6,6 +6,7 @@ Hugging Face's `datasets`, which is imported where one of them is named.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,20 @@ def blocks_of(path: Path) -> Iterator[bytes]:
                 yield block
 
 
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: dates and bytes that are text as text; of others their type, for messages.
+
+    >>> [_plain(value) for value in (datetime.date(2024, 7, 26), b"text", bytes([255]))]
+    ['2024-07-26', 'text', {'bytes': None}]
+    """
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    try:
+        return value.decode()
+    except (AttributeError, UnicodeDecodeError):
+        return {type(value).__name__: None}
+
+
 def is_saved(path: Path) -> bool:
     """Whether a folder is one that `save_to_disk` has written."""
     return (path / ONE).is_file() or (path / SEVERAL).is_file()
@@ -56,7 +71,7 @@ def lines_of(path: Path, watch: Callable[[bytes], Any]) -> Iterator[tuple[int, b
         yield from read_lines(path, watch)
         return
     for number, record in enumerate(read(path), 1):
-        yield number, json.dumps(record, default=str).encode()
+        yield number, json.dumps(record, default=_plain).encode()
     for block in blocks_of(path):
         watch(block)
 

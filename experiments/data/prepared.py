@@ -122,7 +122,7 @@ def prepare(
     policy = Policy(context, broken, too_long, part)
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}: must be one of {', '.join(KINDS)}.")
-    paths = _readable(files)
+    paths = readable(files)
     sums = [_sum_of(path) for path in paths]
     folders = {}
     for side in policy.sides:
@@ -244,7 +244,12 @@ def _refuse(writer: Writer, paths: Sequence[Path], beside: Path) -> None:
 # ------------------------------------------------------------------ the files
 
 
-def _readable(files: Sequence[str | Path]) -> list[Path]:
+def readable(files: Sequence[str | Path]) -> list[Path]:
+    """The files, looked at and not read.
+
+    Raises:
+        ConfigError: names all that are none, or hold nothing.
+    """
     if isinstance(files, str | Path):
         files = [files]
     if not files:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,9 @@ def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path
         return made[0]
     folder = BASES.resolve() / f"{known}-{_digest(identity_of(asked))}"
     print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
+    began = time.monotonic()
     pretrain(asked, folder)
+    print(f"model={PRETRAINED}: made in {time.monotonic() - began:.0f} s, beside what follows", flush=True)
     return folder / WHOLE
 
 

@@ -56,10 +56,23 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     Raises:
         ConfigError: see `bases.directory_of`, `materials.prepared`.
     """
-    from experiments.finetune.bases import directory_of
+    from experiments.data.prepared import readable
+    from experiments.finetune.bases import PRETRAINED, directory_of
     from experiments.finetune.materials import prepared
 
-    return prepared(replace(config, model=directory_of(config, _pretrain)))
+    wrong, model, data = [], config.model, config.data
+    try:  # before a base is made
+        named = [f for f in (data.train, data.held_out, data.choices) if f is not None]
+        _ = named and readable(named)
+    except ConfigError as error:
+        wrong.append(str(error))
+    try:
+        model = model if wrong and model == PRETRAINED else directory_of(config, _pretrain)
+    except ConfigError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return prepared(replace(config, model=model))
 
 
 def _pretrain(config: FinetuneConfig, folder: Path) -> None:
