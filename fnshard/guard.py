@@ -11,7 +11,7 @@ import cProfile
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -130,13 +130,20 @@ class Guard:
         return changed
 
 
-def guard_of(fn: Any, executed: set[CodeType], computed: set[str], before: Reachable) -> Guard:
+def guard_of(
+    fn: Any,
+    executed: set[CodeType],
+    computed: set[str],
+    before: Reachable,
+    copied: Sequence[Tensor] = (),
+) -> Guard:
     """The guard of a program, made right after its trace.
 
     Args:
         executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
         computed: attributes that it read by names which it does not spell.
         before: what `fn` could reach before it ran; what it has written there itself is its own.
+        copied: tensors that the program has copies of; others it reads where they are.
     """
     reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=computed)
     entries = []
@@ -148,6 +155,8 @@ def guard_of(fn: Any, executed: set[CodeType], computed: set[str], before: Reach
             for key, value, entered in _values(container, reached)
             if _before(known, key) is value or (key is _LENGTH and _before(known, key) == value)
         ]
+    for each in copied:
+        entries.append(Entry(each, "_version", each._version, f"{_path(reached, each)}._version", False))
     for each in reached.of_type((np.ndarray,)):
         entries.append(Entry(each, _LENGTH, _size(each, each), _path(reached, each), False))
     for each in reached.of_type((FunctionType,)):

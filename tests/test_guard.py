@@ -22,6 +22,8 @@ from torch import Tensor, nn
 import fnshard as fs
 from fnshard import LayoutSpec, StateError
 from fnshard.errors import DebugError
+from fnshard.guard import guard_of
+from fnshard.reachable import Reachable
 
 WIDTH = 4
 PARAMS = {"w": torch.linspace(-1, 1, WIDTH, dtype=torch.float64)}
@@ -343,6 +345,21 @@ def test_a_profiler_that_runs_already_keeps_its_place(monkeypatch: pytest.Monkey
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
+
+
+def test_a_tensor_follows_what_is_written_to_it_and_its_copy_does_not_hold() -> None:
+    table = torch.ones(WIDTH, dtype=torch.float64)
+    fn = lambda p, x: scaled(p, x, table)  # noqa: E731
+    step = make(fn)
+    copied = guard_of(fn, set(), set(), Reachable(fn, code=True), [table])  # as on another device
+    for _ in range(2):
+        with fs.debug.assert_max_compiles(1):
+            assert_true(step, fn)
+        assert copied.holds()
+    table.mul_(3)
+    with fs.debug.assert_max_compiles(0):
+        assert_true(step, fn)
+    assert [name for name, _, _ in copied.changes()] == ["table._version"]
 
 
 # ------------------------------------------------------------------ what does not count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from toys import our_grads, plain_grads
 
 import fnshard as fs
+from fnshard.compiler.substitutes import unchecked
 
 DOUBLE = torch.float64
 
@@ -211,6 +213,16 @@ def test_an_inverse_of_a_singular_matrix_is_not_finite() -> None:
 def test_least_squares_say_the_way_out() -> None:
     with pytest.raises(fs.TraceError, match=r"(?s)lstsq.*Fix: torch.linalg.pinv\(A\) @ B"):
         our_grads(lambda p: torch.linalg.lstsq(p["w"], p["w"])[0].sum(), leaves(w=(4, 4)))
+
+
+def test_other_threads_keep_their_checks_while_one_takes_operators_apart() -> None:
+    import torch._higher_order_ops.effects as effects
+
+    check = torch.ops.aten._linalg_check_errors.default
+    with ThreadPoolExecutor(1) as other, unchecked():
+        assert not effects.has_effects(check)
+        assert other.submit(effects.has_effects, check).result()
+    assert effects.has_effects(check)
 
 
 # ------------------------------------------------------------------ draws

@@ -43,7 +43,7 @@ from fnshard.errors import TraceError, leaves, report
 from fnshard.guard import computed_names, guard_of, recorded
 from fnshard.host_random import GENERATORS, undrawn
 from fnshard.losses import Whole
-from fnshard.reachable import unspoiled
+from fnshard.reachable import is_plain, unspoiled
 from fnshard.spec import LayoutSpec
 
 CLOSURE_LIMIT_bytes = 1 << 20
@@ -119,6 +119,7 @@ def trace(
         values |= {Input("batch", n): v for n, v in tensors.items()}
         graph, keys, constants = normalize(graph_module, len(inputs))
         _check_constants(constants)
+        copied = [v for v in constants.values() if v.device.type != device.type and is_plain(v)]
         constants = {n: v.detach().to(device) for n, v in constants.items()}
         inputs += [Input("constant", n) for n in constants] + [Input("key", n) for n in keys]
         with mode:
@@ -134,7 +135,7 @@ def trace(
                 propagate(pure, _given(inputs, values))
         recognise_causal(pure)
         keep_rounding(pure)
-        return replace(program, graph=pure, guard=guard_of(runs, executed, computed, reached))
+        return replace(program, graph=pure, guard=guard_of(runs, executed, computed, reached, copied))
 
 
 @contextmanager
