@@ -174,7 +174,8 @@ class Spent:
 class Work:
     """What a step is on paper, for one rank.
 
-    `peak_flops`: per second, of the hardware named `hardware`; None where nobody knows it.
+    `peak_flops`: per second, of the hardware named `hardware`; None where nobody knows it. `attention`: how
+    many of one forward are which of torch's kernels.
     """
 
     model_flops: float
@@ -182,6 +183,7 @@ class Work:
     peak_bytes: int
     hardware: str = ""
     peak_flops: float | None = None
+    attention: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(lowered: Any, hardware: fs.Hardware | None) -> Work:
@@ -189,7 +191,8 @@ class Work:
         paper = lowered.timeline(hardware or "cpu")
         peak = paper.model_flops / (paper.step_seconds * paper.mfu) if hardware and paper.mfu else None
         named = hardware.name if hardware else ""
-        return Work(paper.model_flops, paper.ranks, lowered.memory_analysis().peak_bytes, named, peak)
+        held = lowered.memory_analysis().peak_bytes
+        return Work(paper.model_flops, paper.ranks, held, named, peak, lowered.attention)
 
     def mfu(self, seconds: float) -> float | None:
         """Of a step that takes so long."""

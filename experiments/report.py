@@ -205,6 +205,7 @@ class Report:
             mfu=seconds and self.work and self.work.mfu(seconds),
             flops_per_token=self.work and self.work.model_flops * self.work.ranks / self.tokens,
             predicted_peak_bytes=self.work and self.work.peak_bytes,
+            attention=self.work and dict(self.work.attention),
             measured_peak_bytes=peak_memory(self.device_type)[0],
             spikes=sum("spike" in row for row in self.rows),
         )

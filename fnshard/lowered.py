@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from fnshard import compiles, tree
 from fnshard.arguments import Arguments, signature_of
 from fnshard.batches import Batch, Key, batch_key, bytes_of_batch, check_arguments, check_leaves, micro_batch
 from fnshard.codecs import decoding
+from fnshard.compiler.attention import backends
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
 from fnshard.compiler.indices import Indices, explain, ranges
@@ -26,7 +28,7 @@ from fnshard.compiler.lower import Keeping, Passes, PlanOf, Stages, lower, trace
 from fnshard.compiler.program import Program
 from fnshard.compiler.remat import Remat
 from fnshard.compiler.remat import check as check_remat
-from fnshard.compiler.schedule import TRANSFERS, Schedule
+from fnshard.compiler.schedule import TRANSFERS, Run, Schedule
 from fnshard.compiler.split import Segments
 from fnshard.compiler.timeline import Timeline, simulate
 from fnshard.compiler.trace import deterministic, flatten_batch, without_autocast
@@ -140,6 +142,13 @@ class Lowered:
         """The ordered instructions."""
         return self.stages.schedule
 
+    @property
+    def attention(self) -> dict[str, int]:
+        """How many attentions of one forward were frozen as which of torch's kernels: `{"cudnn": 12}`."""
+        runs = [line for line in self.schedule.instructions if isinstance(line, Run) and not line.backward]
+        each = {name: backends(k.source.graph, k.forward.graph) for name, k in self.schedule.kernels.items()}
+        return dict(sum((each[run.kernel] for run in runs), Counter()))
+
     def as_text(self) -> str:
         """The schedule, a line per instruction."""
         return self.schedule.as_text()
@@ -235,7 +244,8 @@ class Lowered:
         return self.as_text()
 
     def __repr__(self) -> str:
-        return f"Lowered({self.schedule!r}, {'not ' if self.compiled is None else ''}compiled)"
+        attention = "".join(f"{n} {name} attentions, " for name, n in self.attention.items())
+        return f"Lowered({self.schedule!r}, {attention}{'not ' if self.compiled is None else ''}compiled)"
 
 
 def diff(before: Lowered, after: Lowered) -> Difference:

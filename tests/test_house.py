@@ -89,7 +89,8 @@ FLOORS = {
         compiler.operands compiler.outputs
         compiler.rounding compiler.trace
         compiler.derived
-        compiler.source compiler.split compiler.remat compiler.differentiate compiler.schedule compiler.build
+        compiler.source compiler.split compiler.remat compiler.attention
+        compiler.differentiate compiler.schedule compiler.build
         compiler.passes.reshard compiler.passes.updates compiler.passes.offload compiler.passes.overlap
         compiler.passes.prefetch compiler.passes.frees
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",

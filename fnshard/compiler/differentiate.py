@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fnshard.compiler.attention import choosing
 from fnshard.compiler.program import OpOverload, describe
 from fnshard.compiler.remat import Policy, is_saved
 from fnshard.compiler.rounding import DECOMPOSITIONS
@@ -88,8 +89,9 @@ class Kernel:
 
 
 def differentiate(
-    source: Source, name: str, *, trainable: bool = True, budget: float = 1.0, save: Sequence[str] = ()
-) -> Kernel:
+    source: Source, name: str, *, trainable: bool = True, budget: float = 1.0, save: Sequence[str] = (),
+    target: str = "cpu",
+) -> Kernel:  # fmt: skip
     """Forward and backward of one source.
 
     Args:
@@ -97,6 +99,7 @@ def differentiate(
         budget: fraction of saved activations, 1 all, 0 the inputs alone. (Random ops are functions of a
             key that is an input, so that recomputation draws the same numbers.)
         save: with a budget of 0, ops whose results are saved all the same; see `remat.is_saved`.
+        target: the type of device that it will run on; it may be traced elsewhere.
     """
     # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
     import torch._functorch.config as functorch_config
@@ -116,7 +119,7 @@ def differentiate(
         )
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
     with _export_context(mode):
-        with _refusals(), unchecked():
+        with _refusals(), unchecked(), choosing(source, target):
             joint = aot_export_joint_simple(
                 lambda *values: tuple(map(_own, source(*values))),
                 args,
@@ -157,12 +160,14 @@ def differentiate_all(
     *,
     trainable: bool = True,
     known: MutableMapping[str, Kernel] | None = None,
+    target: str = "cpu",
 ) -> dict[str, Kernel]:
     """One kernel per distinct source and policy, by `kernel_key`, named k0, k1, ... in order of first use.
 
     Args:
         policies: of each segment.
         known: kernels made before, by key; taken from it and added to it.
+        target: the type of device that they will run on.
 
     Raises:
         SpecError: a policy saves an op that none of its segments has.
@@ -178,6 +183,7 @@ def differentiate_all(
                 trainable=trainable,
                 budget=policy.budget,
                 save=policy.save,
+                target=target,
             )
         if key not in out:
             out[key] = replace(known[key], name=f"k{len(out)}")

@@ -111,7 +111,9 @@ def schedule_for(
     program, segments, plan = front.program, front.segments, front.plan
     kept = policies(segments, keeping.remat, keeping.save, (s.unit for s in specs.values()))
     with torch.inference_mode(False), torch.enable_grad():
-        kernels = differentiate_all(segments, kept, trainable=plan.differentiate, known=known)
+        kernels = differentiate_all(
+            segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
+        )
     keys = [kernel_key(s.source, p) for s, p in zip(segments.segments, kept, strict=True)]
     schedule = build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan)
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)

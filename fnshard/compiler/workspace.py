@@ -171,6 +171,19 @@ def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int
     return batch * heads * length * (size + 1) * 4
 
 
+def _cudnn_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """An fp32 sum of the query's gradient and a row of sums (read off cuDNN's front end, not measured)."""
+    q = args[1]
+    return q.numel() * 4 + q.numel() // q.shape[-1] * 4
+
+
+def _efficient_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A row of sums, and fp32 sums of half types' gradients (mem_eff_attention's backward, not measured)."""
+    q, k, v = args[1:4]
+    wide = sum(t.numel() * 4 for t in (q, k, v)) if q.dtype in HALVES else 0
+    return q.numel() // q.shape[-1] * 4 + wide
+
+
 Rule = Callable[[Args, Mapping[str, Any], Any], int]
 _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "mm"): lambda args, kwargs, out: _matmul(args[0], args[1]),
@@ -195,6 +208,6 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cuda", "token_losses_backward"): _token_losses_backward,
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,
-    # Steps for machines that are not here are traced on the CPU.
-    ("cuda", "_scaled_dot_product_flash_attention_for_cpu_backward"): _flash_backward_cuda,
+    ("cuda", "_scaled_dot_product_cudnn_attention_backward"): _cudnn_backward_cuda,
+    ("cuda", "_scaled_dot_product_efficient_attention_backward"): _efficient_backward_cuda,
 }
