@@ -230,11 +230,19 @@ class Record:
         self._attempts: list[dict[str, Any]] = known.get("attempts", [])
         self._totals: dict[str, Any] = known.get("totals", {})
 
-    def write(self, status: str, step: int, compile_s: float, **told: Any) -> dict[str, Any]:
+    def write(
+        self,
+        status: str,
+        step: int,
+        compile_s: float,
+        attention: Mapping[str, int] | None = None,
+        **told: Any,
+    ) -> dict[str, Any]:
         """How the run stands behind step `step`; what is None is not known, and what was known before stays.
 
         Args:
             compile_s: of the seconds of steps, those in which the first one was compiled.
+            attention: of `Work`.
 
         Returns:
             The totals over all processes.
@@ -256,7 +264,8 @@ class Record:
         each = [attempt.get("spent_s", {}) for attempt in attempts]
         totals |= {f"{name}_s": round(sum(spent.get(name, 0.0) for spent in each), 4) for name in PARTS}
         totals |= known
-        values = {"status": status, "totals": totals, "attempts": attempts, **self.facts}
+        values = {"status": status, "totals": totals, "attempts": attempts, "attention": attention}
+        values |= self.facts
         write_json(self.folder / RUN, values)
         return totals
 

@@ -200,12 +200,12 @@ class Report:
             status,
             self._reached(),
             max(0.0, self._seconds[0] - usual) if self._seconds else 0.0,
+            self.work and dict(self.work.attention),
             tokens_per_s=seconds and self.tokens / seconds,
             loss=next((row["loss"] for row in reversed(self.rows) if "loss" in row), None),
             mfu=seconds and self.work and self.work.mfu(seconds),
             flops_per_token=self.work and self.work.model_flops * self.work.ranks / self.tokens,
             predicted_peak_bytes=self.work and self.work.peak_bytes,
-            attention=self.work and dict(self.work.attention),
             measured_peak_bytes=peak_memory(self.device_type)[0],
             spikes=sum("spike" in row for row in self.rows),
         )

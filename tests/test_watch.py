@@ -83,6 +83,7 @@ def test_a_run_records_what_it_is_and_what_it_took(tmp_path: Path, capfd: Any) -
     assert sum(totals[f"{name}_s"] for name in PARTS) == pytest.approx(totals["seconds"], abs=0.01)
     assert totals["other_s"] < 0.05 * totals["seconds"]
     assert 0 < totals["predicted_peak_bytes"] < totals["measured_peak_bytes"] and totals["spikes"] == 0
+    assert set(told["attention"]) == {"flash on the CPU"}
     assert "mfu" not in totals and totals["flops_per_token"] > 0
     said = capfd.readouterr().out
     assert "13 steps in" in said and "MFU unknown" in said and "\nspent on: start" in said
