@@ -10,7 +10,6 @@ import json
 import os
 import re
 import runpy
-import select
 import shlex
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("python", "torchrun", "srun", "pip", "pytest", "mlflow", "wandb")
 BLOCK = re.compile(r"^```(?:bash|sh|console|shell)\n((?:.*\n)*?)^```|((?:^    .*(?:\n|\Z))+)", re.MULTILINE)
+OUTPUT = {"stdout": ".stdout.txt", "stderr": ".stderr.txt"}
 INLINE = re.compile(r"`([^`\n]+)`")
 
 
@@ -60,7 +60,7 @@ def _parts(line: str) -> Iterator[str]:
 
 
 class Warm:
-    """Runs `python -m MODULE ...`, one at a time, each in a process that has imported torch already."""
+    """Starts Python programs in processes that have imported torch already."""
 
     def __init__(self) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -69,32 +69,77 @@ class Warm:
             stdout=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip
 
+    def ask(self, **request: Any) -> Any:
+        """What the server answers."""
+        self._server.stdin.write(json.dumps(request) + "\n")
+        return json.loads(self._server.stdout.readline())
+
     def run(
-        self, arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str], patches: Mapping[str, Any],
-        timeout: float,
+        self, arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
+        patches: Mapping[str, Any] | None = None, timeout: float = 280,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-        """As `subprocess.run(["python", "-m", *arguments])`, with stdout and stderr in one.
+        """As `subprocess.run(["python", "-m", *arguments])`, output captured.
 
         Args:
+            env: variables beside those of this process.
             patches: values for constants of modules, by dotted name.
         """
-        out = cwd / ".output.txt"
-        request = {"arguments": list(arguments), "cwd": str(cwd), "env": dict(env), "patches": dict(patches),
-                   "out": str(out)}  # fmt: skip
-        self._server.stdin.write(json.dumps(request) + "\n")
-        pid = int(self._server.stdout.readline())
-        late = not select.select([self._server.stdout], [], [], timeout)[0]
-        if late:
-            os.killpg(pid, signal.SIGKILL)
-        code = int(self._server.stdout.readline())
-        if late:
-            raise subprocess.TimeoutExpired(list(arguments), timeout, output=out.read_text())
-        return subprocess.CompletedProcess(list(arguments), code, stdout=out.read_text())
+        process = self.start(arguments, cwd, env=env, patches=patches)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        texts = {name: (cwd / OUTPUT[name]).read_text() for name in OUTPUT}
+        return subprocess.CompletedProcess(list(arguments), process.returncode, **texts)
+
+    def start(
+        self, arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
+        patches: Mapping[str, Any] | None = None,
+    ) -> Started:  # fmt: skip
+        """The same without waiting; what it prints is in the files `OUTPUT` of `cwd`."""
+        return Started(
+            self, ["-m", *arguments], {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, cwd=str(cwd),
+            out=str(cwd / OUTPUT["stdout"]), err=str(cwd / OUTPUT["stderr"]), patches=dict(patches or {}),
+        )  # fmt: skip
+
+    def popen(self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> Started:
+        """As `subprocess.Popen([python, "-u", FILE, ...])`, with this process's stdout and stderr."""
+        here = f"/proc/{os.getpid()}/fd"
+        held_back = [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        return Started(
+            self, command[2:], env, cwd=os.getcwd(), out=f"{here}/1", err=f"{here}/2", blocked=held_back
+        )
 
     def close(self) -> None:
         """End it."""
         self._server.stdin.close()
         self._server.wait(30)
+
+
+class Started:
+    """A process that the server has forked, as `subprocess.Popen` shows one."""
+
+    def __init__(self, warm: Warm, arguments: Sequence[str], env: Mapping[str, str], **how: Any):
+        self._warm, self.returncode = warm, None
+        self.pid = warm.ask(arguments=list(arguments), env=dict(env), **how)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._warm.ask(poll=self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 class Fork:
@@ -118,7 +163,7 @@ class Fork:
             if stdout is not None:
                 os.dup2(stdout.fileno(), 1)
                 os.dup2(stdout.fileno(), 2)
-            _become(command[command.index("-m") + 1 :], env)
+            _become(command[command.index("-m") :], env)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -141,17 +186,21 @@ class Fork:
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Be `python -m MODULE ...` in this process, which was just forked; ends it."""
+    """Be `python ARGUMENTS` in this process, which was just forked; ends it."""
     from hydra.core.global_hydra import GlobalHydra
 
     GlobalHydra.instance().clear()
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = ["-m", *arguments[1:]]
     code = 1
     try:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        if arguments[0] == "-m":
+            sys.argv = ["-m", *arguments[2:]]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -183,8 +232,7 @@ def _serve() -> None:
     import experiments.job
     import experiments.loop
     import experiments.worker  # noqa: F401
-    from experiments.chaos import job as chaos
-    from fnshard import launcher
+    from experiments.chaos import job as chaos  # noqa: F401
 
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("there are threads, which a fork does not take along")
@@ -192,27 +240,44 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.chdir(request["cwd"])
-            file = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            launcher.subprocess = chaos.subprocess = Forking()
-            for name, value in request["patches"].items():
-                module, _, constant = name.rpartition(".")
-                setattr(__import__(module, fromlist=["*"]), constant, value)
-            _become(request["arguments"], {**os.environ, **request["env"]})
-        print(pid, file=answers)
-        status = os.waitpid(pid, 0)[1]
-        print(os.waitstatus_to_exitcode(status), file=answers)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _started(request)
+        print(json.dumps(answer), file=answers)
+
+
+def _started(request: Mapping[str, Any]) -> None:
+    """Be what was asked for, in a process that was just forked."""
+    from experiments.chaos import job as chaos
+    from fnshard import launcher, rank
+
+    os.chdir(request["cwd"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, name in ((1, "out"), (2, "err")):
+        there = request[name].startswith("/proc/")  # a file that others write to
+        os.dup2(
+            os.open(request[name], os.O_WRONLY | (os.O_APPEND if there else os.O_CREAT | os.O_TRUNC)), number
+        )
+    signal.pthread_sigmask(signal.SIG_BLOCK, request.get("blocked", ()))
+    launcher.subprocess = chaos.subprocess = Forking()
+    for name, value in request.get("patches", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(__import__(module, fromlist=["*"]), constant, value)
+    env = request["env"]
+    if rank.LAUNCHER in env:  # a rank dies with its parent, which is this one's
+        env[rank.LAUNCHER] = str(os.getppid())
+    _become(request["arguments"], env)
 
 
 class Forking:
     """The module `subprocess`, with processes that are forked."""
 
-    Popen = Fork
+    def __init__(self, popen: Any = Fork):
+        self.Popen = popen
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)

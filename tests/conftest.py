@@ -1,8 +1,18 @@
 """What all tests share: one thread a process, and warm pools of real ranks."""
 
+import pytest
 import torch
+from commands import Warm
 from faults import quick  # noqa: F401
 from ranks import ranks  # noqa: F401  (a fixture)
 from whole import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """What starts programs without importing torch anew."""
+    server = Warm()
+    yield server
+    server.close()

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SEED = 4467
 
 
+@pytest.mark.long  # `test_resume` and `test_finetune` kill, too
 def test_a_short_campaign(tmp_path):
     """The only rank is killed, then its launcher: nothing is lost. SEED draws these."""
     told = {"kills": 2, "seed": SEED, "ranks": 1, "steps": 40, "async_save": "true", "moments": "[step,save]",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Warm
 
 import fnshard as fs
 from experiments.checkpoint import report, throughput, training
@@ -56,10 +55,9 @@ def test_a_ratio_is_that_of_pairs() -> None:
     assert "| save | 1 | 1 | 1.00 | 0.75 to 1.50 |" in told
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path, warm: Warm) -> None:
     options = ["--part=throughput", "--ranks=1", "--size=tiny", "--backend=eager", "--rounds=1"]
-    command = [sys.executable, "-m", "experiments.checkpoint", *options, f"--out={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = warm.run(["experiments.checkpoint", *options, f"--out={tmp_path}"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1 rank(s)" in done.stdout
     assert json.loads((tmp_path / "checkpoint-1.json").read_text())["throughput"]["leaves"] > 0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -507,14 +504,12 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
 # ------------------------------------------------------------------ the command
 
 
-def test_the_command(model, data, tmp_path):
+def test_the_command(model, data, tmp_path, warm):
     """Two processes, from the configuration to the adapters."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     small = [o for o in SMALL if not o.startswith("mesh")]
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.finetune", *small, f"model={model}", "run.sample_tokens=0",
-         f"data.train={data['samples']}", "hydra.run.dir=there"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    done = warm.run(
+        ["experiments.finetune", *small, f"model={model}", "run.sample_tokens=0",
+         f"data.train={data['samples']}", "hydra.run.dir=there"], tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "held_out_loss: " in done.stdout and f"results: {tmp_path / 'there'}" in done.stdout

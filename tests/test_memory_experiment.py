@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import Warm
 
 from experiments.config import ConfigError
 from experiments.memory import recipe, sizes, targets, zero
@@ -22,9 +23,12 @@ TINY = replace(model_of("tiny"), layers=2, width=64)
 NEAR = 0.05  # of a measured peak, to be called predicted
 
 
-def command(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    told = [sys.executable, "-m", "experiments.memory", f"hydra.run.dir={folder}", *overrides]
-    return subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=280)
+@pytest.fixture
+def command(tmp_path: Path, warm: Warm) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python -m experiments.memory ...`."""
+    return lambda *overrides: warm.run(
+        ["experiments.memory", f"hydra.run.dir={tmp_path}", *overrides], tmp_path
+    )
 
 
 # ------------------------------------------------------------------ configuration
@@ -50,8 +54,8 @@ def test_an_unknown_part_names_the_parts():
 
 
 @pytest.mark.parametrize("override", ["+mesh.z=1", "rounds=many", "targets=[speed]"])
-def test_bad_overrides_end_with_one_message(tmp_path, override):
-    done = command(tmp_path, override)
+def test_bad_overrides_end_with_one_message(tmp_path, command, override):
+    done = command(override)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert override.lstrip("+").split("=")[0].split(".")[0] in done.stderr
     assert not (tmp_path / "ranks").exists()
@@ -202,9 +206,9 @@ def test_every_target_names_plans_that_its_verdict_reads():
 
 
 @pytest.mark.long
-def test_zero_beside_torchs_ddp(tmp_path):
+def test_zero_beside_torchs_ddp(tmp_path, command):
     done = command(
-        tmp_path, "part=zero", "size=tiny", "length=32", "backend=eager", "worlds=[2]", "measured_worlds=[2]"
+        "part=zero", "size=tiny", "length=32", "backend=eager", "worlds=[2]", "measured_worlds=[2]"
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "zero.json").read_text())

@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -220,14 +219,6 @@ def test_every_command_of_a_readme_has_a_row_and_every_row_a_command() -> None:
 # ------------------------------------------------------------------ what commands name
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """The process that all are forked from."""
-    started = Warm()
-    yield started
-    started.close()
-
-
 def _lines(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -271,7 +262,7 @@ def things(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, st
 def _run(warm: Warm, arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
     told = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}, "patches": dict(row.patches)}
     done = warm.run(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **told)
-    assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-4000:]}"
+    assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done
 
 
@@ -289,9 +280,10 @@ def test_a_command_runs(command: str, warm: Warm, things: dict[str, str], tmp_pa
     line = f"{command} {row.short}".replace("torchrun", "-m torch.distributed.run --standalone")
     line = re.sub("|".join(map(re.escape, things)), lambda found: things[found[0]], line)
     done = _run(warm, line.partition("-m ")[2], tmp_path, row)
-    assert done.stdout.strip()
+    shown = done.stdout + done.stderr
+    assert shown.strip()
     if row.code:
-        assert re.search(_as_printed(command), done.stdout), done.stdout
+        assert re.search(_as_printed(command), shown), shown
 
 
 def _as_printed(command: str) -> str:

@@ -8,8 +8,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import OUTPUT
 from test_train import SMALL, compose
 
 import fnshard as fs
@@ -534,23 +533,20 @@ def test_the_identity_is_json_and_knows_its_source():
 # ------------------------------------------------------------------ from the command line
 
 
-def test_the_same_command_again_after_sigterm(tmp_path):
+def test_the_same_command_again_after_sigterm(tmp_path, warm):
     """With a folder named by the clock; what the launcher is told reaches the ranks."""
-    command = [sys.executable, "-m", "experiments.train", *RUN, "run.steps=3000", "run.sample_tokens=0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["experiments.train", *RUN, "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for _ in range(2):
-        with subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-        ) as job:
-            made = len(_rows(tmp_path))
-            deadline = time.monotonic() + 120
-            while len(_rows(tmp_path)) < made + 5:
-                assert job.poll() is None and time.monotonic() < deadline, "no step was made"
-                time.sleep(0.02)
-            job.send_signal(signal.SIGTERM)
-            shown.append(job.communicate(timeout=60)[0])
-        assert job.returncode == 0
+        job = warm.start(command, tmp_path)
+        made = len(_rows(tmp_path))
+        deadline = time.monotonic() + 120
+        while len(_rows(tmp_path)) < made + 5:
+            assert job.poll() is None and time.monotonic() < deadline, "no step was made"
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=60) == 0
+        shown.append((tmp_path / OUTPUT["stdout"]).read_text())
     (folder,) = (f for f in tmp_path.glob("outputs/*/*") if f.is_dir())
     stopped = re.search(r"stopped: step (\d+) of 3000 is saved", shown[0])[1]
     assert f"resume: step {stopped} of {folder / CHECKPOINTS}" in shown[1]

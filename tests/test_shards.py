@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -188,13 +187,10 @@ def open_total(texts) -> int:
 
 
 @pytest.fixture(scope="module")
-def forked(texts, tmp_path_factory):
+def forked(texts, tmp_path_factory, warm):
     """What tests/forks.py saw."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.forks", str(texts), str(tmp_path_factory.mktemp("forks"))],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("forks")
+    done = warm.run(["tests.forks", str(texts), str(folder)], folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

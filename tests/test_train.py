@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from commands import Warm
 from omegaconf import OmegaConf
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -393,15 +395,14 @@ def test_a_sample_is_that_of_plain_decoding():
 # ------------------------------------------------------------------ from the command line
 
 
-def command(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "experiments.train", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+@pytest.fixture
+def command(tmp_path: Path, warm: Warm) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python -m experiments.train ...` in a folder, `tmp_path` by default."""
+
+    def run(*arguments: str, cwd: Path = tmp_path, before: tuple[str, ...] = ()):
+        return warm.run([*before, "experiments.train", *arguments], cwd)
+
+    return run
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -427,8 +428,8 @@ def test_bad_input_is_one_error_before_any_rank_starts(argument, tmp_path, monke
     assert BAD_INPUT[argument] in shown and "Traceback" not in shown
 
 
-def test_a_short_run_leaves_everything(tmp_path):
-    done = command(tmp_path, *SMALL, "run.steps=4", "run.held_out_every=2", "strategy=zero2")
+def test_a_short_run_leaves_everything(tmp_path, command):
+    done = command(*SMALL, "run.steps=4", "run.held_out_every=2", "strategy=zero2")
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/*/*")
     assert f"results: {folder}" in done.stdout
@@ -456,8 +457,8 @@ SMALL_GB = 0.00055  # of the 0.8 MB that full_shard takes: something must give
 
 
 @pytest.mark.long  # `test_fit` runs what is planned
-def test_auto_plans_within_its_budget_and_trains(tmp_path):
-    done = command(tmp_path, *SMALL, *AUTO, f"run.device_gb={SMALL_GB}", f"hydra.run.dir={tmp_path}")
+def test_auto_plans_within_its_budget_and_trains(tmp_path, command):
+    done = command(*SMALL, *AUTO, f"run.device_gb={SMALL_GB}", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert 0 < plan["peak_bytes"] <= plan["device_bytes"] == round(SMALL_GB * 1e9)
@@ -470,8 +471,8 @@ def test_auto_plans_within_its_budget_and_trains(tmp_path):
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 2, 3]
 
 
-def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
-    done = command(tmp_path, *SMALL, *AUTO, "run.device_gb=0.00001", f"hydra.run.dir={tmp_path}")
+def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path, command):
+    done = command(*SMALL, *AUTO, "run.device_gb=0.00001", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     assert done.stderr.count("error: ") == 1
     assert re.search(r"error: run\.device_gb=1e-05: nothing fits into .*", done.stderr)
@@ -480,14 +481,14 @@ def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path):
 
 
 @pytest.mark.long  # `test_offload` and `test_remat` hold it for the library
-def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
+def test_tiers_and_remat_do_not_change_the_losses(tmp_path, command):
     saving = ("strategy=offload", "strategy.optimizer_memory=disk", "strategy.remat=unit")
     runs = {"plain": (), "disk": (*saving, f"run.disk_dir={tmp_path}")}
     losses = {}
     for name, more in runs.items():
         folder = tmp_path / name
         folder.mkdir()
-        done = command(folder, *SMALL, "run.steps=3", *more, f"hydra.run.dir={folder}")
+        done = command(*SMALL, "run.steps=3", *more, f"hydra.run.dir={folder}")
         assert done.returncode == 0, done.stderr
         losses[name] = [row.get("loss", row.get("held_out_loss")) for row in rows_of(folder)]
         assert ("on the disk" if name == "disk" else "on its device") in done.stdout
@@ -496,20 +497,21 @@ def test_tiers_and_remat_do_not_change_the_losses(tmp_path):
 
 
 @pytest.mark.long  # `test_numerics` holds it for the library
-def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path):
+def test_ranks_and_micro_batches_do_not_change_the_losses(tmp_path, command):
     fields = ("storage", "compute", "reduce", "optimizer")
     float64 = [f"precision.{field}=float64" for field in fields]
     losses = []
     for name, more in (("two", ["mesh.shard=2"]), ("one", ["mesh.shard=1", "run.accumulate=4"])):
         folder = tmp_path / name
         folder.mkdir()
-        done = command(folder, *SMALL, *float64, "run.steps=3", *more)
+        done = command(*SMALL, *float64, "run.steps=3", *more, cwd=folder)
         assert done.returncode == 0, done.stderr
         (run,) = folder.glob("outputs/*/*")
         losses.append([row.get("loss", row.get("held_out_loss")) for row in rows_of(run)])
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-6)  # 8 digits are kept
 
 
+@pytest.mark.long  # `test_launch` kills ranks
 def test_a_rank_that_is_killed_ends_the_job(tmp_path):
     arguments = [*SMALL, "run.steps=100000", "run.max_restarts=0", f"hydra.run.dir={tmp_path}"]
     with subprocess.Popen(
@@ -534,21 +536,20 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path):
     assert "rank 1 of 2 was killed by signal 9" in shown
 
 
-def test_under_torchrun_it_starts_nothing_itself(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = command(tmp_path, *SMALL, "run.steps=2", launcher=launcher)
+@pytest.mark.long  # `test_own_script` runs under torchrun
+def test_under_torchrun_it_starts_nothing_itself(tmp_path, command):
+    before = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = command(*SMALL, "run.steps=2", before=before)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/*/*")
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == [1, 2]
     assert not (folder / "ranks").exists()
-    refused = command(tmp_path, "mesh.shard=3", launcher=launcher)
+    refused = command("mesh.shard=3", before=before)
     assert refused.returncode == 1 and "asks for 3 ranks; 2 were started" in refused.stderr
 
 
-def test_a_sweep_ends_with_one_table_and_tells_of_failures(tmp_path):
-    done = command(
-        tmp_path, "--multirun", *SMALL, "run.steps=2", "strategy=full_shard,no_shard", "data.rows=8,7"
-    )
+def test_a_sweep_ends_with_one_table_and_tells_of_failures(tmp_path, command):
+    done = command("--multirun", *SMALL, "run.steps=2", "strategy=full_shard,no_shard", "data.rows=8,7")
     assert done.returncode == 1  # seven rows cannot be cut for two ranks
     (sweep,) = tmp_path.glob("multirun/*/*")
     table = (sweep / "table.txt").read_text()

@@ -21,8 +21,8 @@ import fnshard as fs
 from experiments.bench.measure import largest
 from experiments.checkpoint.job import Job, as_dtensors, nbytes, training
 from fnshard.held import held_state, wanted
-from fnshard.runtime.dcp import Reader, Reads
-from fnshard.runtime.together import drive, group_of
+from fnshard.runtime.dcp import load
+from fnshard.runtime.together import group_of
 from fnshard.shards import spec_paths
 
 Seconds = dict[str, list[float]]
@@ -78,8 +78,7 @@ def contenders(step: Any, state: Any, held: dict[str, Tensor], mesh: fs.Mesh) ->
     def fnshard_load(path: Path) -> dict[str, Tensor]:
         found = fs.checkpoint.manifest(path)
         filled = wanted(held_state(own, named, mesh), found.leaves, set(named))
-        reads = Reads(filled, mesh)
-        drive(dcp.load, filled, group_of(mesh, None), planner=reads, storage_reader=Reader(path, found))
+        load(path, found, filled, mesh, group_of(mesh, None))
         return into["fnshard"]
 
     saves = {
