@@ -125,7 +125,9 @@ def _gradients(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]
         mine = {f"aux {k}": v for k, v in aux[(rank + 1) * micros - 1].items()}
         for name in mine:
             if isinstance(mine[name], fs.Mean) or mine[name].dim() == 0:  # of all ranks and micro-batches
-                mine[name] = reference.total_loss([each[name.removeprefix("aux ")] for each in aux])
+                values = [each[name.removeprefix("aux ")] for each in aux]
+                counts = isinstance(values[0], torch.Tensor) and values[0].dtype in (torch.int64, torch.bool)
+                mine[name] = reference.total_loss([v.double() for v in values] if counts else values)
         by_rank.append(same | {k: v.detach() for k, v in mine.items()})
     return by_rank
 
