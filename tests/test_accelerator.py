@@ -117,6 +117,15 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
     for device_type, backend in (("cpu", "inductor"), ("cuda", "eager"), ("cuda", "inductor")):
         kernels.warm_up(device_type, backend)
     assert warmed == ["pool"]
+    monkeypatch.setattr(lowered, "warm_up", lambda *how: warmed.append(how))
+
+    def loss(p, x):
+        assert warmed[1:] == [("cpu", "inductor")]
+        return (x @ p["w"]).sum()
+
+    params = {"w": torch.ones(4, 4)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    fs.shard_step(loss, specs).lower(params, torch.ones(2, 4))
 
 
 # ------------------------------------------------------------------ the bench
@@ -210,6 +219,7 @@ ELSEWHERE: dict[str, Callable[..., Any]] = {
     "a number closed over": lambda p, x: (x @ p["w"]).sum() * NUMBER,
     "what is computed of it": lambda p, x: (x @ p["w"]).sum() + NUMBER.exp(),
     "a table closed over": lambda p, x: (x @ p["w"] + TABLE).sum(),
+    "what is computed of a table": lambda p, x: (x @ p["w"] + TABLE.exp()).sum(),
     "positions closed over": lambda p, x: (x[PLACES] @ p["w"]).sum(),
     "in a list": lambda p, x: torch.stack([(x @ p["w"])[0], TABLE]).sum(),
     "moved by hand": lambda p, x: (x @ p["w"] + TABLE.to(x.device)).sum(),

@@ -181,7 +181,8 @@ class Calls(TorchFunctionMode):
 
         def moved(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return value.to(self.device) if value.is_cpu and value.dim() else value
+                on_host = value.device.type == "cpu" and value.dim()
+                return value.to(self.device) if on_host else value
             return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
 
         return moved(args), {key: moved(value) for key, value in kwargs.items()}
