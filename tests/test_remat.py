@@ -147,24 +147,29 @@ def test_a_budget_is_monotonous() -> None:
     assert kept == sorted(kept) and kept[0] == 0 < kept[1] < kept[3]
 
 
+MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+ATTENTION = ("aten._scaled_dot_product_flash_attention_for_cpu.default",)
+
+
 def test_selective_saving() -> None:
     """Matmuls are kept and not made again; everything else is made again."""
 
-    def matmuls(low: Any, backward: bool) -> int:
+    def made(low: Any, backward: bool, names: tuple[str, ...] = MATMULS) -> int:
         kernels = [
             low.schedule.kernels[i.kernel]
             for i in low.schedule.instructions
             if isinstance(i, Run) and i.backward == backward and i.unit.startswith("layers.")
         ]
-        names = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
         graphs = [(k.backward if backward else k.forward).graph for k in kernels]
         return sum(str(n.target) in names for g in graphs for n in g.nodes)
 
     everything, unit = lowered(), lowered(remat="unit")
     chosen = lowered(remat="unit", save=["aten.mm", "addmm"])
-    assert matmuls(unit, True) > matmuls(everything, True)
-    assert matmuls(chosen, True) == matmuls(everything, True)
+    assert made(unit, True) > made(everything, True)
+    assert made(chosen, True) == made(everything, True)
     assert 0 < sum(saved(chosen).values()) < sum(saved(everything).values())
+    attended = lowered(remat="unit", save=["attention"])  # of several results
+    assert made(unit, True, ATTENTION) > made(attended, True, ATTENTION) == made(everything, True, ATTENTION)
 
 
 def test_globs_choose_units() -> None:

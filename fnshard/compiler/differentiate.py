@@ -314,36 +314,33 @@ def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
         sources = node.all_input_nodes
         if all(n in from_leaf for n in sources):
             from_leaf.add(node)
-            _recompute(node)
+            _tag(node)
         if _views(node) and all(n in of_input for n in sources):
             of_input.add(node)
-            _recompute(node)
+            _tag(node)
 
 
 def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
     """Tag every op of the forward: results of `save` are kept, all others made again.
 
-    Of an op with several results these are kept, not their tuple.
+    An op with several results has the tag of these: the partitioner goes by the op's.
     """
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     backward = set(placeholders[len(source.inputs) :])  # and all that rests on a tangent
-    kept: dict[str, None] = {}
+    kept, named = dict[str, None](), dict[fx.Node, list[str]]()  # a tag may take an op's name away
     for node in joint.graph.nodes:
         if node.op != "call_function" or backward.intersection(node.all_input_nodes):
             backward.update([node] if node.op == "call_function" else [])
             continue
         made_by = node.args[0] if node.target is operator.getitem else node
-        hits = [s for s in save if is_saved(made_by, (s,))]
+        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, (s,))])
         kept |= dict.fromkeys(hits)
-        if hits and isinstance(node.meta["val"], Tensor):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        else:
-            _recompute(node)
+        _tag(node, bool(hits))
     return tuple(kept)
 
 
-def _recompute(node: fx.Node) -> None:
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+def _tag(node: fx.Node, saved: bool = False) -> None:
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
     if _seeded(node):
         node.target = _Unseeded(node.target)
 
