@@ -210,7 +210,8 @@ def test_an_error_of_the_models_own_stays_what_it_is_and_says_where() -> None:
         lowered(apply, params, X)
     assert caught.value is own and own.__cause__ is cause
     line = inspect.getsourcelines(Unhappy.forward)[1] + 2
-    assert own.__notes__ == [f"while `fn` was traced, at {__file__}:{line}  raise self.error from self.cause"]
+    where = f"{__file__}:{line}  raise self.error from self.cause; called with batch['0'] f32[4, 8]"
+    assert own.__notes__ == [f"while `fn` was traced, at {where}"]
     assert not any("/torch/" in f.filename for f in traceback.extract_tb(own.__traceback__))
 
 
