@@ -250,7 +250,9 @@ class Scope:
 
     def ids(self) -> str:
         """Integers below `vocab`."""
-        found = self.those(lambda v: int(v.min()) >= 0 and int(v.max()) < self.vocab, torch.int64)
+        found = self.those(
+            lambda v: v.dim() > 0 and int(v.min()) >= 0 and int(v.max()) < self.vocab, torch.int64
+        )  # a number that is computed is refused as an index
         return f"({self.pick(found)} % {self.vocab})" if self.flag() else "ids"
 
     def bool(self, a: Value | None = None) -> Value:

@@ -23,27 +23,6 @@ def leaves(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     return {p: torch.randn(s, dtype=DOUBLE, generator=draw) for p, s in shapes.items()}
 
 
-# ------------------------------------------------------------------ places that are computed
-
-
-@pytest.mark.parametrize(
-    "at",
-    [
-        lambda i, j: i, lambda i, j: -i, lambda i, j: (slice(None), i), lambda i, j: (..., i),
-        lambda i, j: (i, None, ..., i), lambda i, j: (i, slice(1, None), j), lambda i, j: (0, i),
-        lambda i, j: (..., None, i, slice(0, 2)), lambda i, j: (slice(None), [0, 2], i),
-    ],
-)  # fmt: skip
-def test_an_element_at_a_place_that_is_computed(at: Any) -> None:
-    params, x = leaves(w=(4, 3, 5)), torch.tensor([1, 0, 1])
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        return p["w"][at(x.sum(), x.max())].sin().sum()
-
-    got = our_grads(loss, params, x)
-    torch.testing.assert_close(got, plain_grads(loss, params, x), rtol=0, atol=1e-12)
-
-
 # ------------------------------------------------------------------ products of groups
 
 GROUPED = {

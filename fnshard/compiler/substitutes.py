@@ -356,28 +356,6 @@ def unchecked() -> Iterator[None]:
             yield
 
 
-# ------------------------------------------------------------------ elements at places that are computed
-
-
-def _getitem(x: Tensor, index: Any) -> Tensor:
-    """`x[index]`, where Python's binding takes the value of a 0-d index: it is selected by tensor here."""
-    items, dim = list(index if isinstance(index, tuple) else (index,)), 0
-    consumed = sum(_consumes(item) for item in items)
-    for at, item in enumerate(items):
-        if isinstance(item, Tensor) and item.dim() == 0 and item.dtype not in (torch.bool, torch.uint8):
-            x = x.index_select(dim, torch.where(item < 0, item + x.shape[dim], item).view(1))
-            items[at] = 0
-        dim += x.dim() - consumed if item is Ellipsis else _consumes(item)
-    return x[tuple(items)] if isinstance(index, tuple) else x[items[0]]
-
-
-def _consumes(item: Any) -> int:
-    """How many dims of a tensor an element of an index is about."""
-    if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
-        return item.dim()
-    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
-
-
 # ------------------------------------------------------------------ the table
 
 
@@ -391,7 +369,6 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.normal: _normal,
-    torch.Tensor.__getitem__: _getitem,
     F.rrelu: _rrelu,
     torch.rrelu: _rrelu_of_torch,
     torch.rrelu_: lambda *args, **kwargs: _written(_rrelu_of_torch(*args, **kwargs), args[0]),
