@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile, takewhile
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,9 +38,9 @@ def draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., b
     for name in ("random", "getrandbits"):  # the methods that were imported by their names draw by these
         yield _PYTHON, name, getattr(_PYTHON, name), "Python's random", _always
     # It seeds generators that have no seed (and a RandomState before it takes its own).
-    name = "os.urandom (secrets, uuid, a RandomState, a generator without a seed)"
+    name = "os.urandom (secrets, a RandomState, a generator without a seed)"
     for module, attribute in ((os, "urandom"), (random, "_urandom")):
-        yield module, attribute, os.urandom, name, _always
+        yield module, attribute, os.urandom, name, _by_users
     yield random.Random, "seed", random.Random.seed, "a random.Random without a seed", _unseeded
 
 
@@ -80,7 +83,20 @@ def _always(*_: Any, **__: Any) -> bool:
 
 
 def _unseeded(self: Any, a: Any = None, *_: Any, **__: Any) -> bool:
-    return a is None
+    return a is None and _by_users()
+
+
+def _by_users(*_: Any) -> bool:
+    """Whether no library draws for itself, on the way from `fn`: a file's name, a module under import."""
+    callers = dropwhile("fnshard".__eq__, _packages(sys._getframe()))
+    return {"tempfile", "uuid", "importlib"}.isdisjoint(takewhile("fnshard".__ne__, callers))
+
+
+def _packages(frame: FrameType | None) -> Iterator[str]:
+    """Of the code that is running here, inside first."""
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__")).partition(".")[0]
+        frame = frame.f_back
 
 
 @contextmanager

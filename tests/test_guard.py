@@ -6,11 +6,13 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import pickle
 import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 import fnshard as fs
 from fnshard import LayoutSpec, StateError
 from fnshard.errors import DebugError
-from fnshard.guard import guard_of
+from fnshard.guard import computed_names, guard_of
 from fnshard.reachable import Reachable
 
 WIDTH = 4
@@ -251,7 +253,7 @@ def a_long_list() -> Place:
 
 @place
 def an_array() -> Place:
-    weights = np.ones(WIDTH)
+    weights = np.ones(8 << 10)  # 64 KB
     return lambda p, x: scaled(p, x, float(weights.sum())), [lambda: weights.__setitem__(1, 3.0)]
 
 
@@ -346,6 +348,17 @@ def test_a_profiler_that_runs_already_keeps_its_place(monkeypatch: pytest.Monkey
         sys.setprofile(None)
 
 
+def test_others_pickle_methods_while_one_traces_and_patches_end_with_the_trace() -> None:
+    trainer = Trainer()
+    with ThreadPoolExecutor(1) as loader, computed_names() as names:
+        kept = getattr, vars
+        pickled = [pickle.dumps(trainer.record), loader.submit(pickle.dumps, trainer.record).result()]
+        assert kept[0](trainer, "beta") == 2.0
+    for each in (pickle.loads(p).__self__ for p in pickled):
+        assert kept[0](each, "gamma") == 1.0 and kept[1](each) == vars(trainer)
+    assert names == {"beta"}
+
+
 def test_a_tensor_follows_what_is_written_to_it_and_its_copy_does_not_hold() -> None:
     table = torch.ones(WIDTH, dtype=torch.float64)
     fn = lambda p, x: scaled(p, x, table)  # noqa: E731
@@ -366,6 +379,7 @@ def test_a_tensor_follows_what_is_written_to_it_and_its_copy_does_not_hold() -> 
 
 def test_what_fn_does_not_read_traces_nothing_anew() -> None:
     trainer, cfg = Trainer(), {"beta": 2.0, "step": 0, "unused": 1.0}
+    data = np.ones(9 << 10)  # more than 64 KB
 
     def unused() -> float:
         return cfg["unused"]
@@ -374,14 +388,14 @@ def test_what_fn_does_not_read_traces_nothing_anew() -> None:
         if trainer.beta is None:
             trainer.record()
             unused()
-        return trainer.loss(p, x) * cfg["beta"]
+        return trainer.loss(p, x) * cfg["beta"] * data[0]
 
     step = make(fn)
     assert_true(step, fn)
     with fs.debug.assert_max_compiles(0):
         for number in range(3):
             trainer.record()
-            cfg["step"], cfg["unused"] = number, 2.0
+            cfg["step"], cfg["unused"], data[1] = number, 2.0, number
             assert_true(step, fn)
 
 

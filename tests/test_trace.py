@@ -6,9 +6,14 @@ import copy
 import functools
 import random
 import secrets
+import tempfile
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from random import randint, uniform
 from typing import Any
 
@@ -825,6 +830,16 @@ def a_generator_of_numpys(p, x):
 @right
 def a_seeded_generator_made_anew(p, x):
     return (run_chain(p, x) * np.random.default_rng(0).normal() * random.Random(0).random()).sum()
+
+
+@right
+def libraries_that_draw_for_themselves(p, x):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{uuid.uuid4()}.py")
+        path.write_text("import random, secrets\nown = random.Random(), secrets.token_bytes()")
+        loader = SourceFileLoader("drawing", str(path))
+        loader.exec_module(module_from_spec(spec_from_loader("drawing", loader)))
+    return run_chain(p, x).sum()
 
 
 def test_a_draw_that_no_patch_can_see_is_seen_by_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
