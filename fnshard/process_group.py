@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fnshard.errors import CollectiveError, SpecError, report
 
+MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
 SLACK_S = 5.0  # beyond its timeout, for torch to end by itself and say why
 RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # elastic's name, which torchrun sets too
@@ -85,6 +86,7 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
 
     Raises:
         SpecError: the environment names no rank, or no place to meet.
+        CollectiveError: a rank did not come within MEET_S, or `timeout_s` where that is more.
     """
     if dist.is_initialized():
         return
@@ -116,12 +118,13 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
                 fix="start the ranks by torchrun or fs.launch, which set both.",
             )
         )
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout, patience = (datetime.timedelta(seconds=s) for s in (timeout_s, max(timeout_s, MEET_S)))
     if RENDEZVOUS in os.environ:
         store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
     else:
         # torchrun's store lives through restarts, and in it a dead attempt's addresses: who meets them hangs.
-        store = dist.PrefixStore(f"fnshard/{attempt()}", _met(rank, world, timeout))
+        store = dist.PrefixStore(f"fnshard/{attempt()}", _met(rank, world, patience))
+    _wait_for_all(store, rank, world, patience)
     store.set_timeout(timeout)
     make_group(device_type, store, rank, world, timeout)
 
@@ -139,6 +142,24 @@ def make_group(
         backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
     )
     _joined.append(device_type)
+
+
+def _wait_for_all(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> None:
+    """Until all ranks have come to the store.
+
+    Raises:
+        CollectiveError: some did not come in time, by rank.
+    """
+    keys = [f"here/{r}" for r in range(world)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        missing = [r for r in range(world) if not store.check([keys[r]])]
+        said = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
+        who = f"rank {', '.join(map(str, missing))} did not come"
+        fix = "look at the ranks that did not come; if they import slowly, raise the timeout."
+        raise CollectiveError(report(said, [who], fix)) from None
 
 
 def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:

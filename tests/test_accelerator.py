@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from experiments.plan import plan_of
 from fnshard import SpecError, agree, launcher, lowered, post_mortem, process_group
 from fnshard.compiler import attention, kernels, lower
 from fnshard.compiler.random import derive_keys
+from fnshard.compiler.trace import deterministic
 from fnshard.compiler.workspace import workspace_bytes
 from fnshard.debug.batch import on_device
 from fnshard.runtime import monitor, rollcall
@@ -58,6 +60,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         dist, "init_process_group", lambda backend, **how: seen.groups.append((backend, how["device_id"]))
     )
     monkeypatch.setattr(process_group, "_joined", [])
+    monkeypatch.setattr(process_group, "_wait_for_all", lambda *_: None)
     return seen
 
 
@@ -277,6 +280,7 @@ class LateEvent:
 
     ended = 0
     recorded = 0
+    own: Any = None
 
     def __init__(self, device_type: str):
         assert device_type == "cuda"
@@ -286,6 +290,7 @@ class LateEvent:
         self.number = LateEvent.recorded
 
     def query(self) -> bool:
+        assert self.own.index == 1  # a thread asks on its rank's device
         return self.number <= LateEvent.ended
 
 
@@ -300,6 +305,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
     monkeypatch.setattr(rollcall, "_get_default_store", lambda: store)
     monkeypatch.setattr(monitor, "ROLL_CALL_S", 1.0)
+    own = threading.local()
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(own, "index", index))
+    monkeypatch.setattr(LateEvent, "own", own)
     told: dict[int, Any] = {}
     ranks = [
         Group(mesh, 0.3, monitor=monitor.Monitor(rank, 3, "cuda", 0.3, lambda e, r=rank: told.update({r: e})))
@@ -404,6 +413,13 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
     fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))
     assert all(seen["trace"] + seen["compile"] + seen["run"][-2:]) and seen["run"][0] is False, seen
     assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
     with pytest.raises(SpecError, match="deterministic='yes': True or False"):
         fs.shard_step(loss, step.specs, mesh=mesh, deterministic="yes")
 

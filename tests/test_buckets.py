@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,10 +118,12 @@ def test_leaves_start_at_aligned_places_and_dtypes_do_not_mix():
     ]  # so that each row starts at one; scalars do not
 
 
-def test_only_gaps_are_cleared_where_every_block_is_whole():
-    """A memset of what is written next would cost as much again."""
+@pytest.mark.parametrize(("more", "expected"), [(0, [2, 16, 2, 16]), (7, [9 * 64])])
+def test_only_gaps_are_cleared_where_every_block_is_whole(more, expected):
+    """A memset of what is written next would cost as much again; many gaps would be a launch each."""
     mesh = fs.make_mesh(shard=2, abstract=True)
     full = {"l.0.a": torch.ones(6, 10), "l.0.b": torch.ones(4, 8)}
+    full |= {f"l.0.c{i}": torch.ones(6, 10) for i in range(more)}
     specs = fs.match_specs(full, [("*", LayoutSpec(P("shard")))])
     (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
     cleared: list[int] = []
@@ -134,7 +137,7 @@ def test_only_gaps_are_cleared_where_every_block_is_whole():
     rows, packer = torch.full((2 * bucket.numel,), torch.nan), Packer(bucket, mesh, 0)
     with Cleared():
         packer.pack_fulls(full, rows)
-    assert rows.sum() == 60 + 32 and cleared == [2, 16, 2, 16]
+    assert rows.sum() == 60 + 32 + 60 * more and cleared == expected
 
 
 def test_wire_dtype_casts_on_the_way():

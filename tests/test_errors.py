@@ -14,6 +14,7 @@ from toys import ROWS, WIDTH, chain, rows, run_chain
 
 import fnshard as fs
 from fnshard import LayoutSpec, OptimizerError, P, SpecError, StateError, TraceError
+from fnshard.compiler import lower
 from fnshard.errors import report
 
 SGD = fs.optim.sgd(0.1)
@@ -231,17 +232,26 @@ def test_indices_outside_of_their_tables_are_named_before_the_step_runs() -> Non
 
     def lookups(p: Any, x: Tensor, y: Tensor) -> Tensor:
         hidden = F.embedding(x, p["w"]) + p["places"][torch.arange(x.shape[1])]
+        hidden = hidden + F.embedding_bag(x, p["bags"])[:, None]
+        hidden = hidden + torch.take(p["flat"], x).sum() + masked(x)
         logits = hidden @ p["w"].T
         behind = F.pad(y, (0, 1), value=-100)[:, 1:].flatten()
         return F.cross_entropy(logits.flatten(0, 1), behind) + torch.gather(logits, 2, x[..., None]).mean()
 
-    params = {"w": torch.randn(10, 4), "places": torch.randn(3, 4)}
+    params = {"w": torch.randn(10, 4), "places": torch.randn(3, 4), "bags": torch.randn(10, 4)}
+    params["flat"], mask = torch.randn(2, 5), torch.eye(2).bool()
+
+    def masked(x: Tensor) -> Tensor:
+        return torch.zeros(2, 2, 12).index_put((mask, x[0, :1]), torch.ones(())).sum()
+
     train = step(lookups, params, accumulate=2)
     good = torch.tensor([[0, 1, 9], [2, 3, 4]])
     train(params, good, good)
     low, wide = good - 1, good.repeat(1, 2)
     for x, y, lookup in [
         (good + 1, good, "embedding of leaf 'w' f32[10, 4] takes 0 to 9, and gets 1 to 10, at "),
+        (good + 1, good, "embedding_bag of leaf 'bags' f32[10, 4] takes 0 to 9, and gets 1 to 10, at "),
+        (good + 1, good, "take of leaf 'flat' f32[2, 5] takes -10 to 9, and gets 1 to 10, at "),
         (low, good, "gather of f32[1, 3, 10] takes 0 to 9, and gets -1 to 8, at "),
         (good, good * 3, "cross_entropy_loss of f32[3, 10] takes 0 to 9, and gets -100 to 27, at "),
         (wide, wide, "index of leaf 'places' f32[3, 4] takes -3 to 2, and gets 0 to 5, at "),
@@ -251,6 +261,25 @@ def test_indices_outside_of_their_tables_are_named_before_the_step_runs() -> Non
         (line,) = (line for line in str(error.value).splitlines() if lookup in line)
         assert "test_errors.py:" in line
         assert f"  batch['0'] i64[2, {x.shape[1]}]: {int(x.min())} to {int(x.max())}\n" in str(error.value)
+
+
+def test_only_what_integers_of_the_batch_make_is_made_beforehand(monkeypatch) -> None:
+    """A code book's search or a user's own operation would run twice."""
+    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
+    order, mesh = torch.arange(4), fs.make_mesh(shard=2, device="cuda", abstract=True)
+
+    def lookups(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        ids = [x.long(), torch.cdist(x, x).argmin(1), order.to(y.device)[y], torch.ops.fnshard_test.twice(y)]
+        return sum(F.embedding(i, p["w"]).sum() for i in [*ids, y + 1])
+
+    params = {"w": torch.randn(10, 4)}
+    train = fs.shard_step(lookups, fs.presets.full_shard(params, mesh), mesh=mesh)
+    with torch.library._scoped_library("fnshard_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        indices = train.lower(params, torch.rand(4, 4), torch.arange(4)).indices
+    assert [k.node.target.overloadpacket.__name__ for k in indices.lookups] == ["index", "embedding"]
+    assert indices.names == (("batch", "1"),)  # `order[y]` itself, and `y + 1`
 
 
 def test_whole_leaves_are_not_cut() -> None:

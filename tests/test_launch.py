@@ -287,6 +287,7 @@ def test_a_port_that_is_taken_is_told_at_once(monkeypatch):
 def test_who_meets_nobody_or_a_stranger_is_told_in_time(monkeypatch, rank):
     """Torch waits for ever for another program's answer."""
     monkeypatch.setattr(process_group, "SLACK_S", 2.0)
+    monkeypatch.setattr(process_group, "MEET_S", 0.5)
     with socket.create_server(("", 0)) as server:
         place_to_meet(monkeypatch, "localhost", server.getsockname()[1], rank=rank)
         if rank == 0:
@@ -294,6 +295,15 @@ def test_who_meets_nobody_or_a_stranger_is_told_in_time(monkeypatch, rank):
         why = "who listens there does not answer" if rank else "Timed out.*1/2 clients joined"
         with pytest.raises(CollectiveError, match=rf"rank {rank} of 2 .* within 0.5 s \({why}"):
             join_group("cpu", 0.5)
+
+
+def test_ranks_may_come_later_than_a_collective_may_take(monkeypatch, tmp_path):
+    """They import at different speeds; who never comes is named."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", RENDEZVOUS: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group, "MEET_S", 0.5)
+    with pytest.raises(CollectiveError, match=r"(?s)rank 1 of 3 .* within 0.5 s\.\n  rank 0, 2 did not come"):
+        join_group("cpu", 0.1)
 
 
 # ------------------------------------------------------------------ restarts

@@ -6,6 +6,7 @@ the CPU: there the choice is made as torch 2.11 makes it on a Hopper GPU, so tha
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.source import Source
 
+_lock = threading.RLock()  # the switch is the process's
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _FUSED = {
     "_scaled_dot_product_cudnn_attention": "cudnn",
@@ -64,12 +66,13 @@ def _off_cudnn(source: Source) -> Iterator[None]:
         isinstance(mask, fx.Node) and _odd(*(a.meta["val"] for a in node.args[:2]))
         for node, mask in zip(nodes, masks, strict=True)
     )
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before and not spoils)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+    with _lock:
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(before and not spoils)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _odd(*sequences: Tensor) -> bool:

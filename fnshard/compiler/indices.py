@@ -1,8 +1,9 @@
 """Indices: what a program looks up by integers of the batch, checked on the CPU before the step runs.
 
 A kernel that meets an index outside of its table names nothing, ends the process (a loop of Inductor's on
-several threads) or spoils the device. What computes the indices rests on the batch alone and is small, so it
-runs beforehand.
+several threads) or spoils the device. Indices that are made of the batch's integers alone, by torch's own
+operations, are made beforehand too, as long as these are few. Those that come of floats, of parameters, of a
+custom operation, or of what lies on a device are left to the kernel.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch import Tensor, fx
 
 from fnshard.compiler.program import Program, describe
 
-FEW = 4  # indices that are made of more numbers than the batch has, by this factor, are not looked at
-_TABLES = {"embedding": "weight"}  # the argument that is looked up in, where it is not `self`
+FEW = 1 << 16  # numbers that a result on the way to an index may have; or four for each integer of the batch
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TABLES = {"embedding": "weight", "embedding_bag": "weight"}  # what is looked up in, where it is not `self`
 _INDICES = {
-    "embedding": "indices", "gather": "index", "index_select": "index", "scatter": "index",
-    "scatter_add": "index", "index_add": "index", "index": "indices",
+    "embedding": "indices", "embedding_bag": "indices", "gather": "index", "take": "index",
+    "index": "indices", "index_put": "indices", "index_select": "index", "index_add": "index",
+    "index_copy": "index", "scatter": "index", "scatter_add": "index", "scatter_reduce": "index",
     "cross_entropy_loss": "target", "nll_loss_nd": "target",
 }  # fmt: skip
 
@@ -54,13 +57,15 @@ class Indices:
 
     @staticmethod
     def of(program: Program) -> Indices:
-        """Those whose indices rest on the batch and on constants."""
+        """Those whose indices rest on integers of the batch, and on constants that lie on the CPU."""
         known = dict(zip(program.placeholders, program.inputs, strict=True))
-        most = FEW * sum(n.meta["val"].numel() for n, i in known.items() if i.kind == "batch")
-        found = {n for n, i in known.items() if i.kind in ("batch", "constant")}
+        whole = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
+        found = {n for n, i in whole.items() if i.kind == "batch"}
+        most = max(FEW, 4 * sum(n.meta["val"].numel() for n in found))
+        found |= {n for n, i in whole.items() if i.kind == "constant" and program.constants[i.name].is_cpu}
         for node in program.graph.nodes:
-            value = node.meta.get("val")
-            if node.op == "call_function" and isinstance(value, Tensor) and value.numel() <= most:
+            value, of_torch = node.meta.get("val"), getattr(node.target, "namespace", "") == "aten"
+            if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:
                 found |= {node} if found.issuperset(node.all_input_nodes) else set()
         lookups = tuple(k for n in program.graph.nodes for k in _lookups(n) if k.index in found)
         needed = _ancestors(k.index for k in lookups)
@@ -135,14 +140,21 @@ def _lookups(node: fx.Node) -> Iterator[Lookup]:
     passed |= dict(zip(passed, node.args, strict=False)) | node.kwargs
     table, index = passed[_TABLES.get(name, "self")], passed[_INDICES[name]]
     shape, ignored = table.meta["val"].shape, passed.get("ignore_index")
-    if name == "index":
-        places = [(d, i, -shape[d]) for d, i in enumerate(index) if i is not None]
+    if not shape:
+        return
+    if name in ("index", "index_put"):
+        used = [(d, i) for d, i in enumerate(index) if i is not None]
+        if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in used):
+            return  # a mask takes as many dims as it has
+        places = [(shape[d], i, -shape[d]) for d, i in used]
+    elif name == "take":
+        places = [(shape.numel(), index, -shape.numel())]
     else:
-        dim = passed.get("dim", 0 if name == "embedding" else min(1, len(shape) - 1))
-        places = [(dim, index, 0)]
-    for dim, indices, lowest in places:
-        if indices.meta["val"].dtype in (torch.int64, torch.int32) and shape:
-            yield Lookup(node, table, indices, shape[dim], lowest, ignored)
+        dim = passed.get("dim", 0 if name in _TABLES else min(1, len(shape) - 1))
+        places = [(shape[dim], index, 0)]
+    for size, indices, lowest in places:
+        if indices.meta["val"].dtype in (torch.int64, torch.int32):
+            yield Lookup(node, table, indices, size, lowest, ignored)
 
 
 def _ancestors(nodes: Iterator[fx.Node]) -> set[fx.Node]:

@@ -151,7 +151,7 @@ def without_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
-_exact: list[bool] = []  # of who is within `deterministic`: what was the process's own choice
+_exact: list[tuple[bool, bool]] = []  # of who is within `deterministic`: what was the process's own choice
 _exact_lock = threading.Lock()
 
 
@@ -159,22 +159,27 @@ _exact_lock = threading.Lock()
 def deterministic(on: bool) -> Iterator[None]:
     """Where `on`, torch's deterministic algorithms and Inductor's, and behind it what was before.
 
-    The switch is the process's, and ranks may be threads: the last to leave puts it back.
+    The switch is the process's, and ranks may be threads: the last to leave puts it back. The environment's
+    CUBLAS_WORKSPACE_CONFIG stays set: cuBLAS reads it once.
     """
     if not on:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
     with _exact_lock:
-        _exact.append(_exact[0] if _exact else torch.are_deterministic_algorithms_enabled())
+        chosen = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        _exact.append(_exact[0] if _exact else chosen)
         torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         with _exact_lock:
-            before = _exact.pop()
+            before, warns = _exact.pop()
             if not _exact:
-                torch.use_deterministic_algorithms(before)
+                torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]

@@ -18,6 +18,7 @@ from fnshard.mesh import Mesh
 from fnshard.spec import LayoutSpec, P, block_shape, block_slices
 
 ALIGN_bytes = 128
+MOST_GAPS = 16  # that are cleared one by one: each is a launch
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Packer:
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
-        self._zero_between(out)
+        self._zero_between(out, [out])
         sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
 
@@ -182,7 +183,7 @@ class Packer:
         if not self._unpadded or len(fulls) != len(pieces):
             out.zero_()
         else:
-            self._zero_between(*rows)
+            self._zero_between(out, rows)
         given = [fulls[p.path].contiguous() if p.path in fulls else None for p in pieces]
         out_of, to = self._runs_of(given, rows)
         for i, windows in self._strided:
@@ -191,11 +192,11 @@ class Packer:
                 to += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
         torch._foreach_copy_(to, out_of)
 
-    def _zero_between(self, *rows: Tensor) -> None:
+    def _zero_between(self, out: Tensor, rows: Sequence[Tensor]) -> None:
         """Zeros where no block lies, behind the last one for most."""
-        for row in rows:
-            for gap in self._blocks.gaps_of(row):
-                gap.zero_()
+        gaps = [gap for row in rows for gap in self._blocks.gaps_of(row)]
+        for part in gaps if len(gaps) <= MOST_GAPS else [out]:
+            part.zero_()
 
     def _runs_of(
         self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor]

@@ -76,14 +76,19 @@ class Monitor:
         event.record()
         self.waits.append(_Wait(what, self.where, event, time.monotonic()))
         if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, name="fnshard-monitor", daemon=True)
+            device = torch.accelerator.current_device_index() if self.device_type == "cuda" else None
+            self.thread = threading.Thread(
+                target=self._watch, args=(device,), name="fnshard-monitor", daemon=True
+            )
             self.thread.start()
 
     def close(self) -> None:
         """Stop looking."""
         self.closed.set()
 
-    def _watch(self) -> None:
+    def _watch(self, device: int | None) -> None:
+        if device is not None:  # a thread begins on device 0, and would make a context there
+            torch.accelerator.set_device_index(device)
         moved = time.monotonic()
         while not self.closed.wait(min(1.0, self.timeout / 10)):
             try:
