@@ -324,6 +324,7 @@ def in_both_backends(rank: int) -> tuple[list[float], list[float]]:
     return losses[0], losses[1]
 
 
+@pytest.mark.long  # simulated ranks and `test_gloo` hold it apart
 def test_two_processes_and_inductor(ranks: Any) -> None:
     for eager, compiled in ranks(2).run(in_both_backends, timeout=200.0):
         assert eager == pytest.approx(compiled, rel=1e-5)

@@ -107,6 +107,7 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         kernels, "compile_graph", lambda *args, **how: plain(*args, **{**how, "backend": "eager"})
     )
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # other tests may have left theirs
     heard: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: heard.append(record.getMessage())

@@ -512,7 +512,9 @@ def test_a_mistake_that_is_found_later_is_told_once(monkeypatch, tmp_path, capfd
         main(TRAIN)
     shown = capfd.readouterr().err
     assert (
-        shown.startswith("error: ") and "hold 0 bytes to train on" in shown and "Error executing" not in shown
+        shown.startswith("error: ")
+        and "is no folder. Fix: name one as data.root." in shown
+        and "Error executing" not in shown
     )
 
 

@@ -231,7 +231,10 @@ TIERS = {
 MASTER = {"optimizer_dtype": torch.float32}
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard"])
+OTHERS = [pytest.param(p, marks=pytest.mark.long) for p in ("shard_grad_op", "zero2", "no_shard")]
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero1", *OTHERS])
 @pytest.mark.parametrize("tier", TIERS)
 def test_transfers_are_priced_by_the_bytes_that_the_ledger_counts(preset: str, tier: str) -> None:
     """Line by line; with what the ledger says at hand, and without."""

@@ -499,18 +499,3 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
         ours = load_tokenizer(tmp_path / "run" / name)
         ((again, _),) = encode_all(ours, [ours.conversation(talk)])
         assert again.tolist() == ids
-
-
-# ------------------------------------------------------------------ the command
-
-
-def test_the_command(model, data, tmp_path, warm):
-    """Two processes, from the configuration to the adapters."""
-    small = [o for o in SMALL if not o.startswith("mesh")]
-    done = warm.run(
-        ["experiments.finetune", *small, f"model={model}", "run.sample_tokens=0",
-         f"data.train={data['samples']}", "hydra.run.dir=there"], tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "held_out_loss: " in done.stdout and f"results: {tmp_path / 'there'}" in done.stdout
-    assert (tmp_path / "there" / loop.ADAPTERS / "adapter_config.json").exists()

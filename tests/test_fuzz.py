@@ -24,19 +24,19 @@ def test_the_grammar_is_wide() -> None:
     assert sum(map(len, grammar.FAMILIES.values())) > 400
 
 
-@settings(MODEST, max_examples=30)
+@settings(MODEST, max_examples=20)
 @given(programs())
 def test_programs_on_one_rank(program: Program) -> None:
     check(Case(program))
 
 
-@settings(MODEST, max_examples=20)
+@settings(MODEST, max_examples=12)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
     check(case)
 
 
-@settings(MODEST, max_examples=6)
+@settings(MODEST, max_examples=4)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
     check(case, lambda case: ranks(2).run(on_rank, case))

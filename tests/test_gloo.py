@@ -42,7 +42,12 @@ CASES: dict[int, dict[str, tuple[str, str, str, dict[str, Any]]]] = {
         "masked_mean": ("masked_mean", "full_shard", ADAMW, {}),
     },
 }
-FLAT = [(world, name) for world, cases in CASES.items() for name in cases]
+LONG = ("full_shard_tied", "masked_mean", "streamed")
+FLAT = [
+    pytest.param(world, name, marks=[pytest.mark.long] * (name in LONG))
+    for world, cases in CASES.items()
+    for name in cases
+]
 
 
 @pytest.mark.parametrize(("world", "case"), FLAT)

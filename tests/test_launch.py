@@ -388,6 +388,7 @@ SILENT_s = 4.0  # ranks meet within it, too
 STANDS_STILL = WAITS.replace("HANGS", "os.kill(os.getpid(), signal.SIGSTOP)")
 
 
+@pytest.mark.long  # the next names it, too
 def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
     began = time.monotonic()
     with pytest.raises(

@@ -114,7 +114,9 @@ def check_case(pool: Any, case: Case, backend: str, world: int = 2) -> None:
             assert predicted == pytest.approx(real, rel=CLOSE, abs=late), (what, case)
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    "case", [*SAMPLE[::2], *(pytest.param(case, marks=pytest.mark.long) for case in SAMPLE[1::2])], ids=str
+)
 def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None:
     check_case(ranks(2), case, "eager")
 

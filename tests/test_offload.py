@@ -185,8 +185,10 @@ def _poisoned(tensor: Tensor) -> Tensor:
     "tier",
     [
         "all_host",
-        "streamed_all",
-        *(pytest.param(tier, marks=pytest.mark.long) for tier in ("optimizer_host", "parameters_host")),
+        *(
+            pytest.param(tier, marks=pytest.mark.long)
+            for tier in ("streamed_all", "optimizer_host", "parameters_host")
+        ),
     ],
 )
 def test_transfers_under_the_adversary(tier: str, late: bool) -> None:

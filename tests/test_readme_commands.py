@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -147,7 +147,7 @@ TABLE = {
         Row(needs="eight devices")
     ),
     # -- finetune
-    "python -m experiments.finetune": TINY,
+    "python -m experiments.finetune": replace(TINY, quick=True),
     "python -m experiments.finetune method=lora": TINY,
     "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),

@@ -41,7 +41,7 @@ def plain(name: str, accumulate: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_not_a_bit_changes(policy: str, accumulate: int) -> None:
     """fp64, eager: what is computed again is computed alike."""
     how = {"steps": 2, "accumulate": accumulate, **POLICIES[policy]}
@@ -95,6 +95,7 @@ def test_dropout_draws_the_same_mask_when_recomputed(remat: Any) -> None:
     assert all(torch.equal(grads[p], g) for p, g in want.items())
 
 
+@pytest.mark.long  # eager kernels draw the same masks in the suite
 def test_dropout_under_inductor() -> None:
     (want_loss, want), (loss, grads) = grads_of("none"), grads_of("unit", backend="inductor")
     torch.testing.assert_close(loss, want_loss, rtol=0, atol=1e-12)

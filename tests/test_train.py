@@ -411,7 +411,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 BAD_INPUT = {
     "mesh.shard=3": "does not divide over 3 ranks.",
-    "data.root=nowhere": "the files that end in '.py' hold 0 bytes to train on",
+    "data.root=nowhere": "nowhere is no folder. Fix: name one as data.root.",
     "run.resume=nowhere": "run.resume=nowhere: no whole checkpoint is there. Fix: the folder of a run",
 }
 
