@@ -58,7 +58,7 @@ class Schedule:
     def __call__(self, step: Tensor) -> Tensor:
         rate = self.function(step)
         if isinstance(rate, Real) and not isinstance(rate, bool):
-            return torch.full((), float(rate), dtype=torch.float64, device=step.device)
+            return torch.tensor(float(rate), dtype=torch.float64)
         if not isinstance(rate, Tensor) or rate.dim() != 0:
             raise OptimizerError(
                 report(
@@ -81,7 +81,7 @@ def _kind(value: object) -> str:
 def constant(value: float) -> Schedule:
     """The same value at every step."""
     text = call_text("constant", value=value)
-    return Schedule(text, lambda step: torch.full((), value, dtype=torch.float64, device=step.device))
+    return Schedule(text, lambda step: torch.tensor(value, dtype=torch.float64))
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> Schedule:

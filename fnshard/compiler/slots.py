@@ -164,7 +164,7 @@ class Updates:
 
     def _env(self, updater: Updater, barrier: bool, device: torch.device) -> dict[str, Any]:
         env: dict[str, Any] = {"rescale": lambda summary: None, "skip_if": None}
-        updater.start(env, torch.zeros((), dtype=torch.int64, device=device))
+        updater.start(env, torch.tensor(0))  # a fake that knows its value, which rates are computed from
         if barrier:
             info: StepInfo = env["info"]
             scalar = torch.zeros((), dtype=torch.float64, device=device)
