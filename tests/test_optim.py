@@ -547,7 +547,7 @@ def test_schedules_never_read_the_step_back():
     """A meta step has no value: `.item()` or a Python branch on it would raise."""
     for made in (RATE, schedules.linear(1.0, 2, 6), schedules.wsd(1.0, 2, 6, 2), schedules.constant(1.0)):
         value = made(torch.empty((), dtype=torch.int64, device="meta"))
-        assert value.device.type == "meta" and value.shape == ()
+        assert value.shape == () and value.dtype == torch.float64
 
 
 def test_the_rate_is_a_metric_and_is_made_once_a_step():
