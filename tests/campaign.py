@@ -61,7 +61,7 @@ def campaign(
         results[found.split(":")[0] or "right"] += 1
         if found.startswith("!"):
             failures.setdefault(found, []).append(case)
-            print(found if len(failures[found]) > 1 else f"{found}\n{case.text}", flush=True)
+            print(f"{found}\n{case.text}", flush=True)
         if sum(results.values()) % 50 == 0:
             print(f"{dict(results)} in {time.monotonic() - began:.0f} s", flush=True)
 

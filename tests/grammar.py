@@ -36,7 +36,8 @@ def positive(g: Any) -> str:
 POINTWISE: dict[str, Row] = {
     **each("tanh sigmoid sin cos atan asinh erf erfc sinc abs neg square positive relu selu exp2 deg2rad nan_to_num",
            lambda g, n: f"torch.{n}({g.f()})"),
-    **each("silu mish softplus leaky_relu elu celu softsign logsigmoid tanhshrink hardtanh relu6 hardswish hardsigmoid gelu softshrink hardshrink",
+    # No hardsigmoid: torch's own backward holds 1/6 in fp32.
+    **each("silu mish softplus leaky_relu elu celu softsign logsigmoid tanhshrink hardtanh relu6 hardswish gelu softshrink hardshrink",
            lambda g, n: f"F.{n}({g.f()})"),
     **each("sqrt rsqrt reciprocal log log2 log10 log1p lgamma digamma", lambda g, n: f"torch.{n}({g.f()}.square() + 1.3)"),
     **each("exp expm1 sinh cosh tan asin acos atanh erfinv i0", lambda g, n: f"torch.{n}(torch.tanh({g.f()}) * 0.8)"),

@@ -139,7 +139,11 @@ class Scope:
         }
         self._run("\n".join(self.closed))
         self.values["i"] = 0
-        self._run("\n".join(self.open))
+        try:
+            self._run("\n".join(self.open))
+        except MISTAKES:  # a line ran on what one that was dropped had written
+            self.open = []
+            self.restart()
 
     def _run(self, text: str, mode: str = "exec") -> Any:
         return eval(compile(text, "<program>", mode), self.values)
