@@ -138,6 +138,7 @@ PRIVATE = {
         "torch._guards",
         "torch._inductor",
         "torch._subclasses",
+        "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
     },
     "fnshard.compiler.kernels": {"torch._guards", "torch._inductor"},
     "fnshard.compiler.footprint": {"torch._subclasses", "torch.utils._python_dispatch"},

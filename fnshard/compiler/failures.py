@@ -44,6 +44,8 @@ _BY_FUNCTION = {
     "length: losses by arange(T) < lengths[:, None]; the last state of a row is its output at lengths - 1.",
 }
 _BY_MESSAGE = {
+    r"_C\.Generator": "the state of a torch.Generator is lost in a trace: leave generator= out, the "
+    "state's seed replaces it (step.init(..., seed=)).",
     r"NoneType": "None in a batch is a constant that `fn` sees as it is: pass a tensor in its place, or "
     "write `if x is None` in `fn`.",
     r"must be Tensor, not|got an invalid combination|unsupported operand": "make it a tensor where the batch "
