@@ -350,13 +350,15 @@ class Step(Generic[OptimizerT, LossT]):
         needs = self.optimizer.needs if self.optimizer is not None else frozenset()
         stands_between = bool(needs & {"global_norm", "leaf_norms"}) or self._scale.dynamic
         norms = stands_between or self.options.grad_norm
+        counted = self.optimizer is not None and program.outputs.count is not None
         return Plan(
             accumulate=self.options.accumulate,
             accumulate_mode=self.options.accumulate_mode,
             update=self.optimizer is not None,
             norms=norms,
             scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
-            barrier=stands_between or program.outputs.count is not None,
+            barrier=stands_between or (counted and norms),
+            counted=counted and not norms,
         )
 
     @property

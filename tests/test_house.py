@@ -114,6 +114,8 @@ PRIVATE = {
     "fnshard.recorder": {"torch.nn.init._no_grad_trunc_normal_", "torch.utils._python_dispatch"},
     "fnshard.transform": {"torch._foreach_mul_"},
     "fnshard.optim": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
+    "fnshard.compiler.movement": {"torch._foreach_copy_"},
+    "fnshard.compiler.scalars": {"torch._foreach_div", "torch._foreach_norm"},
     "fnshard.runtime.buckets": {"torch._foreach_copy_"},
     "fnshard.runtime.memory": {"torch._foreach_copy_"},
     "fnshard.runtime.rollcall": {"torch.distributed.distributed_c10d._get_default_store"},

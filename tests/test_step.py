@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
@@ -277,3 +278,44 @@ def test_a_value_copied_over_keeps_its_gradient():
     truth = torch.func.grad(loss)(params, X)
     got = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")(params, X)[1]
     assert (got["w"] - truth["w"]).abs().max() < 1e-12
+
+
+class _Counted(TorchDispatchMode):
+    """How often each operator is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_and_casts_are_one_call_a_unit_however_many_leaves():
+    def calls_of(count):
+        params = {f"unit.{i}": torch.randn(3) for i in range(count)}
+        mesh = fs.make_mesh(shard=1, simulated=True)
+        units = lambda tree: dict.fromkeys(tree, "u")  # noqa: E731
+        narrow, wide = torch.bfloat16, torch.float32
+        specs = fs.presets.full_shard(params, mesh, compute_dtype=narrow, reduce_dtype=wide, units=units)
+        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.lars(0.1))
+        # One kernel, whose calls are not counted: `sum` is the same for all leaves.
+        step = fs.shard_step(
+            lambda p, x: sum((w * x).sum() for w in p.values()), specs, mesh=mesh, optimizer=optimizer,
+            backend="eager",
+        )  # fmt: skip
+
+        def run(rank):
+            state, _ = step(step.init(params), torch.ones(3, dtype=torch.bfloat16))
+            with _Counted() as calls:
+                step(state, torch.ones(3, dtype=torch.bfloat16))
+            return calls.seen
+
+        return fs.simulate(mesh, run)[0]
+
+    few, many = calls_of(2), calls_of(20)
+    for name in ("_foreach_norm", "_foreach_copy_", "linalg_vector_norm", "_to_copy"):
+        assert few[name] == many[name], name
+    assert few["_foreach_norm"] == 2  # of gradients and of leaves
+    assert few["_foreach_copy_"] == 2  # leaves to their kernel, gradients from it

@@ -51,8 +51,10 @@ class Plan:
         update: run the optimizer (else return the gradients).
         norms: reduce squared norms with the scalars.
         scalars: how many numbers ride on ReduceScalars beside what `fn` returns.
-        barrier: something global (a norm, a Mean's count, an overflow flag) stands between the last
-            gradient and the first update.
+        barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
+            last of them and the first update.
+        counted: updates need the scalars of the forward (a Mean's count), which are summed before the
+            backward, so that updates stay in it.
     """
 
     accumulate: int = 1
@@ -60,6 +62,7 @@ class Plan:
     update: bool = True
     norms: bool = False
     barrier: bool = False
+    counted: bool = False
     scalars: int = 0
     differentiate: bool = True
 
@@ -198,15 +201,10 @@ class _Builder:
             writes += tuple(f"_{n}" for n in self.saved(segment, micro)) if not saved else ()
             self.lines.append(
                 Run(
-                    self.unit(segment),
-                    phase,
-                    reads,
-                    writes,
-                    kernel=kernel.name,
-                    segment=segment.index,
-                    units=segment.units,
+                    self.unit(segment), phase, reads, writes,
+                    kernel=kernel.name, segment=segment.index, units=segment.units,
                 )
-            )
+            )  # fmt: skip
 
     def read(self, name: str, leaves: Mapping[str, str], micro: int) -> str:
         if name.startswith("leaf:"):
@@ -229,6 +227,8 @@ class _Builder:
             done = [b for b in self.reduces if self.complete[b.name] == segment.index]
             for bucket in done:
                 self.reduce(bucket, micro, phase, grads)
+            if done and self.plan.counted and micro == self.plan.accumulate - 1:
+                self.scalars_wait()
         for bucket in self.reduces:
             if self.complete[bucket.name] is None and micro == self.plan.accumulate - 1:
                 name = f"r:{bucket.name}"
@@ -364,6 +364,12 @@ class _Builder:
         reads = self.scalar_reads() + extra
         self.lines.append(ReduceScalars("-", "update", reads, ("~scalars",)))
 
+    def scalars_wait(self) -> None:
+        """Once: behind the first reduction, which leaves before the host blocks."""
+        wait = Wait("-", "update", ("~scalars",), ("scalars",), of="reduce_scalars")
+        if wait not in self.lines:
+            self.lines.append(wait)
+
     def finish(self) -> None:
         if self.plan.barrier or self.plan.norms:
             norms = []
@@ -374,16 +380,14 @@ class _Builder:
                     self.lines.append(Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name))
                     norms.append(name)
             self.scalars_issue(tuple(norms))
-        wait = Wait("-", "update", ("~scalars",), ("scalars",), of="reduce_scalars")
-        if self.plan.barrier:
-            self.lines.append(wait)
+        if self.plan.barrier or self.plan.counted:
+            self.scalars_wait()
         if self.plan.update:
             self.updates()
-        if not self.plan.barrier:
-            self.lines.append(wait)
+        self.scalars_wait()
 
     def updates(self) -> None:
-        scalars = ("scalars",) if self.plan.barrier else ()
+        scalars = ("scalars",) if self.plan.barrier or self.plan.counted else ()
         for bucket in sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0)):
             spec = self.specs[bucket.paths[0]]
             stored = tuple(f"s:{p}" for p in bucket.paths)

@@ -232,7 +232,8 @@ def _local(line: Local, context: Context) -> Action:
         blocks = packer.cut({**given}) if not missing else {}
         if missing:
             blocks = {p.path: given.get(p.path, missing.get(p.path)) for p in bucket.pieces}
-        env[out] = Reduced({p: b.to(bucket.dtype) for p, b in blocks.items()})
+        cast = movement.cast_together(list(blocks.values()), bucket.dtype)
+        env[out] = Reduced(dict(zip(blocks, cast, strict=True)))
 
     return run
 

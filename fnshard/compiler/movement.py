@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from fnshard.compiler.context import Action, Context, Env
 from fnshard.compiler.schedule import Cast, Gather, Publish, ToDevice, ToHost, Wait
 
@@ -10,15 +15,22 @@ from fnshard.compiler.schedule import Cast, Gather, Publish, ToDevice, ToHost, W
 
 def cast(line: Cast, context: Context) -> Action:
     """Stored leaves -> `compute_dtype`, on this rank alone."""
-    paths = context.schedule.buckets[line.bucket].paths
-    dtypes = [context.schedule.specs[p].compute_dtype for p in paths]
-    triples = list(zip(line.reads, line.writes, dtypes, strict=True))
+    dtype = context.schedule.specs[context.schedule.buckets[line.bucket].paths[0]].compute_dtype
+    reads, writes = line.reads, line.writes
 
     def run(env: Env) -> None:
-        for stored, out, dtype in triples:
-            env[out] = env[stored].to(dtype)
+        env.update(zip(writes, cast_together([env[n] for n in reads], dtype), strict=True))
 
     return run
+
+
+def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors in a dtype, by one call; one that has it stays itself."""
+    out = [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t in tensors]
+    pairs = [(o, t) for o, t in zip(out, tensors, strict=True) if o is not t]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    return out
 
 
 def gather(line: Gather | Publish, context: Context) -> Action:

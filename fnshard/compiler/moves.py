@@ -74,8 +74,7 @@ class Rank:
 def cast(on: Rank, line: Cast) -> None:
     """Stored leaves -> leaves in compute dtype."""
     for path, stored, out in zip(on.bucket(line).paths, line.reads, line.writes, strict=True):
-        held, dtype = on.walk.names[stored], on.specs[path].compute_dtype
-        on.walk.set(out, on.walk.like(held, GATHERED, dtype) if dtype != held.dtype else held)
+        on.walk.set(out, on.walk.like(on.walk.names[stored], GATHERED, on.specs[path].compute_dtype))
 
 
 def gather(on: Rank, line: Gather | Publish) -> None:

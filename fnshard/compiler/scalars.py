@@ -73,26 +73,21 @@ class Scalars:
 
     # -------------------------------------------------------------- this rank's part
 
-    def norms_of(self, bucket: Bucket, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`{path: squared norm / replicas}` of reduced gradients; summed over ranks it is exact."""
-        out = {}
-        for path in bucket.paths:
-            replicas = self._replicas(self.specs[path].gradient.axes)
-            out[path] = _square(blocks[path]) / replicas
-        return out
-
     def squares(
         self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """What a `Norms` instruction makes: squared gradient norms and, where asked, parameter norms."""
-        grads = self.norms_of(bucket, blocks)
-        out = {"total": torch.stack(list(grads.values())).sum()}
-        for path in bucket.paths:
-            if path in self.leaf_norms:
-                replicas = self._replicas(self.specs[path].storage.axes)
-                # Each norm is taken where its piece lies.
-                stored = _square(env[f"s:{path}"]).to(grads[path].device)
-                out[path] = torch.stack([stored / replicas, grads[path]])
+        """What a `Norms` instruction makes: squared norms by replicas, fp64, whose sum over ranks is exact.
+
+        "total": 0-d, of all gradients. By path, where asked: [2], of the stored leaf and of its gradient.
+        """
+        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(bucket.axes)
+        out = {"total": grads.sum()}
+        if self.leaf_norms:
+            replicas = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
+            # Each norm is taken where its piece lies.
+            stored = _squares([env[f"s:{p}"] for p in bucket.paths]).to(grads.device)
+            stored = torch.stack(torch._foreach_div(stored.unbind(), replicas))
+            out |= zip(bucket.paths, torch.stack([stored, grads], dim=1), strict=True)
         return out
 
     def _replicas(self, axes: Sequence[str]) -> int:
@@ -103,9 +98,9 @@ class Scalars:
         parts = [self._over_micros(env, i) for i in self.outputs.summed]
         if self.norms:
             device = parts[0].device
-            parts.append(torch.stack([n["total"].double().to(device) for n in norms]).sum())
-            found = {p: v.to(device) for n in norms for p, v in n.items() if p != "total"}
-            parts += [found[p][i].double() for p in self.leaf_norms for i in (0, 1)]
+            found = {p: v.to(device) for n in norms for p, v in n.items()}
+            parts.append(torch.stack([n["total"].to(device) for n in norms]).sum())
+            parts += [found[p][i] for p in self.leaf_norms for i in (0, 1)]
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
         parts += [
@@ -160,6 +155,7 @@ def _positive(count: Tensor) -> Tensor:
     return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _square(block: Tensor) -> Tensor:
-    dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(block, dtype=dtype).square()
+def _squares(blocks: list[Tensor]) -> Tensor:
+    """Squared norms, fp64 [number of blocks]; the norms are taken in fp32 at least, by one call."""
+    wide = torch.float64 if any(b.dtype == torch.float64 for b in blocks) else torch.float32
+    return torch.stack(torch._foreach_norm(blocks, 2, dtype=wide)).double().square()

@@ -84,6 +84,7 @@ class _State:
     def __post_init__(self) -> None:
         lines = self.schedule.instructions
         self.updates = {i.bucket: i for i in lines if isinstance(i, Update)}
+        self.normed = any(isinstance(i, Norms) for i in lines)
         finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
             self.schedule.outputs
         )
@@ -93,7 +94,8 @@ class _State:
         """Whether the bucket's gradient shards lie on the host until they are used."""
         spec = self.schedule.specs[self.schedule.buckets[bucket].paths[0]]
         update = self.updates.get(bucket)
-        at_once = update is not None and self.schedule.accumulate == 1 and "scalars" not in update.reads
+        at_once = update is not None and self.schedule.accumulate == 1
+        at_once = at_once and not (self.normed and "scalars" in update.reads)  # norms are known at the end
         return spec.optimizer_memory != "device" and not (spec.updated_on == "device" and at_once)
 
     def on_host(self, line: Instruction) -> bool:
