@@ -284,9 +284,13 @@ def ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> li
     back, so it costs the same traffic as one foreach multiplication and loses digits in fp64.
     """
     out = [
-        g if g.dtype == p.dtype and g.is_contiguous() else g.to(p.dtype).contiguous()
+        g if g.dtype == p.dtype and g.is_contiguous() else torch.empty_like(p)
         for g, p in zip(grads, params, strict=True)
     ]
+    if made := [(o, g) for o, g in zip(out, grads, strict=True) if o is not g]:
+        torch._foreach_copy_(*map(list, zip(*made, strict=True)))
     if scale is not None:
-        torch._foreach_mul_(out, scale)
+        # A factor of another dtype costs CUDA a kernel per leaf; one of 16 bits would lose digits.
+        dtype = out[0].dtype
+        torch._foreach_mul_(out, scale.to(dtype) if dtype.itemsize >= 4 else scale)
     return out

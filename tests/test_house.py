@@ -112,7 +112,7 @@ ORDER = [f"fnshard.{name}" for names in FLOORS.values() for name in names.split(
 PRIVATE = {
     "fnshard.tree": {"torch.utils._pytree"},
     "fnshard.recorder": {"torch.nn.init._no_grad_trunc_normal_", "torch.utils._python_dispatch"},
-    "fnshard.transform": {"torch._foreach_mul_"},
+    "fnshard.transform": {"torch._foreach_copy_", "torch._foreach_mul_"},
     "fnshard.optim": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
     "fnshard.compiler.movement": {"torch._foreach_copy_"},
     "fnshard.compiler.scalars": {"torch._foreach_div", "torch._foreach_norm"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard import optim, schedules, transform
 from fnshard.errors import OptimizerError
@@ -461,7 +463,7 @@ def test_wire_dtype_gradients_meet_master_parameters():
 # ------------------------------------------------------------------ memory
 
 
-class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+class Peak(TorchDispatchMode):
     """Bytes of the tensors that operators make, all counted as if none were freed."""
 
     made = 0
@@ -489,6 +491,46 @@ def test_apply_allocates_nothing_of_unit_size(name):
         with Peak() as peak:
             optimizer.apply(given_grads, slots, params, info)
         assert peak.made <= most * unit + 400, (peak.made, unit)
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator is called, and the dtypes of what scales many tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.factors = Counter(), set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen[op._schema.name] += 1
+        if op._schema.name == "aten::_foreach_mul_":
+            self.factors.add((args[0][0].dtype, args[1].dtype))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "clip_adamw_ema"])
+def test_an_update_makes_as_many_calls_for_many_leaves_as_for_few(name, dtype):
+    """Gradients in wire dtype are cast by one call and scaled by one, in the parameters' dtype."""
+
+    def calls_of(count):
+        shapes = {f"layers.{i}.w": (4, 3) for i in range(count)}
+        params, grads = random_tree(0, shapes, dtype), random_tree(1, shapes, torch.bfloat16)
+        info = make_info(0, grads, params, 0.5)
+        with Calls() as calls:
+            ALL[name].apply(grads, ALL[name].init(params), params, info)
+        return calls
+
+    few, many = calls_of(2), calls_of(20)
+    for call in (
+        "aten::_to_copy",
+        "aten::_foreach_copy_",
+        "aten::_foreach_mul_",
+        "aten::copy_",
+        "aten::mul_",
+    ):
+        assert few.seen[call] == many.seen[call], call
+    assert many.seen["aten::_foreach_copy_"] == 1
+    assert many.factors == {(dtype, dtype)}
 
 
 # ------------------------------------------------------------------ schedules

@@ -100,8 +100,8 @@ class Updater:
                 return
             grads, held, targets = {}, {}, {}
             for path in paths:
-                spec, where = self.specs[path], self.places[path]
-                grads[path] = _cut(blocks[path], where.gradient).to(spec.optimizer_dtype)
+                where = self.places[path]
+                grads[path] = _cut(blocks[path], where.gradient)
                 held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
                 master = held[path].pop(MASTER, None)
                 targets[path] = _cut(params[path], where.stored) if master is None else master
