@@ -8,9 +8,11 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import chain, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
+from fnshard.compiler.schedule import ReduceScalars, ReduceScatter, Run, Update, Wait
 
 X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 
@@ -319,3 +321,43 @@ def test_norms_and_casts_are_one_call_a_unit_however_many_leaves():
         assert few[name] == many[name], name
     assert few["_foreach_norm"] == 2  # of gradients and of leaves
     assert few["_foreach_copy_"] == 2  # leaves to their kernel, gradients from it
+
+
+def _counted(p, x):
+    y = run_chain(p, x)
+    return fs.Mean(y.sum(), (x > 0).sum())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate_mode", ["reduce", "local"])
+def test_a_count_is_summed_before_the_backward(accumulate, accumulate_mode):
+    """It is known after the forward: updates stay in the backward, and gradients live for a moment."""
+    how = {"accumulate": accumulate, "accumulate_mode": accumulate_mode}
+    mean = lambda p, x: run_chain(p, x).mean()  # noqa: E731
+    plain, counted = (list(lower(f, chain(6), rows(), **how).schedule.instructions) for f in (mean, _counted))
+
+    def order(found):
+        return [(i.unit, i.verb) for i in found if isinstance(i, Run | Update)]
+
+    def numbers(kind, **fields):
+        return [
+            n for n, i in enumerate(counted)
+            if isinstance(i, kind) and all(getattr(i, f) == v for f, v in fields.items())
+        ]  # fmt: skip
+
+    assert order(counted) == order(plain)
+    last = f"backward{f'.{accumulate - 1}' * (accumulate > 1)}"
+    (issued,), (arrived,) = numbers(ReduceScalars), numbers(Wait, of="reduce_scalars")
+    updates = numbers(Update)
+    assert issued < min(numbers(Run, phase=last))
+    assert min(numbers(ReduceScatter, phase=last)) < arrived < min(updates)  # what can leave has left
+    assert all("scalars" in counted[n].reads for n in updates)
+
+
+def test_a_count_waits_for_norms_that_are_wanted():
+    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+    for how in ({"optimizer": clip}, {"grad_norm": True}):
+        found = list(lower(_counted, chain(3), rows(), **how).schedule.instructions)
+        arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of == "reduce_scalars")
+        assert arrived < min(n for n, i in enumerate(found) if isinstance(i, Update))
+        assert arrived > max(n for n, i in enumerate(found) if isinstance(i, Run))
