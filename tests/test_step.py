@@ -12,7 +12,7 @@ from toys import chain, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.compiler.schedule import ReduceScalars, ReduceScatter, Run, Update, Wait
+from fnshard.compiler.schedule import ReduceScalars, ReduceScatter, Run, ToHost, Update, Wait
 
 X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 
@@ -361,3 +361,31 @@ def test_a_count_waits_for_norms_that_are_wanted():
         arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of == "reduce_scalars")
         assert arrived < min(n for n, i in enumerate(found) if isinstance(i, Update))
         assert arrived > max(n for n, i in enumerate(found) if isinstance(i, Run))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_counts_gradients_rest_where_a_means_do(accumulate):
+    """Optimizer state on the host, updates on the device: gradients are sent away for norms alone."""
+
+    def sent(fn, **how):
+        policy = {"optimizer_memory": "host", "update_on": "device"}
+        low = lower(fn, chain(3), rows(), policy=policy, accumulate=accumulate, **how)
+        return [
+            n for i in low.schedule.instructions if isinstance(i, ToHost) for n in i.reads if n[:2] == "r:"
+        ]
+
+    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+    assert sent(_counted) == sent(lambda p, x: run_chain(p, x).mean())
+    assert sent(_counted, optimizer=clip)
+
+
+def test_a_group_of_one_casts_once_where_leaves_are_kept():
+    """With reshard=False, whose price is the copy; else the last unit alone is spared, as with gathers."""
+    params = {p: v.float() for p, v in chain(4).items()}
+    for world, verb in ((1, "cast"), (2, "gather")):
+        kept, freed = (
+            lower(lambda p, x: run_chain(p, x).mean(), params, rows().bfloat16(), ranks=world, preset=preset,
+                  policy={"compute_dtype": torch.bfloat16}).schedule.counts()[verb]
+            for preset in ("shard_grad_op", "full_shard")
+        )  # fmt: skip
+        assert (kept, freed) == (4, 6)  # the first unit's backward does not read its leaf
