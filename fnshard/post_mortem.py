@@ -20,6 +20,9 @@ ECHOES = (
     "Broken pipe",
     "Timed out",
     "DistStoreError",  # somebody never came to the meeting
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "unexpected exit of a remote peer",
 )
 
 
