@@ -14,12 +14,24 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-CHUNK_bytes = 1 << 27  # of logits at once, if nobody says: as they come, and in fp32
+# Of logits at once, if nobody says: as they come, and in fp32. A GPU wants products of thousands of rows.
+CHUNK_bytes = {"cpu": 1 << 27, "cuda": 1 << 30}
+RUN_numbers = 1 << 22  # of a half type's gradient at once, where it is added by runs of rows
 
 
-def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype) -> int:
-    """How many tokens at once: as asked for, or as many as `CHUNK_bytes` of logits are."""
-    return max(1, min(tokens, chunk or CHUNK_bytes // max(vocabulary * logit_bytes(dtype), 1)))
+def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
+    """How many tokens at once: as asked for, or as many as `CHUNK_bytes` of logits are.
+
+    >>> [chunk_of(8192, 32_768, 0, torch.bfloat16, device) for device in ("cpu", "cuda")]
+    [682, 5461]
+    """
+    most = CHUNK_bytes.get(device, CHUNK_bytes["cpu"])
+    return max(1, min(tokens, chunk or most // max(vocabulary * logit_bytes(dtype), 1)))
+
+
+def sums_wide(dtype: torch.dtype, device: str) -> bool:
+    """Whether products of half types can be given, and added, in fp32 as they are summed: by cuBLAS."""
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def logit_bytes(dtype: torch.dtype) -> int:
@@ -44,7 +56,7 @@ def token_losses(
         targets: int64 [N]; the loss of those that are `ignore` is 0.
         chunk: tokens at once; 0 chooses.
     """
-    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype)
+    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, hidden.device.type)
     losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
     sums = torch.empty_like(losses)
     for low in range(0, hidden.shape[0], count):
@@ -55,10 +67,17 @@ def token_losses(
 
 def _of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
     """Its logits are gone before those of the next are made."""
-    logits = (hidden @ weight.t()).to(wide(hidden.dtype))
+    logits = _logits(hidden, weight)
     sums, counted = torch.logsumexp(logits, 1), targets != ignore
     chosen = logits.gather(1, torch.where(counted, targets, 0).unsqueeze(1)).squeeze(1)
     return torch.where(counted, sums - chosen, 0.0), sums
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """In fp32 or fp64."""
+    if sums_wide(hidden.dtype, hidden.device.type):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return (hidden @ weight.t()).to(wide(hidden.dtype))
 
 
 @token_losses.register_fake
@@ -84,7 +103,7 @@ def token_losses_backward(
         gradient: [N] of the losses.
         sums: what the forward kept.
     """
-    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype)
+    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, hidden.device.type)
     to_hidden = torch.empty_like(hidden)
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     for low in range(0, hidden.shape[0], count):
@@ -103,7 +122,7 @@ def _slopes(
     """The gradient of a chunk's logits, in the dtype they came in."""
     counted = targets != ignore
     slope = torch.where(counted, gradient, 0.0).to(sums.dtype).unsqueeze(1)
-    logits = (hidden @ weight.t()).to(sums.dtype)
+    logits = _logits(hidden, weight)
     logits.sub_(sums.unsqueeze(1)).exp_().mul_(slope)
     logits.scatter_add_(1, torch.where(counted, targets, 0).unsqueeze(1), -slope)
     return logits.to(hidden.dtype)
@@ -111,13 +130,17 @@ def _slopes(
 
 def run_of(columns: int) -> int:
     """How many rows of a half type's gradient at once."""
-    return max(1, CHUNK_bytes // 32 // max(columns, 1))
+    return max(1, RUN_numbers // max(columns, 1))
 
 
 def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, with no tensor of its size beside: in place, or of half types by runs of rows."""
+    """total += one @ other, with no tensor of its size beside: in place, or on a CPU half types by runs of
+    rows."""
     if total.dtype == other.dtype:
         total.addmm_(one, other)
+        return
+    if sums_wide(other.dtype, other.device.type):
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
         return
     rows = run_of(other.shape[1])
     for low in range(0, total.shape[0], rows):

@@ -240,6 +240,19 @@ def test_overflow_skips_the_update_and_halves_the_scale(mesh):
         assert torch.equal(value, state.params[path]), path
 
 
+def test_the_chunked_cross_entropy_is_torchs(mesh):
+    """bf16 products, whose sums are fp32 on both sides; four chunks."""
+    hidden, weight = (torch.randn(n, 64, device="cuda").bfloat16().requires_grad_() for n in (96, 160))
+    targets = torch.randint(160, (96,), device="cuda")
+    truth = torch.nn.functional.cross_entropy(hidden.float() @ weight.float().t(), targets)
+    mean = fs.losses.linear_cross_entropy(hidden, weight, targets, chunk=24)
+    got = mean.total / mean.count
+    torch.testing.assert_close(got, truth, rtol=1e-3, atol=1e-3)
+    wanted = torch.autograd.grad(truth, (hidden, weight))
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-3)
+
+
 def test_batches_may_come_from_the_host(mesh):
     model = on_gpu(gpt())
     specs = specs_of(model, "full_shard", mesh)

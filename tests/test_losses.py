@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnshard as fs
 from experiments import chunked_loss
 from fnshard import LayoutSpec, P, fused, losses
+from fnshard.compiler.workspace import workspace_bytes
 from fnshard.losses import Mean
 
 V, D = 50, 16
@@ -150,11 +152,71 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
     """As the allocator saw it: `experiments.chunked_loss` with a quarter of its tokens and width, an eighth
     of its words, and chunks that are as large a share."""
     tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
-    monkeypatch.setattr(fused, "CHUNK_bytes", fused.CHUNK_bytes // 32)
+    monkeypatch.setitem(fused.CHUNK_bytes, "cpu", fused.CHUNK_bytes["cpu"] // 32)
+    monkeypatch.setattr(fused, "RUN_numbers", fused.RUN_numbers // 32)
     costs = chunked_loss.measure(tokens, width, vocabulary, dtype=dtype, frozen=frozen, repeats=1)
     assert costs["chunked"].peak_bytes < 0.15 * costs["naive"].peak_bytes
     assert costs["naive"].peak_bytes > 2 * 4 * tokens * vocabulary
     assert chunked_loss.apart(costs["naive"], costs["chunked"]) < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
+
+
+class _CuBLAS(TorchDispatchMode):
+    """`mm` and `addmm` of half types with fp32 results, which torch has on CUDA alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.narrow = 0  # the largest result of a half type
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is torch.ops.aten.mm.dtype:
+            self.seen.append("mm")
+            return args[0].float() @ args[1].float()
+        if op is torch.ops.aten.addmm.dtype_out:
+            self.seen.append("addmm")
+            total, one, other, dtype = args
+            assert (
+                kwargs["out"] is total and total.dtype == dtype == torch.float32 and one.dtype == other.dtype
+            )
+            return total.add_(one.float() @ other.float())
+        out = op(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype == torch.bfloat16:
+            self.narrow = max(self.narrow, out.numel())
+        return out
+
+
+def test_on_a_gpu_half_types_are_summed_in_fp32_with_no_copy_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits come in fp32, and the weight's gradient is added where it lies; the CPU's way is the truth."""
+    hidden, weight = torch.randn(24, 16).bfloat16(), torch.randn(40, 16).bfloat16()
+    targets, gradient = torch.randint(40, (24,)), torch.rand(24)
+
+    def both() -> tuple[Tensor, ...]:
+        made, sums = fused.token_losses._init_fn(hidden, weight, targets, -100, 8)
+        back = fused.token_losses_backward._init_fn(gradient, sums, hidden, weight, targets, -100, 8, True)
+        return made, sums, *back
+
+    truth = both()
+    monkeypatch.setattr(fused, "sums_wide", lambda dtype, device: dtype == torch.bfloat16)
+    with _CuBLAS() as cublas:
+        got = both()
+    assert cublas.seen == ["mm"] * 3 + ["mm", "addmm"] * 3
+    assert cublas.narrow == weight.numel()  # the gradient that is handed out; no wider than a chunk's slopes
+    for a, b in zip(got, truth, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_on_a_gpu_its_workspace_is_a_gigabyte_of_logits_and_one_sum() -> None:
+    def workspace(device: str) -> int:
+        hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (65_536, 32_768))
+        gradient, targets = torch.empty(65_536, device="meta"), torch.empty(65_536, device="meta").long()
+        args = (gradient, gradient, hidden, weight, targets, -100, 0, True)
+        return workspace_bytes(torch.ops.fnshard.token_losses_backward.default, args, {}, None, device)
+
+    sums = 32_768 * 64 * 4
+    assert 0.99 * 2**30 < workspace("cuda") - sums <= 2**30
+    assert 0.99 * 2**27 < workspace("cpu") - sums - 2 * 2**21 <= 2**27
 
 
 # ------------------------------------------------------------------ preferences

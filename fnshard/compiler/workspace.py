@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.fused import chunk_of, logit_bytes, run_of, wide
+from fnshard.fused import chunk_of, logit_bytes, run_of, sums_wide, wide
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
@@ -141,22 +141,23 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
 
-def _token_losses(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+def _token_losses(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them."""
     hidden, weight, chunk = args[0], args[1], args[4]
-    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype) * weight.shape[0]
+    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
     return numbers * max(logit_bytes(hidden.dtype), 2 * wide(hidden.dtype).itemsize)
 
 
-def _token_losses_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits; of half types the sum of the weight's gradient, and the run of it that is added."""
+def _token_losses_backward(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits; of half types the sum of the weight's gradient, and a CPU's run that is added."""
     hidden, weight, chunk, of_weight = args[2], args[3], args[6], args[7]
-    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype) * weight.shape[0]
+    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
     rows, columns = weight.shape
     own = 0
     if of_weight and hidden.dtype != wide(hidden.dtype):
         own = weight.numel() * wide(hidden.dtype).itemsize
-        own += min(rows, run_of(columns)) * columns * hidden.dtype.itemsize
+        if not sums_wide(hidden.dtype, device):
+            own += min(rows, run_of(columns)) * columns * hidden.dtype.itemsize
     return numbers * logit_bytes(hidden.dtype) + own
 
 
@@ -202,10 +203,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
-    ("cpu", "token_losses"): _token_losses,
-    ("cpu", "token_losses_backward"): _token_losses_backward,
-    ("cuda", "token_losses"): _token_losses,
-    ("cuda", "token_losses_backward"): _token_losses_backward,
+    **{(d, "token_losses"): functools.partial(_token_losses, d) for d in ("cpu", "cuda")},
+    **{(d, "token_losses_backward"): functools.partial(_token_losses_backward, d) for d in ("cpu", "cuda")},
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,
     ("cuda", "_scaled_dot_product_cudnn_attention_backward"): _cudnn_backward_cuda,
