@@ -90,15 +90,19 @@ class DecoderConfig:
         block = attention + 3 * self.width * self.hidden + 2 * self.width
         return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)
 
-    @property
-    def flops_per_token(self) -> int:
-        """Multiply-adds counted as two, forward and backward: 6 N + 6 L T D (causal attention).
+    def flops_per_token(self, length: int = 0) -> int:
+        """Model FLOPs of a token, forward and backward: 6 N + 6 L T D; see `fnshard.hardware.mfu`.
 
-        N leaves the embedding's lookup out; scores and their weighted sum read T / 2 positions on
-        average (PaLM, appendix B, halved for the causal mask).
+        N counts the parameters of matrices that multiply, the head among them and an embedding that is only
+        looked up not. Scores and their weighted sum read T / 2 positions on average (PaLM, appendix B,
+        halved for the causal mask).
+
+        Args:
+            length: T; 0 is `context`.
         """
-        matmul = self.parameters - (0 if self.tied else self.vocab * self.width)
-        return 6 * matmul + 6 * self.layers * self.context * self.width
+        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+        matrices = self.layers * (attention + 3 * self.width * self.hidden) + self.vocab * self.width
+        return 6 * matrices + 6 * self.layers * (length or self.context) * self.width
 
 
 @dataclass(frozen=True, kw_only=True)

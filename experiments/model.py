@@ -10,7 +10,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from experiments.config import DecoderConfig
@@ -95,16 +94,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.config
-        q = rearrange(self.wq(x), "b t (h k) -> b h t k", h=c.heads)
-        k = rearrange(self.wk(x), "b t (g k) -> b g t k", g=c.kv_heads)
-        v = rearrange(self.wv(x), "b t (g k) -> b g t k", g=c.kv_heads)
+        heads = ((self.wq, c.heads), (self.wk, c.kv_heads), (self.wv, c.kv_heads))
+        q, k, v = (w(x).unflatten(-1, (n, c.head)).transpose(1, 2) for w, n in heads)  # [B, H or G, T, K]
         cos, sin = rotary(x.shape[1], c.head, c.theta, q)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # Written out rather than enable_gqa=True, with which the CPU leaves flash attention.
         share = c.heads // c.kv_heads
-        k, v = (repeat(z, "b g t k -> b (g share) t k", share=share) for z in (k, v))
+        k, v = (z.unsqueeze(2).expand(-1, -1, share, -1, -1).flatten(1, 2) for z in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, K]
-        return self.wo(rearrange(out, "b h t k -> b t (h k)"))
+        return self.wo(out.transpose(1, 2).flatten(2))  # [B, T, H, K] -> [B, T, D]
 
 
 class MLP(nn.Module):
@@ -164,4 +162,4 @@ class Decoder(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats, in fp32 or wider. logits [B, T, V], targets [B, T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(rearrange(wide, "b t v -> (b t) v"), rearrange(targets, "b t -> (b t)"))
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())

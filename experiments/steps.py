@@ -257,9 +257,7 @@ def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
         return planned
     if mesh.device_type != "cuda":
         return None  # the table's CPU is nobody's
-    called = torch.cuda.get_device_name().lower()
-    known = next((name for name in TABLE if name in called), None)
-    return known and fs.Hardware.named(known)
+    return fs.Hardware.of_gpu(torch.cuda.get_device_name())
 
 
 def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:

@@ -17,7 +17,27 @@ from fnshard.errors import SpecError, report
 from fnshard.measure import measure
 from fnshard.mesh import Mesh
 
-__all__ = ["Curve", "Hardware", "Link"]
+__all__ = ["Curve", "Hardware", "Link", "mfu"]
+
+
+def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation of a device: model FLOPs / (seconds x the data sheet's dense peak).
+
+    Model FLOPs are those of matrix products, convolutions and attention in the forward, and twice as many in
+    the backward; recomputation adds nothing. Causal attention counts the half of all pairs of positions that
+    its kernels compute. For a decoder that is 6 N + 6 L T D a token: N parameters in matrices (an embedding
+    that is only looked up is none), L layers of width D, T positions. PaLM's 6 N + 12 L T D counts all pairs
+    and gives a larger number for the same step.
+
+    Args:
+        model_flops: of one device's step.
+        seconds: of that step.
+        peak_flops: per second, in the dtype of the products; `Hardware.peak_flops`.
+
+    >>> mfu(4e14, 1.0, Hardware.named("h100").peak_flops["bf16"])  # doctest: +ELLIPSIS
+    0.404...
+    """
+    return model_flops / seconds / peak_flops if seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -170,6 +190,15 @@ class Hardware:
                 )
             )
         return hardware
+
+    @staticmethod
+    def of_gpu(name: str) -> Hardware | None:
+        """What the table says of a GPU that calls itself `name`; None if it is not in there.
+
+        >>> Hardware.of_gpu("NVIDIA H200").name
+        'h200'
+        """
+        return next((each for key, each in TABLE.items() if key in name.lower() and key != "cpu"), None)
 
     @staticmethod
     def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:

@@ -129,7 +129,8 @@ def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: 
     Args:
         trace: what `traced` wrote, or the same as a dict.
         lowered: the step that was traced.
-        hardware: whose peak the MFU is a share of, as `lowered.timeline` takes it; None: it is NaN.
+        hardware: whose peak the MFU is a share of (`hardware.mfu`), as `lowered.timeline` takes it; None: it
+            is NaN.
 
     Raises:
         SpecError: no instruction is in the trace, or those of another schedule are.

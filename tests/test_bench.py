@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import fnshard as fs
 from experiments.bench.config import build
 from experiments.bench.memory import Heap, Memory, follow, live_bytes
-from experiments.bench.report import aligned, flops_per_token, mfu, ratio
-from experiments.config import ConfigError
+from experiments.bench.report import aligned, model_flops, ratio
+from experiments.config import ConfigError, DecoderConfig
+from experiments.model import Decoder, next_token_loss
+from experiments.sizes import decoder, names
+from fnshard.hardware import mfu
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 2**20
@@ -68,12 +71,23 @@ def test_ratios_cancel_drift():
     assert ratio([2 * d for d in drift], drift) == pytest.approx(2.0)
 
 
-def test_mfu_counts_what_it_says():
-    config = replace(build({"size": "tiny", "rows": 2, "length": 64}), ranks=1)
-    model = config.model
-    per_token = 6 * model.parameters + 12 * model.layers * model.width * 64
-    assert flops_per_token(config) == per_token
-    assert mfu(config, seconds=per_token * 128 / 989e12) == pytest.approx(1.0)
+def test_mfu_is_the_same_by_formula_and_by_counting():
+    """The bench multiplies sizes, a lowered step counts its operators: equal FLOPs, equal MFU."""
+    config = build({"size": "tiny", "rows": 2, "length": 64, "ranks": 1})
+    mesh = fs.make_mesh(abstract=True)
+    apply, params = fs.make_functional(Decoder(config.model))
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    loss = lambda p, x, y: next_token_loss(apply(p, x), y)  # noqa: E731
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), remat="unit")
+    paper = step.lower(params, tokens, tokens).timeline("h100")
+    assert paper.model_flops == model_flops(config)
+    assert paper.mfu == mfu(model_flops(config), paper.step_seconds, 67e12)
+
+
+def test_a_gpu_that_nobody_knows_has_no_peak():
+    assert fs.Hardware.of_gpu("NVIDIA H100 80GB HBM3") is fs.Hardware.named("h100")
+    assert fs.Hardware.of_gpu("NVIDIA GeForce GTX 1080") is None
 
 
 def test_columns_align():
@@ -183,3 +197,20 @@ def test_state_is_as_large_as_it_must_be(result):
     for name, least in {"ddp": 4, "full_shard": 1.5, "fsdp2": 1.5}.items():
         resting = rows[name]["between_bytes"] - rows[name]["transport_bytes"]
         assert least * whole <= resting < (least + 0.4) * whole, name  # gloo may still hold a buffer
+
+
+# ------------------------------------------------------------------ what a bare machine has
+
+
+def test_sizes_are_read_as_yaml_reads_them():
+    """And those of the bench's own are in shapes that tensor cores take: multiples of 64."""
+    yaml = pytest.importorskip("yaml")
+    for path in (ROOT / "conf" / "model").glob("*.yaml"):
+        assert decoder(path.stem) == DecoderConfig(**yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert names() == sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
+    for name in ("1b", "8b"):
+        model = decoder(name)
+        sizes = (model.width, model.head, model.kv_heads * model.head, model.hidden, model.vocab)
+        assert not model.tied and all(size % 64 == 0 for size in sizes)
+    assert (decoder("1b").layers, decoder("1b").width) == (16, 2048)
+    assert decoder("8b").parameters == 8_030_261_248  # as Meta's

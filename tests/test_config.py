@@ -57,7 +57,7 @@ WRONG_TRAIN = {
     "strategy=ddp": rf"strategy=ddp{CL}: no such choice\. strategy has auto, full_shard",
     "stratgy=zero2": rf"stratgy=zero2{CL}: no such key\. Did you mean strategy\?",
     "optimizer=adam": r"no such choice\. Did you mean optimizer=adamw\? optimizer has adamw, sgd\.",
-    "model=5": rf"model=5{CL}: no such choice\. .*model has 1b, 25m, 5m, 70b, 7b, 85m, tiny\.",
+    "model=5": rf"model=5{CL}: no such choice\. .*model has 1b, 25m, 5m, 70b, 7b, 85m, 8b, tiny\.",
     "hardware=b200": r"no such choice\. Did you mean hardware=h[12]00\?",
     "experiment=latop": r"no such choice\. Did you mean experiment=laptop\?",
     "run=null": rf"run=null{CL}: no such choice\. run has default\.",

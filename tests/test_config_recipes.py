@@ -17,7 +17,7 @@ from test_finetune import data, model, run_in  # noqa: F401  # fixtures
 
 from experiments import loop
 from experiments.asked import ask
-from experiments.bench.config import FORM as BENCH
+from experiments.bench.form import FORM as BENCH
 from experiments.chaos.config import FORM as CHAOS
 from experiments.command import main
 from experiments.config import TrainConfig

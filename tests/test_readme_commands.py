@@ -21,7 +21,7 @@ from commands import ROOT, Warm, commands, readmes
 
 from experiments import train
 from experiments.asked import ask
-from experiments.bench import config as bench
+from experiments.bench import form as bench
 from experiments.chaos import config as chaos
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.explain import config as explain

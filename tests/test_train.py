@@ -103,7 +103,7 @@ def test_offload_is_of_parameters_and_optimizer():
 def test_sizes_are_what_the_names_say():
     sizes = {name: compose(f"model={name}").model.parameters / 1e6 for name in options("model")}
     assert 0.5 < sizes["tiny"] < 5
-    for name, wanted in (("5m", 5), ("25m", 25), ("85m", 85), ("1b", 1000)):
+    for name, wanted in (("5m", 5), ("25m", 25), ("85m", 85), ("1b", 1100), ("8b", 8030)):
         assert 0.8 < sizes[name] / wanted < 1.25, sizes
 
 

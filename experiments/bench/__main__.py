@@ -11,7 +11,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.bench.config import FORM, BenchConfig, build
+from experiments.bench.config import BenchConfig, build
+from experiments.bench.form import FORM
 from experiments.command import answer
 from experiments.form import ROOT
 from fnshard.launcher import launch

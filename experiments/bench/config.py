@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from experiments.bench.contenders import CONTENDERS
 from experiments.checks import refusal
-from experiments.form import Form, Help
-from experiments.model import DecoderConfig
+from experiments.config import DecoderConfig
+from experiments.sizes import decoder, names
 
-MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What `null` means, by device. On a GPU a 1B-class decoder at its full context.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -67,7 +64,7 @@ class BenchConfig:
     @property
     def model(self) -> DecoderConfig:
         """The decoder that `size` names."""
-        return DecoderConfig(**yaml.safe_load((MODELS / f"{self.size}.yaml").read_text(encoding="utf-8")))
+        return decoder(self.size)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -109,9 +106,8 @@ def build(values: Mapping[str, Any]) -> BenchConfig:
 
 def _problems(config: BenchConfig) -> list[str]:
     out = []
-    sizes = sorted(path.stem for path in MODELS.glob("*.yaml"))
     choices = {
-        "size": sizes,
+        "size": names(),
         "dtype": list(DTYPES),
         "reduce": [None, *DTYPES],
         "backend": ["inductor", "eager"],
@@ -139,22 +135,3 @@ def _problems(config: BenchConfig) -> list[str]:
         elif config.ranks != 1:
             out.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
     return out
-
-
-HELP = Help(
-    about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",
-    options={
-        "device": "cpu: gloo ranks of one thread each; cuda: one GPU",
-        "ranks": "how many; null: 2 on the CPU, 1 GPU",
-        "size": "a file of conf/model; null: 25m, or 1b on a GPU",
-        "dtype": "of compute: fp32 or bf16",
-        "rounds": "timed steps of each contender",
-        "contenders": "who takes part",
-    },
-    examples={
-        "python -m experiments.bench": "everything, as this machine can",
-        "python -m experiments.bench size=5m rounds=5 losses=0": "a short look",
-        "python -m experiments.bench size=5m dtype=bf16 rows=4": "other sizes, in bf16",
-    },
-)
-FORM = Form("bench", BenchConfig, HELP, build=build)

@@ -121,8 +121,8 @@ def race(
             tracks[name] = Track(CONTENDERS[name](task))
             one_step(tracks[name], feed, task)
             first[name] = time.perf_counter() - began
-    # All have been made: what one of them did to the process (einops notes tensor types, which Dynamo
-    # guards) makes another compile again here, not in a timed step.
+    # All have been made: where one of them did to the process what Dynamo guards, another compiles again
+    # here, not in a timed step.
     for _ in range(config.warmup - 1):
         for name in names:
             one_step(tracks[name], feed, task)

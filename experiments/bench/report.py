@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from experiments.bench.config import BenchConfig
+from fnshard.hardware import Hardware, mfu
 
 BASELINES = ("limit", "ddp", "fsdp2", "fsdp2_compiled")
-PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200
 RESULT = "bench.json"
 
 
@@ -54,8 +54,9 @@ def _row(config: BenchConfig, name: str, all_found: Mapping[str, Any]) -> dict[s
         "losses": found["losses"],
         "seconds": seconds,
     }
-    if config.device == "cuda":
-        row["mfu"] = mfu(config, typical)
+    known = Hardware.of_gpu(torch.cuda.get_device_name()) if config.device == "cuda" else None
+    if known is not None:
+        row["mfu"] = mfu(model_flops(config), typical, known.peak_flops[config.dtype.replace("fp", "f")])
     return row
 
 
@@ -76,15 +77,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def flops_per_token(config: BenchConfig) -> float:
-    """6 N + 12 L d s: N parameters, L layers, width d, sequence s; full attention, no recompute."""
-    model = config.model
-    return 6 * model.parameters + 12 * model.layers * model.width * config.length
-
-
-def mfu(config: BenchConfig, seconds: float) -> float:
-    """Model FLOPs utilisation of one device."""
-    return flops_per_token(config) * config.tokens / config.ranks / seconds / PEAK_FLOPS
+def model_flops(config: BenchConfig) -> float:
+    """Of one rank's step, as `fnshard.hardware.mfu` counts them."""
+    return config.model.flops_per_token(config.length) * config.tokens / config.ranks
 
 
 # ------------------------------------------------------------------ on screen
@@ -92,11 +87,11 @@ def mfu(config: BenchConfig, seconds: float) -> float:
 
 def table(result: Mapping[str, Any]) -> str:
     """One row a contender; below it what the columns mean."""
-    config, contenders = result["config"], result["contenders"]
+    contenders = result["contenders"]
     bases = [base for base in BASELINES if base in contenders]
     head = ["contender", "step ms", "quartiles", *(f"/ {base}" for base in bases), "tokens/s"]
     head += ["peak MB", "between MB", "first step s", "loss diff"]
-    gpu = config["device"] == "cuda"
+    gpu = any("mfu" in row for row in contenders.values())
     rows = [head + ["MFU"] * gpu]
     for name, row in contenders.items():
         low, high = row["step_ms_quartiles"]
@@ -141,8 +136,8 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         "slots counted in. first step: of fnshard only the first named compiles its kernels.",
         "loss diff: largest to an fp64 single-process reference.",
     ]
-    if result["config"]["device"] == "cuda":
-        notes.append(f"MFU: (6 N + 12 L d s) FLOPs per token, peak {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
+    if any("mfu" in row for row in result["contenders"].values()):
+        notes.append("MFU: 6 N + 6 L T D FLOPs per token (causal attention) of the data sheet's dense peak.")
     before, after = result["load_average"]
     notes.append(f"load average before and after: {before:.1f}, {after:.1f}")
     for name, row in result["contenders"].items():

@@ -16,7 +16,7 @@ from typing import Any
 
 from fnshard.compiler.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
 from fnshard.compiler.schedule import Instruction, Run, Schedule, Update, Wait
-from fnshard.hardware import Hardware
+from fnshard.hardware import Hardware, mfu
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Timeline:
 
     `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
-    `mfu`: model FLOPs per second as a share of the data sheet's peak.
+    `mfu`: as `hardware.mfu` defines it.
     """
 
     hardware: str
@@ -113,7 +113,7 @@ def simulate(
         clock.exposed[TRANSFER],
         model,
         spent,
-        model / seconds / peak if seconds else 0.0,
+        mfu(model, seconds, peak),
         schedule.mesh.size,
         None if tokens is None or not seconds else tokens / seconds,
     )
