@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,11 +86,11 @@ class Attention(nn.Module):
         self.causal = causal
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        q = rearrange(self.query(x), "b t (h k) -> b h t k", h=HEADS)
+        q = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         kv = self.keyvalue(x if context is None else context)
-        k, v = rearrange(kv, "b t (n h k) -> n b h t k", n=2, h=HEADS)
+        k, v = kv.unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=self.causal)
-        return self.out(rearrange(mixed, "b h t k -> b t (h k)"))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

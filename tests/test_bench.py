@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fnshard as fs
 from experiments.bench.config import build
+from experiments.bench.contenders import Contender
+from experiments.bench.measure import Track, sample
 from experiments.bench.memory import Heap, Memory, follow, live_bytes
 from experiments.bench.report import aligned, model_flops, ratio
 from experiments.config import ConfigError, DecoderConfig
@@ -41,10 +45,10 @@ def test_null_depends_on_the_device():
 
 
 def test_all_mistakes_in_one_error():
-    wrong = {"size": "9b", "dtype": "fp8", "contenders": ["ddp", "horovod"], "rounds": 0, "steps": 3}
+    wrong = {"size": "9b", "dtype": "fp8", "contenders": ["ddp", "horovod"], "rounds": 0, "epochs": 3}
     with pytest.raises(ConfigError, match="5 problems") as caught:
         build(wrong)
-    for key in ("size=9b", "dtype=fp8", "horovod", "rounds=0", "steps: no such key"):
+    for key in ("size=9b", "dtype=fp8", "horovod", "rounds=0", "epochs: no such key"):
         assert key in str(caught.value)
 
 
@@ -214,3 +218,14 @@ def test_sizes_are_read_as_yaml_reads_them():
         assert not model.tied and all(size % 64 == 0 for size in sizes)
     assert (decoder("1b").layers, decoder("1b").width) == (16, 2048)
     assert decoder("8b").parameters == 8_030_261_248  # as Meta's
+
+
+def test_a_sample_is_several_steps_and_a_mean_of_them():
+    taken = []
+    contender = Contender(lambda tokens, targets: taken.append(tokens) or torch.tensor(1.0))
+    track, task = Track(contender), SimpleNamespace(mesh=fs.make_mesh(abstract=True))
+    feed = [(number, number) for number in range(7)]
+    began = time.perf_counter()
+    seconds = [sample(track, feed, task, 3) for _ in range(2)]
+    assert 3 * sum(seconds) <= time.perf_counter() - began
+    assert taken == [0, 1, 2, 3, 4, 5] and len(track.losses) == track.number == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 from toys import Llama
@@ -109,3 +110,19 @@ def test_the_module_can_still_be_copied_and_saved() -> None:
     again = copy.deepcopy(model)
     assert list(again.state_dict()) == ["parts.embed.weight", "parts.head.weight"]
     assert aliases(again) == {"parts.head.weight": "parts.embed.weight"}
+
+
+def test_einops_is_traced_like_the_views_it_makes() -> None:
+    einops = pytest.importorskip("einops")
+    params = {"w": torch.randn(6, 6, dtype=torch.float64)}
+
+    def by_einops(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        heads = einops.rearrange(x @ p["w"], "b t (h k) -> b h t k", h=2)
+        return einops.reduce(heads.sin(), "b h t k -> ", "mean")
+
+    def by_views(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (x @ p["w"]).unflatten(-1, (2, 3)).transpose(1, 2).sin().mean()
+
+    x, specs = torch.randn(2, 5, 6, dtype=torch.float64), {"w": fs.LayoutSpec()}
+    runs = [fs.shard_step(fn, specs, backend="eager")(params, x) for fn in (by_einops, by_views)]
+    assert torch.allclose(runs[0][0], runs[1][0]) and torch.allclose(runs[0][1]["w"], runs[1][1]["w"])

@@ -183,6 +183,11 @@ TABLE = {
     "python -m experiments.bench": Row(TWICE.short, quick=True),
     "python -m experiments.bench size=85m dtype=bf16 rounds=20": TWICE,
     "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
+    "python -m experiments.gpu": Row("--device cpu --parts versions"),
+    "python -m experiments.gpu --parts profile bench-2-full_shard --again profile": (
+        Row("--device cpu --parts versions")
+    ),
+    "python -m experiments.gpu --device cpu --size tiny": Row("--parts versions", quick=True),
     "python -m experiments.memory": Row(f"{PARTS.short} measured_worlds=[]"),
     "python -m experiments.memory part=zero": PARTS,
     "python -m experiments.memory part=recipe": PARTS,

@@ -17,8 +17,8 @@ from experiments.sizes import decoder, names
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What `null` means, by device. On a GPU a 1B-class decoder at its full context.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"ranks": 2, "size": "25m", "dtype": "fp32", "rows": 1, "length": 256, "rounds": 30},
-    "cuda": {"ranks": 1, "size": "1b", "dtype": "bf16", "rows": 2, "length": 4096, "rounds": 12},
+    "cpu": {"ranks": 2, "size": "25m", "dtype": "fp32", "rows": 1, "length": 256, "rounds": 30, "steps": 1},
+    "cuda": {"ranks": 1, "size": "1b", "dtype": "bf16", "rows": 2, "length": 4096, "rounds": 12, "steps": 10},
 }
 
 
@@ -33,7 +33,8 @@ class BenchConfig:
         dtype: of compute; parameters are stored and updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
         contenders: names of `contenders.CONTENDERS`; times are divided by those of `limit` and torch's.
-        rounds: timed steps of each contender; `warmup` come before, of which the first compiles.
+        rounds: timed samples of each contender; `warmup` steps come before, of which the first compiles.
+        steps: of one sample. A GPU takes several, or each would be launched with the one before it done.
         rows, length: of one rank's batch of tokens.
         losses: how many steps are compared with the fp64 reference; 0 skips it.
         memory: how often bytes are followed (what one pass gets wrong makes numbers larger only, so
@@ -49,6 +50,7 @@ class BenchConfig:
     reduce: str | None = None
     contenders: tuple[str, ...] = field(default=tuple(CONTENDERS))
     rounds: int | None = None
+    steps: int | None = None
     warmup: int = 3
     rows: int | None = None
     length: int | None = None
@@ -118,6 +120,7 @@ def _problems(config: BenchConfig) -> list[str]:
     for name, least in {
         "ranks": 1,
         "rounds": 1,
+        "steps": 1,
         "warmup": 1,
         "rows": 1,
         "length": 1,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -149,17 +150,27 @@ def limit(task: Task) -> Contender:
 # ------------------------------------------------------------------ fnshard
 
 
-def _fnshard(preset: str, task: Task) -> Contender:
+def sharded(
+    task: Task, preset: str, *, dropout: float = 0.0, clip: float | None = None, **options: Any
+) -> tuple[fs.Step, fs.TrainState]:
+    """The step and its first state; `dropout` falls on the logits, `options` are `shard_step`'s."""
     mesh = fs.make_mesh(shard=task.mesh.size, device=task.mesh.device_type)  # with a connection of its own
     apply, params = fs.make_functional(task.model)
     specs = fs.presets.PRESETS[preset](params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce)
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(apply(params, tokens), targets)
+        logits = apply(params, tokens)
+        return next_token_loss(F.dropout(logits, dropout) if dropout else logits, targets)
 
     optimizer = fs.optim.adamw(task.lr, weight_decay=task.weight_decay)
-    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, backend=task.backend)
-    state = step.init({path: leaf.detach() for path, leaf in params.items()})
+    if clip is not None:
+        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(clip), optimizer)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, backend=task.backend, **options)
+    return step, step.init({path: leaf.detach() for path, leaf in params.items()})
+
+
+def _fnshard(preset: str, task: Task) -> Contender:
+    step, state = sharded(task, preset)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         nonlocal state
@@ -168,8 +179,8 @@ def _fnshard(preset: str, task: Task) -> Contender:
 
     return Contender(
         run,
-        transport_bytes=lambda: connection(mesh).transport_bytes(),
-        close=lambda: connection(mesh).close(),
+        transport_bytes=lambda: connection(step.mesh).transport_bytes(),
+        close=lambda: connection(step.mesh).close(),
     )
 
 

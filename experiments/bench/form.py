@@ -12,7 +12,7 @@ HELP = Help(
         "ranks": "how many; null: 2 on the CPU, 1 GPU",
         "size": "a file of conf/model; null: 25m, or 1b on a GPU",
         "dtype": "of compute: fp32 or bf16",
-        "rounds": "timed steps of each contender",
+        "rounds": "timed samples of each contender, of `steps` steps",
         "contenders": "who takes part",
     },
     examples={

@@ -66,7 +66,7 @@ def run(
     for group in groups:
         for name, found in race(config, task, group, say, keep).items():
             out[name] |= found
-    if config.memory:
+    if config.memory and config.device == "cpu":
         for name in config.contenders:
             say(f"memory of {name}")
             out[name] |= memory(config, task, name)
@@ -110,9 +110,13 @@ def race(
     config: BenchConfig, task: Task, names: Sequence[str], say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """First steps one after another, then rounds: one step of each, in a new order every round."""
+    """First steps one after another, then rounds: one sample of each, in a new order every round.
+
+    On a GPU, where one lives at a time, its bytes are read off the allocator on the way.
+    """
     tracks: dict[str, Track] = {}
-    feed = list(batches(config, task, range(config.warmup + config.rounds)))
+    feed = list(batches(config, task, range(config.warmup + config.rounds * config.steps)))
+    before = _allocated(config)
     first: dict[str, float] = {}
     for name in names:
         say(f"first steps of {name}")
@@ -127,10 +131,13 @@ def race(
         for name in names:
             one_step(tracks[name], feed, task)
     say(f"{config.rounds} rounds of {', '.join(names)}")
+    if config.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     order = random.Random(config.seed)
     for _ in range(config.rounds):
         for name in order.sample(list(names), len(names)):
-            tracks[name].seconds.append(one_step(tracks[name], feed, task))
+            tracks[name].seconds.append(sample(tracks[name], feed, task, config.steps))
+    after = _allocated(config)
     for name, track in tracks.items():
         keep({"contender": name, "first_step_s": first[name], "seconds": track.seconds})
     out = {}
@@ -138,6 +145,7 @@ def race(
         out[name] = {
             "first_step_s": largest([first[name]])[0],
             "seconds": largest(track.seconds),
+            **({"peak_bytes": after[0] - before[1], "between_bytes": after[1] - before[1]} if after else {}),
             "losses": [mean_over_ranks(loss) for loss in track.losses] if track.contender.trains else [],
         }
         track.contender.close()
@@ -146,25 +154,36 @@ def race(
     return out
 
 
+def _allocated(config: BenchConfig) -> tuple[int, int] | None:
+    """Bytes at most and now; None on a CPU."""
+    if config.device == "cpu":
+        return None
+    return torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+
+
 def one_step(track: Track, feed: Sequence[Batch], task: Task) -> float:
-    """Seconds of the next step, from a common start; by CUDA's own events on a GPU."""
-    tokens, targets = feed[track.number]
+    """Seconds of the next step, from a common start."""
+    return sample(track, feed, task, 1)
+
+
+def sample(track: Track, feed: Sequence[Batch], task: Task, steps: int) -> float:
+    """Seconds of a step, the mean of the next few, from a common start; by CUDA's own events on a GPU."""
+    coming = feed[track.number : track.number + steps]
     if task.mesh.size > 1:
         dist.barrier()
     if task.mesh.device_type == "cpu":
         began = time.perf_counter()
-        loss = track.contender.step(tokens, targets)
+        track.losses += [track.contender.step(*batch) for batch in coming]
         seconds = time.perf_counter() - began
     else:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        loss = track.contender.step(tokens, targets)
+        track.losses += [track.contender.step(*batch) for batch in coming]
         end.record()
         end.synchronize()
         seconds = start.elapsed_time(end) / 1e3
-    track.number += 1
-    track.losses.append(loss)
-    return seconds
+    track.number += steps
+    return seconds / steps
 
 
 def largest(numbers: list[float]) -> list[float]:
@@ -248,7 +267,7 @@ def phases(config: BenchConfig, task: Task, name: str) -> dict[str, Any]:
 
 def compare(config: BenchConfig, task: Task, out: dict[str, Any]) -> list[float]:
     """Put the largest loss difference into `out`; gives the reference's losses."""
-    steps = min(config.losses, config.warmup + config.rounds)
+    steps = min(config.losses, config.warmup + config.rounds * config.steps)
     rows, vocab = config.ranks * config.rows, task.model.config.vocab
     losses = [torch.zeros(steps, dtype=torch.float64)]
     if task.mesh.rank == 0:

@@ -1,0 +1,71 @@
+"""The parts in their order, and what runs each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.bench import measure
+from experiments.bench.report import summarise
+from experiments.gpu import checks
+from experiments.gpu.setup import Setup
+from experiments.gpu.split import profile
+
+LIMIT = "limit"  # of the bench: the whole model under `torch.compile`
+CONTENDERS = ("full_shard", "fsdp2_compiled", LIMIT, "shard_grad_op", "fsdp2", "ddp")
+ROWS = (2, 8)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that is measured in a process of its own.
+
+    Args:
+        about: what it is, one line.
+        run: gives plain values; the folder is for what is larger.
+        gpu: whether a CPU has nothing of the kind.
+        env: of its process.
+    """
+
+    about: str
+    run: Callable[[Setup, Path], Mapping[str, Any]]
+    gpu: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def bench(contender: str, rows: int, setup: Setup, folder: Path) -> Mapping[str, Any]:
+    """One contender's row of the bench's table: samples of several steps, the first step, bytes."""
+    config = replace(setup.bench(), contenders=(contender,), rows=rows, losses=0, memory=1, phases=False)
+    measured = measure.run(config, lambda line: print(line, flush=True))
+    return summarise(config, measured)["contenders"][contender]
+
+
+def _plain(run: Callable[[Setup], Mapping[str, Any]]) -> Callable[[Setup, Path], Mapping[str, Any]]:
+    return lambda setup, folder: run(setup)
+
+
+PARTS: dict[str, Part] = {
+    "versions": Part("versions and the device", _plain(checks.versions)),
+    "tiny": Part("five compiled steps of the smallest model", _plain(checks.tiny)),
+    "tests": Part("pytest -m gpu", _plain(checks.tests), gpu=True),
+    "syncs": Part("steps 3 to 6 with waits for the device forbidden", _plain(checks.syncs)),
+    "profile": Part("a step by kind of work", lambda setup, folder: profile(setup, folder / "trace.json")),
+    **{
+        f"bench-{rows}-{name}": Part(f"{name}, {rows} rows", functools.partial(bench, name, rows))
+        for rows in ROWS
+        for name in CONTENDERS
+    },
+    "predictions": Part("bytes and seconds, predicted and measured", _plain(checks.predictions)),
+    "cudnn": Part(
+        "full_shard with cuDNN's attention behind the others",
+        functools.partial(bench, "full_shard", ROWS[0]),
+        gpu=True,
+        env={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
+    ),
+    "equal_bits": Part("two equal runs, bit for bit", _plain(checks.equal_bits)),
+    "saves": Part("what a save in the background takes", _plain(checks.saves)),
+    "core": Part("the core's tests, the GPU hidden", _plain(checks.core), gpu=True),
+}
