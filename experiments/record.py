@@ -229,6 +229,7 @@ class Record:
             known = {}
         self._attempts: list[dict[str, Any]] = known.get("attempts", [])
         self._totals: dict[str, Any] = known.get("totals", {})
+        self._attention: Mapping[str, int] | None = known.get("attention")
 
     def write(
         self,
@@ -264,7 +265,8 @@ class Record:
         each = [attempt.get("spent_s", {}) for attempt in attempts]
         totals |= {f"{name}_s": round(sum(spent.get(name, 0.0) for spent in each), 4) for name in PARTS}
         totals |= known
-        values = {"status": status, "totals": totals, "attempts": attempts, "attention": attention}
+        self._attention = self._attention if attention is None else attention
+        values = {"status": status, "totals": totals, "attempts": attempts, "attention": self._attention}
         values |= self.facts
         write_json(self.folder / RUN, values)
         return totals

@@ -117,6 +117,20 @@ class Warm:
         self._server.wait(30)
 
 
+def _wait(process: Any, timeout: float) -> int:
+    until = time.monotonic() + timeout
+    while process.poll() is None:
+        if time.monotonic() > until:
+            raise subprocess.TimeoutExpired(str(process.pid), timeout)
+        time.sleep(0.01)
+    return process.returncode
+
+
+def _send_signal(process: Any, number: int) -> None:
+    if process.poll() is None:
+        os.kill(process.pid, number)
+
+
 class Started:
     """A process that the server has forked, as `subprocess.Popen` shows one."""
 
@@ -129,17 +143,7 @@ class Started:
             self.returncode = self._warm.ask(poll=self.pid)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
-        until = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.01)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+    wait, send_signal = _wait, _send_signal
 
 
 class Fork:
@@ -172,17 +176,7 @@ class Fork:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
-        until = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.01)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+    wait, send_signal = _wait, _send_signal
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from commands import Warm
-from faults import quick  # noqa: F401
+from kernels import remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
 from whole import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)
+remember_kernels()
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import pytest
-from sharded import remembered_kernels
 from torch import Tensor
 from toys import chain, run_chain
 
@@ -42,12 +40,6 @@ def mesh_of(**axes: int) -> fs.Mesh:
 
 
 AT = Mapping[str, Any]
-
-
-@pytest.fixture
-def quick() -> Iterator[None]:
-    with remembered_kernels():
-        yield
 
 
 @dataclass

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kernels import remember_kernels
 
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed
@@ -136,6 +137,7 @@ class Pool:
 def _worker(pipe: Connection, rank: int, world: int, folder: str) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    remember_kernels()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(folder, "store"), world),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from models import MODELS, Model
@@ -15,7 +13,6 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard import Mesh
-from fnshard.compiler import differentiate as module
 from fnshard.spec import LayoutSpec
 
 ATOL = 1e-10
@@ -113,26 +110,7 @@ def simulate(
     def run(rank: int) -> Trained:
         return train(rank, mesh, model, specs, optimizer, steps, step=step)
 
-    with remembered_kernels():
-        return fs.simulate(mesh, run, adversary=adversary)
-
-
-_KERNELS: dict[Any, Any] = {}
-
-
-@contextmanager
-def remembered_kernels() -> Iterator[None]:
-    """Differentiate equal code once per process, not once per step: most of what a small step costs."""
-    plain = module.differentiate
-
-    def remembered(source: Any, name: str, **how: Any) -> Any:
-        key = (source.key, *sorted(how.items()))
-        if key not in _KERNELS:
-            _KERNELS[key] = plain(source, name, **how)
-        return replace(_KERNELS[key], name=name)
-
-    with mock.patch.object(module, "differentiate", remembered):
-        yield
+    return fs.simulate(mesh, run, adversary=adversary)
 
 
 def on_rank(

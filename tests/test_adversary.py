@@ -68,8 +68,7 @@ def states(
         slots = {f"{p}/{k}": v for p, held in state.opt_state.items() for k, v in held.items()}
         return {**state.params, **slots, "losses": torch.stack(losses)}
 
-    with sharded.remembered_kernels():
-        return [fs.simulate(mesh, run, adversary=adversary) for adversary in adversaries]
+    return [fs.simulate(mesh, run, adversary=adversary) for adversary in adversaries]
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

@@ -14,8 +14,6 @@ from toys import rows, run_chain
 import fnshard as fs
 from fnshard.errors import DebugError, SpecError, StateError
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_check_says_nothing_of_what_is_right(preset: str) -> None:

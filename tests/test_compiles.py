@@ -21,8 +21,6 @@ from fnshard.compiler.context import Context, Reduced
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, SpecError
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 
 def small_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
     params = {"w": torch.ones(3)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,12 +21,6 @@ from fnshard.compiler.derived import Derived
 WIDE = 32  # a row is much smaller than its leaf
 BLOCKS = 3
 PRESETS = ("full_shard", "zero2", "no_shard")
-
-
-@pytest.fixture(autouse=True)
-def _remembered() -> Iterator[None]:
-    with sharded.remembered_kernels():
-        yield
 
 
 def params(blocks: int = BLOCKS) -> dict[str, Tensor]:

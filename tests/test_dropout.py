@@ -43,8 +43,7 @@ def masks(preset: str, seed: int, steps: int, world: int = 2, **options: Any) ->
             seen.append(torch.stack([metrics["aux"]["kept"], metrics["aux"]["again"]]))
         return seen
 
-    with sharded.remembered_kernels():
-        return fs.simulate(mesh, run)
+    return fs.simulate(mesh, run)
 
 
 def test_dropout_masks_depend_on_seed_step_and_rank_and_on_nothing_else() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sharded import remembered_kernels
 from toys import chain, rows, run_chain
 
 import fnshard as fs
@@ -22,12 +21,6 @@ from fnshard.errors import SpecError
 from fnshard.profile import Instrument, measured, span_name, table
 
 PARAMS = chain(2)
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with remembered_kernels():
-        yield
 
 
 def make(mesh: fs.Mesh, **policy: Any) -> fs.shard_step:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kernels import no_kernels
 from torch.utils.checkpoint import CheckpointPolicy
 from toys import WIDTH, chain, llama, lower, rows, run_chain
 
@@ -561,6 +562,7 @@ def test_verify_finds_weights_that_are_saved() -> None:
 
     lower(fn, chain(3), rows())
     with (
+        no_kernels(),
         mock.patch.object(differentiate, "_must_recompute", save_derived),
         pytest.raises(ScheduleError, match="rests on leaves and is saved"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,7 +129,12 @@ class Updates:
         if key not in self.known:
             try:
                 self.known[key] = self._run(bucket, barrier)
-            except Exception:  # an optimizer of the user's: any may come, and none is his mistake
+            except Exception as error:  # an optimizer of the user's: any may come, and none is a mistake
+                warnings.warn(
+                    f"the memory of {self.optimizer.name}'s update is estimated as one copy of its state, "
+                    f"as it does not run on fake tensors ({type(error).__name__}: {error})",
+                    stacklevel=2,
+                )
                 held = (slot for p in bucket.paths for slot in self.slots[p].values())
                 self.known[key] = sum(size_of(shape, dtype) for shape, dtype in held)
         return self.known[key]
