@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,17 @@ from experiments.sweep import STOPPED, write_result
 from experiments.tracing import Tracer
 from experiments.tracking.tracker import chosen
 from experiments.watchdog import Begin, Spikes, Watch
-from fnshard import tree
 from fnshard.hardware import TABLE
 from fnshard.rank import Stop
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that may be under way on the device, and what it will report."""
+
+    number: int
+    metrics: Any
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Training:
         tracer: of `run.profile` steps.
         planned: whose hardware the step was planned for, if it was.
         spent: where this process's time goes.
+        unread: the step that was launched last, until its numbers are read.
     """
 
     run: RunConfig
@@ -55,6 +65,7 @@ class Training:
     tracer: Tracer
     planned: Plan
     spent: Spent = field(default_factory=Spent)
+    unread: list[Launched] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -91,30 +102,37 @@ def run_steps(
         DivergedError: a step was not finite; on all ranks.
     """
     run, first = training.run, int(state.step) + 1
+    training.step.forget("stop")
     held_out = None
     if first > 1:  # it may have been killed before it had measured, or after
         held_out = _held_out(training, state, report, first - 1)
-    for number in range(first, run.steps + 1):
-        if stop.asked:
-            training.step.tell("stop")
-        state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
-        stops = training.step.heard("stop")
-        if (stops or saver.due(number)) and not training.watch.fault:
-            with training.spent.on("saves"):
-                training.watch.before_save(state)
-        if training.watch.fault:
-            del state  # its memory is wanted
-            raise training.watch.diverged(number)
-        if stops:
-            with training.spent.on("saves"):
-                report.sync()
-                saver.save_last(number, state, training.loader, None)
-            return state, None
-        held_out = _held_out(training, state, report, number)
-        if saver.due(number):
-            with training.spent.on("saves"):
-                report.sync()
-                saver.save(number, state, training.loader, held_out)
+    try:
+        for number in range(first, run.steps + 1):
+            if stop.asked:
+                training.step.tell("stop")
+            state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
+            stops, saves = training.step.heard("stop"), saver.due(number)
+            if stops or saves or _measures(training, number):
+                tell(training, report, read(training))
+            if (stops or saves) and not training.watch.fault:
+                with training.spent.on("saves"):
+                    training.watch.before_save(state, number)
+            if training.watch.fault:
+                del state  # its memory is wanted
+                raise training.watch.diverged()
+            if stops:
+                with training.spent.on("saves"):
+                    report.sync()
+                    saver.save_last(number, state, training.loader, None)
+                return state, None
+            held_out = _held_out(training, state, report, number)
+            if saves:
+                with training.spent.on("saves"):
+                    report.sync()
+                    saver.save(number, state, training.loader, held_out)
+    finally:  # a run that breaks off has a row for every step that it has made
+        with suppress(RuntimeError, OSError):
+            tell(training, report, read(training, wait=False))
     training.tracer.close()
     return state, held_out
 
@@ -122,11 +140,16 @@ def run_steps(
 def one_step(
     training: Training, state: fs.TrainState, report: Report | Silent, number: int, here: int, folder: Path
 ) -> fs.TrainState:
-    """Step `number` of the run, the `here`th of this process."""
+    """Step `number` of the run, the `here`th of this process; tells the numbers of the step before.
+
+    The device has this step to go on with while the host reads those, so it never waits for the host. The
+    seconds are those from the call of a step until the one before it is done: on a device that is behind,
+    what a step takes there.
+    """
     mesh, step, spent = training.mesh, training.step, training.spent
     began = time.perf_counter()
     with spent.on("data"):
-        batch = tree.map(lambda part: part.to(mesh.device), next(training.loader))
+        batch = next(training.loader)  # the step sends it to the device
     waited = time.perf_counter() - began
     tells = here == 1 and isinstance(report, Report)
     if tells:
@@ -143,11 +166,13 @@ def one_step(
     with training.watch.on(here), training.tracer.on(here), spent.on("steps"):
         began = time.perf_counter()
         state, metrics = step(state, *batch)
-        values = {name: value.item() for name, value in told(metrics).items()}
+        if training.watch.samples(here):  # the whole of it is timed
+            metrics.numbers()
+        before = read(training)
         seconds = time.perf_counter() - began
-    with spent.on("reports"):
-        report.step(number, values, seconds)
-    training.watch.after(here, values, seconds, waited)
+    tell(training, report, before)
+    training.unread.append(Launched(number, metrics, seconds))
+    training.watch.after(here, seconds, waited)
     if tells:
         with spent.on("compile"):
             append_compiled(lowered, folder)
@@ -156,17 +181,32 @@ def one_step(
     return state
 
 
-def told(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What a row of the metrics says of a step: its scalars, those of `aux` by name."""
-    plain = {name: value for name, value in metrics.items() if name != "aux"}
-    aux = metrics.get("aux")
-    return plain | (aux if isinstance(aux, dict) else {})
+Row = tuple[Launched, dict[str, float]]
+
+
+def read(training: Training, *, wait: bool = True) -> list[Row]:
+    """The numbers of the step that was launched last, once; without `wait`, only if they are there."""
+    rows = [(each, each.metrics.numbers()) for each in training.unread if wait or each.metrics.reading.ready]
+    training.unread.clear()
+    return rows
+
+
+def tell(training: Training, report: Report | Silent, rows: list[Row]) -> None:
+    """What was read, to the report and to the watch."""
+    for launched, values in rows:
+        with training.spent.on("reports"):
+            report.step(launched.number, values, launched.seconds)
+        training.watch.look(launched.number, values)
+
+
+def _measures(training: Training, number: int) -> bool:
+    """Whether the held-out loss after step `number` is to be known."""
+    return number % training.run.held_out_every == 0 or number == training.run.steps
 
 
 def _held_out(training: Training, state: fs.TrainState, report: Report | Silent, number: int) -> float | None:
     """The held-out loss after step `number`, if it is to be known there."""
-    run = training.run
-    if number % run.held_out_every and number != run.steps:
+    if not _measures(training, number):
         return None
     with training.spent.on("evaluation"):
         loss = training.evaluate(state.params)

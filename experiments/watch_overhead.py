@@ -129,7 +129,7 @@ class Calls:
         """A step and its numbers."""
         batch = tree.map(lambda part: part.to(self.training.mesh.device), next(self.training.loader))
         state, metrics = self.training.step(state, *batch)
-        {name: value.item() for name, value in steps.told(metrics).items()}
+        metrics.numbers()
         return state
 
     def watched(self, state: Any, number: int, folder: Path) -> Any:
@@ -160,7 +160,7 @@ class Timing:
     def __call__(self, *args: Any) -> Any:
         began = time.perf_counter()
         state, metrics = self._step(*args)
-        {name: value.item() for name, value in steps.told(metrics).items()}
+        metrics.numbers()
         self.seconds += time.perf_counter() - began
         return state, metrics
 

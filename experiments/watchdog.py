@@ -311,7 +311,7 @@ class Watch:
     skip: range = range(0)
 
     def __post_init__(self) -> None:
-        self.fault = ""
+        self.fault, self._number = "", 0
         self._stragglers = None if self.how == "off" else Stragglers(self.step, skip=self.skip)
 
     @contextmanager
@@ -320,22 +320,29 @@ class Watch:
         with nullcontext() if self._stragglers is None else self._stragglers.on(here):
             yield
 
-    def after(self, here: int, values: Mapping[str, float], step_s: float, data_s: float) -> None:
-        """Behind it."""
-        if self._stragglers is None:
-            return
-        self.fault = ill(values)
-        slow = self._stragglers.after(here, step_s, data_s)
+    def samples(self, here: int) -> bool:
+        """Whether the whole of that step is timed."""
+        return self._stragglers is not None and self._stragglers.samples(here)
+
+    def look(self, number: int, values: Mapping[str, float]) -> None:
+        """What step `number` reports, which may be read when the next one has been launched."""
+        if self._stragglers is not None and not self.fault:
+            self.fault, self._number = ill(values), number
+
+    def after(self, here: int, step_s: float, data_s: float) -> None:
+        """Behind the `here`th step of this process."""
+        slow = "" if self._stragglers is None else self._stragglers.after(here, step_s, data_s)
         if slow:
             self.say(slow)
 
-    def before_save(self, state: fs.TrainState) -> None:
+    def before_save(self, state: fs.TrainState, number: int) -> None:
         """A state that is not finite is not saved over good ones."""
         if self._stragglers is not None and not sound(self.step, state):
-            self.fault = "parameters or optimizer state are not finite"
+            self.fault, self._number = "parameters or optimizer state are not finite", number
 
-    def diverged(self, number: int) -> DivergedError:
-        """What ends the run at step `number`, on all ranks; nobody holds the bad state any more."""
+    def diverged(self) -> DivergedError:
+        """What ends the run, on all ranks; nobody holds the bad state any more."""
+        number = self._number
         head = f"step {number}: {self.fault}; nothing of it is saved."
         self.say(head)
         told = hunt(self.step, self.begin, number, self.say) if self.how == "hunt" else ""

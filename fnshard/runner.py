@@ -25,7 +25,8 @@ from fnshard.lowered import Lowered, Lowering
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
-from fnshard.runtime.memory import Transfers
+from fnshard.runtime.memory import Transfers, send
+from fnshard.runtime.reading import Reading
 from fnshard.shards import check_blocks, compare_constants, compare_paths, expected_blocks
 from fnshard.state import TrainState
 from fnshard.transform import Optimizer
@@ -63,7 +64,8 @@ class Bound:
 class Rank:
     """What one rank holds beside the state: its collectives, its bound steps, its flags.
 
-    `raised`: what this rank says with its next step; `flags`: what all ranks said with the last one.
+    `raised`: what this rank says with its next step; `before`, `last`: the numbers of the last two steps, the
+    flags of all ranks among them.
     """
 
     comm: Collectives
@@ -71,8 +73,26 @@ class Rank:
     agreement: agree.Agreement | None = None
     bound: dict[int, Bound] = field(default_factory=dict)
     raised: set[str] = field(default_factory=set)
-    flags: Mapping[str, Tensor] = field(default_factory=dict)
+    before: Reading = Reading()
+    last: Reading = Reading()
     steps: int = 0
+
+    def finished(self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor]) -> Reading:
+        """A step has been launched: its scalars and flags begin to be copied to the host."""
+        self.raised.clear()
+        self.steps += 1
+        named = {**scalars, **{("flag", f): v for f, v in flags.items()}}
+        self.before, self.last = self.last, Reading.of(named, self.transfers.device)
+        return self.last
+
+    def heard(self, flag: str) -> bool:
+        """Whether any rank had raised the flag with the step before the last one, on which nobody waits."""
+        return self.before.numbers().get(("flag", flag), 0.0) > 0
+
+    def forget(self, flag: str) -> None:
+        """Withdraw a flag, and forget what was heard of it."""
+        self.raised.discard(flag)
+        self.before, self.last = (r.without(("flag", flag)) for r in (self.before, self.last))
 
 
 class Runner:
@@ -190,7 +210,7 @@ class Runner:
         whole = {n for n, v in raw.items() if isinstance(v, Whole)}
         named = {n: named[n].detach() for n in names["batch"]}
         self.lowering.check_indices(lowered, batch, cut_batch(named, whole, parts))
-        values = {n: v.to(mesh.device, non_blocking=True).contiguous() for n, v in named.items()}
+        values = {n: send(v, mesh.device).contiguous() for n, v in named.items()}
         env: dict[str, Any] = {}
         for micro, part in enumerate(cut_batch(values, whole, parts)):
             env |= {f"batch:{n}{f'#{micro}' * (parts > 1)}": v for n, v in part.items()}
@@ -198,7 +218,9 @@ class Runner:
         env |= {f"constant:{n}": v for n, v in program.constants.items()}
         for micro in range(parts if names["key"] else 0):
             suffix = f"#{micro}" if parts > 1 else ""
-            keys = derive_keys(seed, step, data_rank(mesh), micro, len(names["key"]), mesh.device).unbind(0)
+            keys = send(
+                derive_keys(seed, step, data_rank(mesh), micro, len(names["key"])), mesh.device
+            ).unbind(0)
             env |= {f"key:{n}{suffix}": k for n, k in zip(names["key"], keys, strict=True)}
         return env
 

@@ -30,14 +30,41 @@ _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 class Metrics(dict[str, Any]):
     """What a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
 
-    A dict of 0-d tensors, which it prints as numbers; nothing is read from a device before that.
+    A dict of 0-d tensors, which it prints as numbers; nothing is waited for before that.
 
+    >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
+    >>> metrics.numbers()
+    {'loss': 0.25, 'lr': 0.5, 'accuracy': 0.75}
     >>> Metrics(loss=torch.tensor(0.25), lr=torch.tensor(3e-4))
     {'loss': 0.25, 'lr': 0.0003}
     """
 
+    __slots__ = ("reading",)  # a step's, whose copy to the host has begun
+
+    def scalars(self) -> dict[tuple[str, ...], Tensor]:
+        """Its 0-d tensors by their place: ("loss",), and ("aux", "accuracy") of an `aux` that is a dict."""
+        aux = self.get("aux")
+        named = {(k,): v for k, v in self.items()}
+        named |= {("aux", k): v for k, v in aux.items()} if isinstance(aux, dict) else {}
+        plain = (n for n, v in named.items() if isinstance(v, Tensor) and v.dim() == 0 and not v.is_complex())
+        return {n: named[n] for n in plain}
+
+    def numbers(self) -> dict[str, float]:
+        """Its scalars as Python numbers by name, those of an `aux` that is a dict, too.
+
+        Waits for the end of this step, and for nothing that was launched behind it: a loop that reads the
+        numbers of one step after it has called the next step leaves a device no gap.
+        """
+        return {name[-1]: number for name, number in self._numbers().items()}
+
+    def _numbers(self) -> dict[tuple[str, ...], float]:
+        sent, scalars = getattr(self, "reading", None), self.scalars()
+        known = {} if sent is None else sent.numbers()
+        return {n: known[n] if n in known else v.item() for n, v in scalars.items()}
+
     def __repr__(self) -> str:
-        shown = {k: v.item() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in self.items()}
+        numbers = self._numbers()
+        shown = {k: numbers.get((k,), v) for k, v in self.items()}
         parts = (f"{k!r}: {v:.6g}" if isinstance(v, float) else f"{k!r}: {v!r}" for k, v in shown.items())
         return "{" + ", ".join(parts) + "}"
 

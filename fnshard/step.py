@@ -82,6 +82,7 @@ def shard_step(
         mode, options: as `torch.compile` takes them.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. A step that
             overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule.
+            The host waits for its norm: with a dynamic scale, and no other, a device idles before updates.
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
         remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
             is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
@@ -297,29 +298,26 @@ class Step(Generic[OptimizerT, LossT]):
     # -------------------------------------------------------------- what ranks tell each other
 
     def tell(self, flag: str) -> None:
-        """Raise a flag ("out_of_data", "stop") that all ranks hear with the next step's loss."""
+        """Raise a flag ("out_of_data", "stop") that all ranks hear of behind the step after the next one."""
         if flag not in FLAGS:
             raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
         self._runner.rank.raised.add(flag)
 
     def forget(self, flag: str) -> None:
         """Withdraw a flag that was raised and not heard yet, and forget what was heard of it."""
-        self._runner.rank.raised.discard(flag)
-        self._runner.rank.flags = {k: v for k, v in self._runner.rank.flags.items() if k != flag}
+        self._runner.rank.forget(flag)
 
     @property
     def count(self) -> int:
         """Steps made by this object on this rank."""
         return self._runner.rank.steps
 
-    def _heard(self, summary: Summary) -> None:
-        self._runner.rank.flags = summary.flags
-        self._runner.rank.raised.clear()
-        self._runner.rank.steps += 1
-
     def heard(self, flag: str) -> bool:
-        """Whether any rank had raised the flag when the last step began; the same on all ranks."""
-        return bool(self._runner.rank.flags.get(flag, 0) > 0)
+        """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
+
+        A step late: the last one may be under way on a device, which nothing here waits for.
+        """
+        return self._runner.rank.heard(flag)
 
     def gather_text(self, text: str) -> list[str]:
         """One small string of every rank, by rank: a collective, for what no step can carry."""
@@ -412,7 +410,7 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
         summary: Summary = env["scalars"]
-        self._heard(summary)
+        self._runner.rank.finished({}, summary.flags)
         factor = env["rescale"](summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
@@ -430,7 +428,6 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
         summary: Summary = env["scalars"]
-        self._heard(summary)
         loss_scale = self._scale.after(state.loss_scale, env["skip"])
         metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:
@@ -440,5 +437,6 @@ class Step(Generic[OptimizerT, LossT]):
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
+        metrics.reading = self._runner.rank.finished(metrics.scalars(), summary.flags)
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.overrides import TorchFunctionMode
 
 import fnshard as fs
 from experiments import config, record
@@ -31,7 +30,6 @@ from experiments.bench.contenders import CONTENDERS, Contender
 from experiments.plan import plan_of
 from fnshard import SpecError, agree, launcher, lowered, post_mortem, process_group
 from fnshard.compiler import attention, kernels, lower
-from fnshard.compiler.random import derive_keys
 from fnshard.compiler.trace import deterministic
 from fnshard.compiler.workspace import workspace_bytes
 from fnshard.debug.batch import on_device
@@ -244,20 +242,6 @@ def test_no_tensor_of_the_host_enters_a_kernel(monkeypatch, case):
     assert len(values) > 10
     assert [n for n, v in values if isinstance(v, torch.Tensor) and v.device.type == "cpu"] == []
     assert {v.device.type for v in found.program.constants.values()} <= {"meta"}
-
-
-def test_keys_go_over_without_waiting():
-    class Copies(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.Tensor.to:
-                assert kwargs == {"non_blocking": True}
-                copied.append(args[1])
-            return func(*args, **kwargs or {})
-
-    copied: list[Any] = []
-    with Copies():
-        derive_keys(0, 1, 2, 3, 4, torch.device("meta"))
-    assert copied == [torch.device("meta")]
 
 
 def test_simulated_ranks_are_on_the_cpu_and_both_sides_of_a_comparison_with_them(gpus):

@@ -156,7 +156,7 @@ class Adversary(Transfers):
 
     late = False
 
-    def _copy(self, sources: Any, targets: Any) -> Any:
+    def _copy(self, sources: Any, targets: Any, stream: Any) -> Any:
         into_state = [each(t, lambda x: x.clone()) for t in targets]
         copied = None if self.late else [each(s, lambda x: x.clone()) for s in sources]
         for target in targets:
@@ -165,7 +165,7 @@ class Adversary(Transfers):
 
         class Late:
             def wait(self, on_host: bool = False) -> Any:
-                return plain(sources if me.late else copied, targets).wait(on_host=on_host)
+                return plain(sources if me.late else copied, targets, stream).wait(on_host=on_host)
 
         assert len(into_state) == len(targets)
         return Late()

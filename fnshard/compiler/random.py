@@ -197,10 +197,10 @@ for _name, _impl in {
 ops = torch.ops.fnshard
 
 
-def derive_keys(seed: int, step: int, rank: int, micro: int, count: int, device: torch.device) -> Tensor:
-    """int64[count]: one key per random op of a program, a function of the arguments alone."""
+def derive_keys(seed: int, step: int, rank: int, micro: int, count: int) -> Tensor:
+    """int64[count] on the host: one key per random op of a program, a function of the arguments alone."""
     state = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
     key = torch.tensor(0, dtype=torch.int64)
     for part in state:
         key = mix(key * _GOLDEN + part + 1)
-    return mix(torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + key).to(device, non_blocking=True)
+    return mix(torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + key)

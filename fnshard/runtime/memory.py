@@ -128,12 +128,19 @@ def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
         ) from error
 
 
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device, which nobody waits for: behind pageable memory the host would."""
+    if device.type != "cpu" and value.device.type == "cpu" and not value.is_pinned():
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
+
+
 # ------------------------------------------------------------------ transfers
 
 
 @dataclass
 class Transfers:
-    """Copies between the device and the host, on a stream of their own where there is one.
+    """Copies between the device and the host, on a stream of its own for each direction where there are any.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
     back are used again by later steps, and let go when `KEPT_steps` steps did without; pinned ones come from
@@ -141,14 +148,16 @@ class Transfers:
     """
 
     device: torch.device
-    stream: Any = None
+    upward: Any = None  # the stream of copies to the device
+    downward: Any = None
+    issued: bool = False  # whether anything was, in this step
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     wanted: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
     steps: int = 0
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(self.device)
+            self.upward, self.downward = (torch.cuda.Stream(self.device) for _ in range(2))
 
     def to_device(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
         """Copies of host values on the device, or written into `into`; see `each` for what a value is."""
@@ -156,11 +165,11 @@ class Transfers:
             each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
             for v in values
         ]
-        return self._copy(values, targets)
+        return self._copy(values, targets, self.upward)
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
         """Copies of device values on the host, or written into `into`."""
-        return self._copy(values, into or [each(v, self.take) for v in values])
+        return self._copy(values, into or [each(v, self.take) for v in values], self.downward)
 
     def take(self, like: Tensor) -> Tensor:
         """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides."""
@@ -190,27 +199,33 @@ class Transfers:
         return tensor
 
     def finish(self) -> None:
-        """At the end of a step: return when all that was issued is done, so that state may be read."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        """At the end of a step: return when all that was issued is done, so that state may be read.
+
+        A step that moves nothing between device and host waits for nothing.
+        """
+        if self.issued and self.upward is not None:
+            self.upward.synchronize()
+            self.downward.synchronize()
+        self.issued = False
         self.steps += 1
         for nbytes in [n for n in self.free if self.wanted.get(n, 0) + KEPT_steps < self.steps]:
             del self.free[nbytes]
 
-    def _copy(self, sources: Sequence[Any], targets: Sequence[Any]) -> Transfer:
+    def _copy(self, sources: Sequence[Any], targets: Sequence[Any], stream: Any) -> Transfer:
+        self.issued = True
         pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pairs(s, t)]
-        if self.stream is None:
+        if stream is None:
             if pairs:
                 torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
             return Transfer(targets, self.device)
-        # The stream waits for what made the sources, and for the last reader of the memory that the new
-        # targets were cut from.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        # The stream waits for what made the sources, for the last reader of the memory that the new targets
+        # were cut from, and for copies of the other direction that the compute stream has waited for.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
-            event.record(self.stream)
+            event.record(stream)
         return Transfer(targets, self.device, event)
 
 

@@ -1,0 +1,70 @@
+"""Reading: a step's numbers on their way from the device to the host.
+
+Loss, norms and flags lie on the device when a step returns, which may still be at work on it. One copy behind
+the step's last kernel brings them all to pinned memory, and whoever reads them waits for that copy alone: a
+loop that reads a step's numbers after it has launched the next step leaves the device no gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """0-d tensors under way.
+
+    Args:
+        names: of all of them, in their order.
+        known: numbers of those that were on the host already.
+        sent: names of the others, and whether each is an integer.
+        values: their numbers, float64[len(sent)] on the host, which are there behind `event`.
+    """
+
+    names: tuple[Hashable, ...] = ()
+    known: Mapping[Hashable, float | int] = field(default_factory=dict)
+    sent: Mapping[Hashable, bool] = field(default_factory=dict)
+    values: Tensor | None = None
+    event: Any = None
+
+    @staticmethod
+    def of(scalars: Mapping[Hashable, Tensor], device: torch.device) -> Reading:
+        """Begin to copy. The tensors may change afterwards; integers beyond 2**53 are rounded."""
+        on_host = {n: v for n, v in scalars.items() if device.type != "cpu" and v.device.type == "cpu"}
+        under_way = {n: v for n, v in scalars.items() if n not in on_host}
+        known = {n: v.item() for n, v in on_host.items()}
+        whole = {n: not v.is_floating_point() for n, v in under_way.items()}
+        reading = Reading(tuple(scalars), known, whole)
+        if not under_way:
+            return reading
+        vector = torch.stack([v.detach().to(torch.float64) for v in under_way.values()])
+        if device.type == "cpu":
+            return replace(reading, values=vector)
+        values = torch.empty(len(whole), dtype=torch.float64, pin_memory=True)
+        values.copy_(vector, non_blocking=True)
+        event = torch.Event(device.type)
+        event.record()
+        return replace(reading, values=values, event=event)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `numbers` would not wait."""
+        return self.event is None or self.event.query()
+
+    def numbers(self) -> dict[Hashable, float | int]:
+        """The numbers by name; waits for the copy, and for nothing that was launched behind it."""
+        if self.event is not None:
+            self.event.synchronize()
+        arrived = self.values.tolist() if self.values is not None else []
+        found = {n: int(v) if w else v for (n, w), v in zip(self.sent.items(), arrived, strict=True)}
+        found |= self.known
+        return {n: found[n] for n in self.names}
+
+    def without(self, name: Hashable) -> Reading:
+        """The same, of which one number is not told."""
+        return replace(self, names=tuple(n for n in self.names if n != name))
