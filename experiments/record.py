@@ -23,6 +23,7 @@ import torch
 
 import fnshard as fs
 from experiments.files import write_json
+from fnshard.hardware import mfu
 
 RUN = "run.json"
 PACKAGES = (
@@ -195,8 +196,8 @@ class Work:
         return Work(paper.model_flops, paper.ranks, held, named, peak, lowered.attention)
 
     def mfu(self, seconds: float) -> float | None:
-        """Of a step that takes so long."""
-        return None if self.peak_flops is None else self.model_flops / seconds / self.peak_flops
+        """Of a step that takes so long, as `fnshard.hardware.mfu` defines it."""
+        return None if self.peak_flops is None else mfu(self.model_flops, seconds, self.peak_flops)
 
 
 def peak_memory(device_type: str) -> tuple[int, str]:

@@ -208,6 +208,7 @@ def on_rank(rank: int, case: Case) -> dict[str, Tensor]:
 # What the front end may refuse: words of its errors.
 REFUSED = (
     "writes in place",  # to a value while it reads the leaves of several units
+    "writes values that need a gradient in place",  # through detach
 )
 
 

@@ -400,14 +400,18 @@ def _block(scope: Scope, unit: str, loops: int) -> None:
         other = scope._use(found)
         with suppress(Dropped):
             scope.add(f"h = h + 0.3 * torch.tanh({other})")
-    looped = loops > 1 and scope.open
+    looped, before = loops > 1 and scope.open, list(scope.closed)
     scope.closed += (
         [f"for i in range({loops}):", *(f"    {line}" for line in scope.open)] if looped else scope.open
     )
     scope.open = []
     if looped:
         scope.leaves = outer  # the loop's number is not known behind it
-        scope.restart()
+        try:
+            scope.restart()
+        except MISTAKES:  # it runs once and not again, on what it wrote
+            scope.closed = before
+            scope.restart()
 
 
 def _line(scope: Scope) -> bool:

@@ -62,6 +62,15 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
+    "two writes to what torch.tensor made": kept(
+        """
+        v = torch.tensor([0.1, 2.0], dtype=torch.float64)
+        v.mul_(p["u.w"].mean())
+        w = v.mul_(p["v.w"].mean())
+        return w.square().sum() + v.sum() + x.sum()
+        """,
+        shapes={"u.w": (2,), "v.w": (2,)},
+    ),
     "masks of Python bools": kept(
         """
         v = x * p["u.w"]

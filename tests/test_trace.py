@@ -208,6 +208,13 @@ def inference_mode_that_is_off(p, x):
         return run_chain(p, x).sum()
 
 
+@refuse(r"writes values that need a gradient in place to 1 detached tensor.*detach\(\)\.clone\(\)")
+def writes_through_detach(p, x):
+    h = x @ p["layers.0.w"]
+    h.detach().mul_(p["layers.0.w"].mean())
+    return h.sum()
+
+
 @refuse(r"assigns to Tensor\.data")
 def set_data(p, x):
     y = x @ p["layers.0.w"]

@@ -53,6 +53,7 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     if not any(mutated_args(n) for n in graph.nodes):
         return graph
     _check_bases(graph)
+    _check_detached(graph)
     return _Functional().run(graph)
 
 
@@ -77,6 +78,30 @@ def _check_bases(graph: fx.Graph) -> None:
             f"`fn` writes in place to {len(wrong)} tensor(s) that are not dense, by their strides:",
             list(wrong.values()),
             "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
+        )
+
+
+def _is_its_source(node: fx.Node) -> bool:
+    """Whether this is a `detach` that nothing tells from its input, as behind `torch.tensor(...)`."""
+    if node.target is not aten.detach.default:
+        return False
+    source = node.args[0]
+    fresh = all(_memories(source).isdisjoint(_memories(n)) for n in source.all_input_nodes)
+    return fresh and len(source.users) == 1 and not source.meta["val"].requires_grad
+
+
+def _check_detached(graph: fx.Graph) -> None:
+    """Refuse gradients that are written through `detach`: what shares the memory has the values alone."""
+    wrong = [
+        (node, f"{describe(node.meta['val'])} in the memory of {node.args[0]}")
+        for node in graph.nodes
+        if node.target is aten.detach.default and node.meta["val"].requires_grad and not _is_its_source(node)
+    ]
+    if wrong:
+        raise refused_at(
+            f"`fn` writes values that need a gradient in place to {len(wrong)} detached tensor(s):",
+            wrong,
+            "write to a copy (.detach().clone()), or to the tensor itself.",
         )
 
 
@@ -148,6 +173,8 @@ class _Functional:
                 self.graph.output([self.read(n) for n in node.args[0]])
             elif mutated_args(node):
                 self.write(node)
+            elif _is_its_source(node):
+                self.bind(node, node.args[0])
             elif node.target is operator.getitem and node.args[0] in self.results:
                 self.bind(node, self.results[node.args[0]][node.args[1]])
             else:
