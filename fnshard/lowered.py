@@ -308,11 +308,6 @@ class Lowering:
         self.on_paper: tuple[Key, Lowered] | None = None
         self.lock = threading.RLock()
 
-    @property
-    def resolved(self) -> bool:
-        """Whether the specs know shape, unit and trainability of their leaves."""
-        return all(s.resolved for s in self.specs.values())
-
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
         """A batch in one form, however it was passed: there is one program for it."""
         return Arguments(tuple(positional), keywords).in_order_of(self._signature)
@@ -343,11 +338,15 @@ class Lowering:
         return len(self.programs) > 0 or self.on_paper is not None
 
     def _take(self, specs: Any) -> None:
-        """`specs`: of what is stored, by path; `leaves`: of what `fn` sees."""
+        """`specs`: of what is stored, by path; `leaves`: of what `fn` sees.
+
+        `resolved`: whether the specs know shape, unit and trainability of their leaves.
+        """
         self.tree = specs
         self.specs: Mapping[str, LayoutSpec]
         self.specs, self.structure = spec_paths(specs)
         self.leaves, self.leaf_structure = leaf_paths(specs)
+        self.resolved = all(s.resolved for s in self.specs.values())
         if self.resolved:
             check_specs(self.specs, self.mesh)
 

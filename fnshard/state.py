@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,19 @@ else:
     from typing import TypeVar
 
     OptimizerT, LossT = TypeVar("OptimizerT"), TypeVar("LossT")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Tensors of a state that a step has checked, in place of which it returns the same.
+
+    `blocks`: of the parameters, by path; `tensors`: of parameters and optimizer, as the state holds them.
+    """
+
+    step: Any
+    blocks: Mapping[str, Tensor]
+    tensors: list[Tensor]
+
 
 _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 
@@ -91,7 +106,7 @@ class TrainState:
         StateError: on reading a field of a consumed state.
     """
 
-    __slots__ = ("_consumed_by", "_values", "data", "where")
+    __slots__ = ("_checked", "_consumed_by", "_values", "data", "where")
 
     def __init__(
         self,
@@ -106,6 +121,7 @@ class TrainState:
     ):
         self._values = dict(zip(_FIELDS, (step, params, opt_state, loss_scale, seed), strict=True))
         self._consumed_by: str | None = None
+        self._checked: Checked | None = None
         self.where, self.data = where, data
 
     def __getattr__(self, name: str) -> Any:
@@ -142,6 +158,23 @@ class TrainState:
     def replace(self, **fields: Any) -> TrainState:
         """The same with other fields; the data has moved on."""
         return TrainState(**{**self.as_dict(), **fields}, where=self.where)
+
+    def checked_by(self, step: Any) -> Checked | None:
+        """What `step` found when it checked these tensors, unless one has been replaced since."""
+        known = self._checked
+        if known is None or known.step is not step:
+            return None
+        tensors = self._tensors()
+        same = len(tensors) == len(known.tensors) and all(map(operator.is_, tensors, known.tensors))
+        return known if same else None
+
+    def remember(self, checked: Checked | None, step: Any, blocks: Mapping[str, Tensor]) -> None:
+        """Note that `step` knows these tensors, by path these blocks; `checked`: of the state before."""
+        self._checked = checked or Checked(step, blocks, self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        slots = (slot for slots in self.opt_state.values() for slot in slots.values())
+        return [*tree.flatten(self.params)[0], *slots]
 
     def consume(self, by: str | None = None) -> TrainState:
         """Hand the tensors on: a new state that holds them; this one becomes unreadable.

@@ -1,6 +1,7 @@
 """What a step does beside the gradient: names it must carry, randomness, batches, failures, dtypes."""
 
 import collections
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import chain, lower, rows, run_chain
 
 import fnshard as fs
-from fnshard import LayoutSpec, P
+from fnshard import LayoutSpec, P, runner
 from fnshard.compiler.schedule import ReduceScalars, ReduceScatter, Run, ToHost, Update, Wait
 
 X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
@@ -389,3 +390,26 @@ def test_a_group_of_one_casts_once_where_leaves_are_kept():
             for preset in ("shard_grad_op", "full_shard")
         )  # fmt: skip
         assert (kept, freed) == (4, 6)  # the first unit's backward does not read its leaf
+
+
+def test_a_state_that_a_step_returned_is_checked_again_where_a_tensor_was_replaced() -> None:
+    params, seen = {"w": torch.ones(2, 2), "b": torch.ones(2)}, []
+    step = fs.shard_step(
+        lambda p, x: (x @ p["w"] + p["b"]).sum(),
+        fs.match_specs(params, [("*", fs.LayoutSpec())]),
+        optimizer=fs.optim.sgd(0.1, momentum=0.9), backend="eager",
+    )  # fmt: skip
+    state, x = step.init(params), torch.ones(3, 2)
+    check = runner.check_blocks
+    with mock.patch.object(runner, "check_blocks", lambda *how: (seen.append(how), check(*how))):
+        for _ in range(3):
+            state, _ = step(state, x)
+        checked = len(seen)
+        state, _ = step(state.copy(), x)  # other tensors, which nobody has checked
+        assert (checked, len(seen)) == (2, 3)  # the first step compares replicas beside
+        state.params["w"] = torch.full((2, 2), 5.0)
+        state, metrics = step(state, x)
+        assert metrics["loss"] > 30 and len(seen) == 4
+        state.params["w"] = torch.ones(3, 3)
+        with pytest.raises(fs.StateError, match=r"params\['w'\] is \[3, 3\]"):
+            step(state, x)
