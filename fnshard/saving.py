@@ -6,12 +6,14 @@ import atexit
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.held import held_params, held_state
@@ -40,10 +42,9 @@ class Job:
 
     def staged(self) -> Job:
         """The same of copies on the host."""
-        on_host = {n: replace(h, block=_copied(h.block)) for n, h in self.held.items()}
-        if any(h.block.device.type == "cuda" for h in self.held.values()):
-            torch.cuda.current_stream().synchronize()
-        return replace(self, held=on_host)
+        blocks = copies_on_host([h.block for h in self.held.values()])
+        copied = zip(self.held.items(), blocks, strict=True)
+        return replace(self, held={n: replace(h, block=block) for (n, h), block in copied})
 
     def write(self) -> None:
         """Write it; on rank 0 also delete what need not be kept."""
@@ -67,10 +68,62 @@ class Job:
             texts(self.group, "")  # all ranks return to the same directory
 
 
-def _copied(block: torch.Tensor) -> torch.Tensor:
-    on_device = block.device.type != "cpu"
-    out = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_device)
-    return out.copy_(block, non_blocking=on_device)
+def copies_on_host(blocks: Sequence[Tensor], piece_bytes: int = 64 << 20) -> list[Tensor]:
+    """Copies of tensors in pageable memory, there when this returns.
+
+    What lies on a device comes by way of two pinned buffers, so that no more than these is pinned however
+    large a state is: the device fills one while the host empties the other.
+    """
+    copies = [torch.empty(b.shape, dtype=b.dtype) for b in blocks]
+    pairs = list(zip(copies, blocks, strict=True))
+    for copy, block in pairs:
+        if block.device.type == "cpu":
+            copy.copy_(block)
+    away = [(copy, block) for copy, block in pairs if block.device.type != "cpu" and block.numel()]
+    if away:
+        device = away[0][1].device.type
+        size = min(piece_bytes, max(block.nbytes for _, block in away))
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copy_through(away, buffers, lambda: torch.Event(device))
+    return copies
+
+
+def copy_through(
+    pairs: Iterable[tuple[Tensor, Tensor]], buffers: Sequence[Tensor], event: Callable[[], Any]
+) -> None:
+    """Copy each second tensor to the first by way of the buffers in turn.
+
+    Args:
+        buffers: uint8, of one size.
+        event: makes one, to be recorded behind each copy from the device.
+
+    >>> target, source = torch.zeros(5), torch.arange(5.0)
+    >>> from unittest.mock import Mock
+    >>> copy_through([(target, source)], [torch.empty(8, dtype=torch.uint8) for _ in range(2)], Mock)
+    >>> target
+    tensor([0., 1., 2., 3., 4.])
+    """
+    under_way: deque[tuple[Tensor, Tensor, Any]] = deque()
+
+    def empty_oldest() -> None:
+        target, buffer, arrived = under_way.popleft()
+        arrived.synchronize()
+        target.copy_(buffer)
+
+    number = 0
+    for whole in pairs:
+        target, source = (t.reshape(-1).view(torch.uint8) for t in whole)
+        for piece, part in zip(target.split(len(buffers[0])), source.split(len(buffers[0])), strict=True):
+            if len(under_way) == len(buffers):
+                empty_oldest()
+            buffer = buffers[number % len(buffers)][: len(part)]
+            buffer.copy_(part, non_blocking=True)
+            arrived = event()
+            arrived.record()
+            under_way.append((piece, buffer, arrived))
+            number += 1
+    while under_way:
+        empty_oldest()
 
 
 @dataclass(frozen=True)
