@@ -130,7 +130,7 @@ def run_steps(
                 with training.spent.on("saves"):
                     report.sync()
                     saver.save(number, state, training.loader, held_out)
-    finally:  # a run that breaks off has a row for every step that it has made
+    finally:  # a run that breaks off has a row for every step whose numbers have arrived
         with suppress(RuntimeError, OSError):
             tell(training, report, read(training, wait=False))
     training.tracer.close()
@@ -186,7 +186,7 @@ Row = tuple[Launched, dict[str, float]]
 
 def read(training: Training, *, wait: bool = True) -> list[Row]:
     """The numbers of the step that was launched last, once; without `wait`, only if they are there."""
-    rows = [(each, each.metrics.numbers()) for each in training.unread if wait or each.metrics.reading.ready]
+    rows = [(each, each.metrics.numbers()) for each in training.unread if wait or each.metrics.ready]
     training.unread.clear()
     return rows
 

@@ -80,7 +80,7 @@ class Forward:
         self._lowering.follow(blocks)
         passed = self._lowering.arguments(batch, keywords)
         bound = self._runner.bind(passed, blocks, lambda lowered: None)
-        env = bound.run(self._runner.inputs(bound.lowered, self._runner.blocks(blocks), passed, seed, number))
+        env = bound.run(self._runner.inputs(bound.lowered, blocks, passed, seed, number))
         outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
                 "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip

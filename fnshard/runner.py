@@ -196,11 +196,14 @@ class Runner:
         check_blocks(self.lowering.specs, given, self.lowering.mesh, self._expected)
         return {p: given[p].detach() for p in self.lowering.specs}
 
-    def inputs(
-        self, lowered: Lowered, blocks: Mapping[str, Tensor], batch: Batch, seed: int, step: int
-    ) -> dict[str, Any]:
-        """The environment a schedule starts from: stored blocks by path, batch, constants and random keys."""
+    def inputs(self, lowered: Lowered, params: Any, batch: Batch, seed: int, step: int) -> dict[str, Any]:
+        """The environment a schedule starts from: stored blocks, batch, constants and random keys.
+
+        Raises:
+            StateError: blocks of another mesh or spec.
+        """
         mesh, parts, program = self.lowering.mesh, lowered.options.accumulate, lowered.program
+        blocks = self.blocks(params)
         raw = tree.flatten_with_paths(Arguments.of(batch), constants=True)[0]
         named = flatten_batch(batch)[0]
         names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import StateError, report
+from fnshard.runtime.reading import Reading
 from fnshard.transform import Optimizer
 
 __all__ = ["Metrics", "TrainState"]
@@ -26,19 +25,6 @@ else:
 
     OptimizerT, LossT = TypeVar("OptimizerT"), TypeVar("LossT")
 
-
-@dataclass(frozen=True)
-class Checked:
-    """Tensors of a state that a step has checked, in place of which it returns the same.
-
-    `blocks`: of the parameters, by path; `tensors`: of parameters and optimizer, as the state holds them.
-    """
-
-    step: Any
-    blocks: Mapping[str, Tensor]
-    tensors: list[Tensor]
-
-
 _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 
 
@@ -50,38 +36,62 @@ class Metrics(dict[str, Any]):
     >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
     >>> metrics.numbers()
     {'loss': 0.25, 'lr': 0.5, 'accuracy': 0.75}
-    >>> Metrics(loss=torch.tensor(0.25), lr=torch.tensor(3e-4))
-    {'loss': 0.25, 'lr': 0.0003}
+    >>> metrics
+    {'loss': 0.25, 'lr': 0.5, 'aux': {'accuracy': 0.75}}
     """
 
-    __slots__ = ("reading",)  # a step's, whose copy to the host has begun
+    __slots__ = ("_sent",)  # of a step: its scalars, and the reading that brings them to the host
+
+    def sent(self, reading: Reading) -> Metrics:
+        """Itself, whose scalars are under way to the host."""
+        self._sent = self.scalars(), reading
+        return self
 
     def scalars(self) -> dict[tuple[str, ...], Tensor]:
         """Its 0-d tensors by their place: ("loss",), and ("aux", "accuracy") of an `aux` that is a dict."""
         aux = self.get("aux")
-        named = {(k,): v for k, v in self.items()}
-        named |= {("aux", k): v for k, v in aux.items()} if isinstance(aux, dict) else {}
+        named = {("aux", k): v for k, v in aux.items()} if isinstance(aux, dict) else {}
+        named |= {(k,): v for k, v in self.items()}
         plain = (n for n, v in named.items() if isinstance(v, Tensor) and v.dim() == 0 and not v.is_complex())
         return {n: named[n] for n in plain}
 
     def numbers(self) -> dict[str, float]:
         """Its scalars as Python numbers by name, those of an `aux` that is a dict, too.
 
+        One of `aux` that is named as one of the step's own is `aux.loss`, say; deeper trees are not read.
         Waits for the end of this step, and for nothing that was launched behind it: a loop that reads the
         numbers of one step after it has called the next step leaves a device no gap.
         """
-        return {name[-1]: number for name, number in self._numbers().items()}
+        numbers = self._numbers()
+        clash = {n for n in numbers if len(n) > 1 and n[1:] in numbers}
+        return {".".join(map(str, n)) if n in clash else n[-1]: numbers[n] for n in sorted(numbers, key=len)}
 
     def _numbers(self) -> dict[tuple[str, ...], float]:
-        sent, scalars = getattr(self, "reading", None), self.scalars()
-        known = {} if sent is None else sent.numbers()
-        return {n: known[n] if n in known else v.item() for n, v in scalars.items()}
+        tensors, reading = getattr(self, "_sent", ({}, None))
+        scalars = self.scalars()
+        arrived = reading.numbers() if reading is not None else {}
+        same = {n for n, v in scalars.items() if tensors.get(n) is v}  # others were assigned since
+        return {n: arrived[n] if n in same else v.item() for n, v in scalars.items()}
+
+    @property
+    def ready(self) -> bool:
+        """Whether `numbers` would not wait for a device."""
+        return not hasattr(self, "_sent") or self._sent[1].ready
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
 
     def __repr__(self) -> str:
         numbers = self._numbers()
-        shown = {k: numbers.get((k,), v) for k, v in self.items()}
-        parts = (f"{k!r}: {v:.6g}" if isinstance(v, float) else f"{k!r}: {v!r}" for k, v in shown.items())
-        return "{" + ", ".join(parts) + "}"
+
+        def text(values: dict[Any, Any], *place: str) -> str:
+            each = {k: numbers.get((*place, k), v) for k, v in values.items()}
+            parts = (f"{k!r}: {v:.6g}" if isinstance(v, float) else f"{k!r}: {v!r}" for k, v in each.items())
+            return "{" + ", ".join(parts) + "}"
+
+        aux = self.get("aux")
+        own = {k: v for k, v in self.items() if k != "aux"} if isinstance(aux, dict) else dict(self)
+        return text(own) if own.keys() == self.keys() else f"{text(own)[:-1]}, 'aux': {text(aux, 'aux')}}}"
 
 
 class TrainState:
@@ -106,7 +116,7 @@ class TrainState:
         StateError: on reading a field of a consumed state.
     """
 
-    __slots__ = ("_checked", "_consumed_by", "_values", "data", "where")
+    __slots__ = ("_consumed_by", "_values", "data", "where")
 
     def __init__(
         self,
@@ -121,7 +131,6 @@ class TrainState:
     ):
         self._values = dict(zip(_FIELDS, (step, params, opt_state, loss_scale, seed), strict=True))
         self._consumed_by: str | None = None
-        self._checked: Checked | None = None
         self.where, self.data = where, data
 
     def __getattr__(self, name: str) -> Any:
@@ -158,23 +167,6 @@ class TrainState:
     def replace(self, **fields: Any) -> TrainState:
         """The same with other fields; the data has moved on."""
         return TrainState(**{**self.as_dict(), **fields}, where=self.where)
-
-    def checked_by(self, step: Any) -> Checked | None:
-        """What `step` found when it checked these tensors, unless one has been replaced since."""
-        known = self._checked
-        if known is None or known.step is not step:
-            return None
-        tensors = self._tensors()
-        same = len(tensors) == len(known.tensors) and all(map(operator.is_, tensors, known.tensors))
-        return known if same else None
-
-    def remember(self, checked: Checked | None, step: Any, blocks: Mapping[str, Tensor]) -> None:
-        """Note that `step` knows these tensors, by path these blocks; `checked`: of the state before."""
-        self._checked = checked or Checked(step, blocks, self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
-        slots = (slot for slots in self.opt_state.values() for slot in slots.values())
-        return [*tree.flatten(self.params)[0], *slots]
 
     def consume(self, by: str | None = None) -> TrainState:
         """Hand the tensors on: a new state that holds them; this one becomes unreadable.

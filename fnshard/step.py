@@ -268,19 +268,15 @@ class Step(Generic[OptimizerT, LossT]):
         """
         training = check_state(state, self.optimizer is not None, self._lowering.specs)
         params = state.params if training else state
-        checked = state.checked_by(self) if training else None
-        if checked is None:
-            self._resolve_from_blocks(params)
+        self._resolve_from_blocks(params)
         seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
         if training:
             keywords |= {} if rng is None else {"rng": rng}
-            self._scale.check(state.loss_scale)
-        if training and checked is None:
             check_slots(state.opt_state, self._slots, self._lowering.specs, self.mesh)
+            self._scale.check(state.loss_scale)
         passed = self._lowering.arguments(batch, keywords)
         bound = self._runner.bind(passed, params, self._scalars, lambda: self._settings(seed, number))
-        blocks = self._runner.blocks(params) if checked is None else checked.blocks
-        env = self._runner.inputs(bound.lowered, blocks, passed, seed, number)
+        env = self._runner.inputs(bound.lowered, params, passed, seed, number)
         scale = self._scale.scale(state.loss_scale if training else {})
         program = bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
@@ -297,9 +293,7 @@ class Step(Generic[OptimizerT, LossT]):
         updates = self._scale.updates(number, state.loss_scale)
         bound.updater.start(env, torch.tensor(updates))
         bound.run(env)
-        state, metrics = self._advance(state, bound, env)
-        state.remember(checked, self, blocks)
-        return state, metrics
+        return self._advance(state, bound, env)
 
     # -------------------------------------------------------------- what ranks tell each other
 
@@ -443,6 +437,6 @@ class Step(Generic[OptimizerT, LossT]):
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
-        metrics.reading = self._runner.rank.finished(metrics.scalars(), summary.flags)
+        metrics.sent(self._runner.rank.finished(metrics.scalars(), summary.flags))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics

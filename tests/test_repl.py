@@ -1,5 +1,8 @@
 """What a REPL shows of a step, its state and its metrics: short, and in the field's words."""
 
+import copy
+import pickle
+
 import torch
 
 import fnshard as fs
@@ -23,3 +26,16 @@ def test_reprs_are_short():
     count = len(lowered.schedule.instructions)
     assert repr(lowered) == f"Lowered(Schedule({count} instructions, 1 kernels, mesh (shard=1)), compiled)"
     assert repr(step).endswith("1 batch shape lowered)")
+
+
+def test_the_numbers_of_metrics() -> None:
+    step = fs.shard_step(
+        lambda p, x: ((p["w"] * x).sum(), {"loss": x.sum(), "rate": x[0], "rows": x}),
+        {"w": fs.LayoutSpec()}, optimizer=fs.optim.sgd(0.5), backend="eager",
+    )  # fmt: skip
+    _, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
+    assert metrics.numbers() == {"loss": 4.0, "lr": 0.5, "rate": 1.0, "aux.loss": 4.0}
+    assert "'aux': {'loss': 4, 'rate': 1, 'rows': tensor" in repr(metrics)
+    metrics["loss"] = metrics["loss"] * 2
+    assert metrics.numbers()["loss"] == 8.0 and repr(metrics).startswith("{'loss': 8,")
+    assert pickle.loads(pickle.dumps(copy.deepcopy(metrics))).numbers()["loss"] == 8.0
