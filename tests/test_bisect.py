@@ -41,8 +41,6 @@ from fnshard.compiler.schedule import (
 from fnshard.debug.layouts import Bisected
 from fnshard.errors import StateError
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 
 def bisected(preset: str = "full_shard", policy: Any = None, **how: Any) -> Bisected:
     mesh = mesh_of(replicate=2, shard=2) if preset == "hybrid_shard" else mesh_of()

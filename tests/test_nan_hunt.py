@@ -37,8 +37,6 @@ from fnshard.compiler.schedule import (
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, StateError
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 
 def hunted(
     fn: Callable[..., Any] = loss,
