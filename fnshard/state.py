@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import StateError, report
-from fnshard.runtime.reading import Reading
 from fnshard.transform import Optimizer
 
 __all__ = ["Metrics", "TrainState"]
@@ -42,8 +41,8 @@ class Metrics(dict[str, Any]):
 
     __slots__ = ("_sent",)  # of a step: its scalars, and the reading that brings them to the host
 
-    def sent(self, reading: Reading) -> Metrics:
-        """Itself, whose scalars are under way to the host."""
+    def sent(self, reading: Any) -> Metrics:
+        """Itself, whose scalars are under way to the host by a `runtime.reading.Reading`."""
         self._sent = self.scalars(), reading
         return self
 
