@@ -83,14 +83,15 @@ class Metrics(dict[str, Any]):
     def __repr__(self) -> str:
         numbers = self._numbers()
 
-        def text(values: dict[Any, Any], *place: str) -> str:
-            each = {k: numbers.get((*place, k), v) for k, v in values.items()}
-            parts = (f"{k!r}: {v:.6g}" if isinstance(v, float) else f"{k!r}: {v!r}" for k, v in each.items())
-            return "{" + ", ".join(parts) + "}"
+        def text(key: Any, value: Any, *place: Any) -> str:
+            value = numbers.get((*place, key), value)
+            if key == "aux" and not place and isinstance(value, dict):
+                shown = "{" + ", ".join(text(k, v, "aux") for k, v in value.items()) + "}"
+            else:
+                shown = f"{value:.6g}" if isinstance(value, float) else repr(value)
+            return f"{key!r}: {shown}"
 
-        aux = self.get("aux")
-        own = {k: v for k, v in self.items() if k != "aux"} if isinstance(aux, dict) else dict(self)
-        return text(own) if own.keys() == self.keys() else f"{text(own)[:-1]}, 'aux': {text(aux, 'aux')}}}"
+        return "{" + ", ".join(text(k, v) for k, v in self.items()) + "}"
 
 
 class TrainState:
