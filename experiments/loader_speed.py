@@ -68,7 +68,7 @@ def _steps(setup: Any, config: TrainConfig) -> tuple[list[float], list[float]]:
         began = time.perf_counter()
         batch = next(loader)
         got = time.perf_counter()
-        state, metrics = setup.step(state, *(part.to(setup.mesh.device) for part in batch))
+        state, metrics = setup.step(state, *batch)
         metrics["loss"].item()
         steps.append(time.perf_counter() - began)
         waits.append(got - began)

@@ -133,7 +133,7 @@ def prepare(config: TrainConfig) -> Setup:
         hardware=config.hardware.name,
     )  # fmt: skip
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
-    how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}
+    how = {"mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s}
     forward = fs.shard_forward(loss_fn, plan.specs, **how)
     reading = reading_of(config)
     sampler = Sampler(
@@ -155,7 +155,7 @@ def evaluate(setup: Setup, params: Any) -> float:
     losses = []
     for starts in mine.split(rows):
         batch = setup.reading.held_out(starts)
-        losses.append(setup.forward(params, *(part.to(mesh.device) for part in batch)))
+        losses.append(setup.forward(params, *batch))  # which sends it to the device
     mean = torch.stack(losses).double().mean().cpu()
     if dist.is_initialized():  # every rank's mean is over equally many tokens
         dist.all_reduce(mean)

@@ -190,7 +190,7 @@ class Work:
     def of(lowered: Any, hardware: fs.Hardware | None) -> Work:
         """Read off a lowered step; any hardware has the same FLOPs."""
         paper = lowered.timeline(hardware or "cpu")
-        peak = paper.model_flops / (paper.step_seconds * paper.mfu) if hardware and paper.mfu else None
+        peak = paper.peak_flops if hardware else None
         named = hardware.name if hardware else ""
         held = lowered.memory_analysis().peak_bytes
         return Work(paper.model_flops, paper.ranks, held, named, peak, lowered.attention)

@@ -33,7 +33,6 @@ from experiments.steps import Training
 from experiments.tracking.tracker import EXTRAS, Told, Tracker, chosen
 from experiments.train import FORM
 from experiments.watchdog import Spikes
-from fnshard import tree
 from fnshard.launcher import launch, run_rank, under_launcher
 
 DEFAULTS = {"model": "tiny", "trackers": ",".join(EXTRAS), "rounds": "12", "block": "25", "ranks": "2",
@@ -127,7 +126,7 @@ class Calls:
 
     def plain(self, state: Any) -> Any:
         """A step and its numbers."""
-        batch = tree.map(lambda part: part.to(self.training.mesh.device), next(self.training.loader))
+        batch = next(self.training.loader)
         state, metrics = self.training.step(state, *batch)
         metrics.numbers()
         return state

@@ -28,6 +28,7 @@ def shard_forward(
     backend: Backend = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    deterministic: bool = False,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Forward:
@@ -47,7 +48,7 @@ def shard_forward(
     """
     chosen = Options(
         passes=Passes((prefetch, prefetch), 1), backend=backend, inductor=inductor_options(mode, options),
-        cache=cache, timeout=timeout,
+        deterministic=deterministic, cache=cache, timeout=timeout,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen)
 

@@ -279,7 +279,7 @@ def _timeline(spans: Sequence[Span], seconds: float, lowered: Lowered, hardware:
         exposed[TRANSFER],
         paper.model_flops,
         paper.hardware_flops,
-        math.nan if hardware is None else paper.mfu * paper.step_seconds / seconds,
+        math.nan if hardware is None else paper.peak_flops,
         paper.ranks,
         None if tokens is None else tokens * paper.step_seconds / seconds,
     )

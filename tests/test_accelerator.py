@@ -396,6 +396,10 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
     )  # fmt: skip
     fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))
     assert all(seen["trace"] + seen["compile"] + seen["run"][-2:]) and seen["run"][0] is False, seen
+    seen.update(trace=[], compile=[], run=[])
+    forward = fs.shard_forward(loss, step.specs, mesh=mesh, backend="eager", deterministic=True)
+    fs.simulate(mesh, lambda rank: forward(fs.shard(params, step.specs, mesh), torch.ones(2, 4)))
+    assert seen["trace"] and seen["compile"] and all(seen["trace"] + seen["compile"]), seen
     assert not torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,35 @@ def test_a_part_that_hangs_or_dies_loses_nothing_and_is_made_again(
     monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts
     assert command.main(ask) == 1 and not command.result_of(tmp_path, "tiny").exists()
     assert "ended with 1: " in capsys.readouterr().out
+
+
+HANGS = """
+import os, subprocess, sys
+if "experiments.gpu.worker" in sys.orig_argv:
+    started = open(os.environ["STARTED"], "w")
+    subprocess.Popen(["sleep", "1000"], stdout=started)  # as a compiler that a part has started
+    print("started", file=started, flush=True)
+    os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+def test_ended_by_a_signal_it_ends_what_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    os.mkfifo(tmp_path / "started")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "experiments.gpu", "--device", "cpu", f"--out={tmp_path}/out", "--parts=tiny"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "STARTED": str(tmp_path / "started")},
+    )  # fmt: skip
+    try:
+        with (tmp_path / "started").open() as started:
+            assert started.readline() == "started\n"
+            child.terminate()
+            gone = select.select([started], [], [], 30)[0]  # when nobody holds the other end
+            assert gone and started.read() == ""
+        assert child.wait(60) == 143
+    finally:
+        child.kill()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

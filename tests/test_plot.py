@@ -47,7 +47,6 @@ def slowed(line: Timeline, times: float) -> Timeline:
         spans=tuple(spans),
         step_seconds=line.step_seconds * times,
         busy_seconds=busy,
-        mfu=line.mfu / times,
     )
 
 
@@ -59,7 +58,7 @@ def by_hand() -> Timeline:
         Span(2, "compute", 0.005, 0.008, "run", "a", "backward"),
     )
     busy = {"compute": 0.007, "communication": 0.002, "transfer": 0.0}
-    return Timeline("h100", 0.008, spans, busy, 0.001, 0.0, 1e12, 1e12, 0.4, 4)
+    return Timeline("h100", 0.008, spans, busy, 0.001, 0.0, 1e12, 1e12, 3.125e14, 4)
 
 
 DRAW = {

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnshard as fs
+from experiments.finetune.evaluate import mean_over
+from experiments.loop import evaluate
+from fnshard import tree
 from fnshard.compiler import lower
 from fnshard.runtime.memory import Transfers
 from fnshard.runtime.reading import Reading
@@ -171,6 +174,35 @@ def test_a_step_with_clipping_dropout_a_mean_and_metrics_waits_for_nothing(devic
         for _ in range(3):
             state, _ = trained(state)
             assert device.waits == []
+
+
+def test_a_forward_sends_its_batch_and_waits_for_nothing(device):
+    params = {name: torch.ones(8, 8) for name in "ab"}
+    specs = fs.presets.full_shard(params, MESH)
+    forward = fs.shard_forward(lambda p, x: x @ p["a"] @ p["b"], specs, mesh=MESH, backend="eager")
+    forward.lower(params, torch.ones(4, 8))
+    with FakeTensorMode(allow_non_fake_inputs=True), device, Bindings(device):
+        blocks = {name: torch.ones(8, 8, device="cuda") for name in "ab"}
+        for _ in range(2):
+            assert forward(blocks, torch.ones(4, 8)).is_cuda and device.waits == []
+
+
+def test_an_evaluation_leaves_its_batches_to_the_forward():
+    """Which sends them as a step does."""
+    given: list[Tensor] = []
+
+    def forward(params: Any, *batch: Any) -> Any:
+        given.extend(tree.flatten(batch)[0])
+        return torch.tensor(2.0) if len(batch) == 2 else (fs.Mean(torch.tensor(6.0), 3), {})
+
+    setup = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(rows=2)), mesh=MESH, plan=SimpleNamespace(accumulate=1),
+        reading=SimpleNamespace(starts=torch.arange(4), held_out=lambda starts: (starts, starts)),
+        forward=forward,
+    )  # fmt: skip
+    assert evaluate(setup, {}) == 2.0
+    assert mean_over(forward, {}, [{"tokens": torch.ones(2)}] * 2, torch.device("cpu")) == (2.0, {})
+    assert len(given) == 6 and all(part.device.type == "cpu" for part in given)
 
 
 def test_numbers_and_flags_are_read_a_step_late_and_a_read_waits_for_one_event(device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.data.batches import once, pair_batch, width_of
 from experiments.data.prepared import Prepared
-from fnshard import tree
 from fnshard.losses import Mean
 
 Forward = Callable[..., Any]
@@ -46,9 +45,10 @@ def mean_over(
     """
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
-        loss, aux = forward(params, _on(batch, device))
+        loss, aux = forward(params, batch)  # which sends it to the device
         for name, mean in {"": loss, **aux}.items():
-            sums[name] = sums.get(name, torch.zeros(2, dtype=torch.float64)) + _both(mean)
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + _both(mean, device)
+    sums = {name: both.cpu() for name, both in sums.items()}
     if dist.is_initialized():
         for both in sums.values():
             dist.all_reduce(both)
@@ -56,8 +56,9 @@ def mean_over(
     return means.pop("", math.nan), means
 
 
-def _both(mean: Mean) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(v).double().cpu() for v in (mean.total, mean.count)])
+def _both(mean: Mean, device: torch.device) -> torch.Tensor:
+    both = mean.total, mean.count
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in both])
 
 
 def accuracy(
@@ -72,7 +73,7 @@ def accuracy(
     scores = torch.zeros(prepared.samples, dtype=torch.float64)
     for batch in once(prepared, rows, rank=mesh.rank, ranks=mesh.size, packed=False):
         numbers = batch.pop("samples")
-        found = logprobs(params, _on(batch, mesh.device)).double().cpu()
+        found = logprobs(params, batch).double().cpu()
         real = numbers >= 0
         scores[numbers[real]] = found[real]
     if dist.is_initialized():
@@ -97,7 +98,3 @@ def shares(options: np.ndarray, scores: np.ndarray) -> dict[str, float]:
         first = np.unique(questions[order], return_index=True)[1]
         told[name] = float(right[order][first].mean())
     return told
-
-
-def _on(batch: Mapping[str, Any], device: torch.device) -> Any:
-    return tree.map(lambda part: part.to(device), batch)

@@ -165,7 +165,7 @@ def prepare(config: FinetuneConfig) -> Setup:
     objective = OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
     step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=chosen.optimizer, **plan.options)
-    how = {"mesh": mesh, "backend": run.backend, "timeout": run.timeout_s}
+    how = {"mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s}
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), plan.specs, **how)
 
     def logprobs(params: Any, batch: Any) -> Any:

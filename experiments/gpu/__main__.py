@@ -134,4 +134,6 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # An exception: what is running is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

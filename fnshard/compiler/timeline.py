@@ -38,7 +38,7 @@ class Timeline:
 
     `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
-    `mfu`: as `hardware.mfu` defines it.
+    `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
     """
 
     hardware: str
@@ -49,14 +49,19 @@ class Timeline:
     exposed_transfer_seconds: float
     model_flops: float
     hardware_flops: float
-    mfu: float
+    peak_flops: float
     ranks: int
     tokens_per_second: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, without the spans."""
         out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "spans"}
-        return out | {"busy_seconds": dict(self.busy_seconds)}
+        return out | {"busy_seconds": dict(self.busy_seconds), "mfu": self.mfu}
+
+    @property
+    def mfu(self) -> float:
+        """As `hardware.mfu` defines it."""
+        return mfu(self.model_flops, self.step_seconds, self.peak_flops)
 
     def __str__(self) -> str:
         step = max(self.step_seconds, 1e-30)
@@ -113,7 +118,7 @@ def simulate(
         clock.exposed[TRANSFER],
         model,
         spent,
-        mfu(model, seconds, peak),
+        peak,
         schedule.mesh.size,
         None if tokens is None or not seconds else tokens / seconds,
     )
