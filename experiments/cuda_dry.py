@@ -31,7 +31,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 INTO = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fnshard" / "versions"
-NEEDED = ["numpy", "safetensors", "einops", "pyyaml"]
+NEEDED = ["numpy", "optree", "safetensors", "einops", "pyyaml"]
 TRITON = re.compile(r"(?ms)^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str")
 CALLS = {
     "triton": r"\b(triton_\w+)\.run\(",
@@ -84,13 +84,13 @@ def h100() -> Iterator[None]:
 def on_cuda(module: Any) -> Any:
     """A kernel's graph with its inputs, and what it makes, on a fake CUDA device."""
     import torch
+    from torch.fx.node import map_aggregate
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-    from torch.utils._pytree import tree_map
 
     device, mode = torch.device("cuda", 0), torch._subclasses.FakeTensorMode()
     for node in module.graph.nodes:
-        node.args, node.kwargs = tree_map(
-            lambda value: device if isinstance(value, torch.device) else value, (node.args, node.kwargs)
+        node.args, node.kwargs = map_aggregate(
+            (node.args, node.kwargs), lambda value: device if isinstance(value, torch.device) else value
         )
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with mode:

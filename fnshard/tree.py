@@ -1,18 +1,25 @@
 """Pytrees: the one module that flattens; everything else calls it.
 
-Keeps insertion order (`torch.utils._pytree`); optree sorts keys, and mixing the two permutes parameters in
-silence. Constants and functions are part of a tree's structure, as static fields are in Equinox; where they
-are values (of a batch, of what `fn` returns), `constants=True` makes leaves of them.
+optree in a namespace of its own, in which dicts keep insertion order; elsewhere optree sorts keys, and mixing
+the two permutes parameters in silence. None is a leaf. A class that `torch.utils._pytree` knows (torch.func
+flattens by it) is known here too. Constants and functions are part of a tree's structure, as static fields
+are in Equinox; where they are values (of a batch, of what `fn` returns), `constants=True` makes leaves of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import builtins
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
+from functools import lru_cache, partial
 from numbers import Number
 from typing import Any
 
+import optree
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -20,6 +27,10 @@ from torch import Tensor, nn
 from fnshard.errors import SpecError, report
 
 __all__ = ["register"]
+
+_SPACE = "fnshard"
+_ORDER = optree.dict_insertion_ordered(True, namespace=_SPACE)  # back to sorted as soon as nobody holds it
+_ORDER.__enter__()
 
 CONSTANTS = (
     Number, str, bytes, type(None), Enum, slice, torch.dtype, torch.device, torch.layout,
@@ -33,15 +44,15 @@ def register(
 ) -> type:
     """Make a class a node of parameter trees, batches and aux; returns it, so that it decorates a class.
 
-    From then on `torch.utils._pytree` knows it, and so does `torch.func`. What these know already stays.
+    From then on `torch.utils._pytree` knows it too, and so does `torch.func`. What torch knows already stays.
 
     Args:
-        cls: a dataclass, whose fields are its children; or any class, with the two functions.
+        cls: a dataclass or attrs class, whose fields are its children; or any class, with the two functions.
         flatten: an object's children by name.
         unflatten: the object of such children; they need not be tensors.
 
     Raises:
-        SpecError: no dataclass, and not both functions.
+        SpecError: neither a dataclass nor an attrs class, and not both functions.
 
     >>> import dataclasses
     >>> @register
@@ -53,19 +64,37 @@ def register(
     ['x.tokens', 'x.mask']
     """
     by_hand = flatten is not None and unflatten is not None
-    if not isinstance(cls, type) or not (by_hand or (is_dataclass(cls) and flatten is unflatten)):
+    if not isinstance(cls, type) or not (by_hand or (_has_fields(cls) and flatten is unflatten)):
         raise SpecError(
             report(
-                f"fs.tree.register({getattr(cls, '__name__', cls)}): no dataclass, and not two functions.",
+                f"fs.tree.register({getattr(cls, '__name__', cls)}): no dataclass or attrs class, and "
+                "not two functions.",
                 fix="fs.tree.register(cls, flatten, unflatten): flatten(object) -> {name: child} and back.",
             )
         )
-    if cls in pytree.SUPPORTED_NODES:
-        return cls
-    if not by_hand:
-        pytree.register_dataclass(cls)
-        return cls
+    if cls not in pytree.SUPPORTED_NODES:
+        if by_hand:
+            _register_with_torch(cls, flatten, unflatten)
+        elif is_dataclass(cls):
+            pytree.register_dataclass(cls)
+        else:
+            fields = {a.name: a.alias for a in cls.__attrs_attrs__ if a.init}
+            _register_with_torch(
+                cls,
+                lambda value: {name: getattr(value, name) for name in fields},
+                lambda children: cls(**{fields[name]: child for name, child in children.items()}),
+            )
+    _adopt(cls)
+    return cls
 
+
+def _has_fields(cls: type) -> bool:
+    return is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
+
+
+def _register_with_torch(
+    cls: type, flatten: Callable[[Any], Mapping[str, Any]], unflatten: Callable[[dict[str, Any]], Any]
+) -> None:
     def split(value: Any) -> tuple[list[Any], tuple[str, ...]]:
         children = flatten(value)
         return list(children.values()), tuple(children)
@@ -78,12 +107,34 @@ def register(
         return unflatten(dict(zip(names, children, strict=True)))
 
     pytree.register_pytree_node(cls, split, join, flatten_with_keys_fn=split_with_keys)
-    return cls
+
+
+def _adopt(cls: type) -> None:
+    """Make a class that torch knows known to optree; children that have no names there go by their index."""
+    node = pytree.SUPPORTED_NODES[cls]
+
+    def split(value: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+        children, context = node.flatten_fn(value)
+        keys = node.flatten_with_keys_fn and node.flatten_with_keys_fn(value)[0]
+        names = tuple(_key(k) for k, _ in keys) if keys else tuple(builtins.map(str, range(len(children))))
+        return children, (names, context), names  # names count in comparisons
+
+    def join(metadata: Any, children: Iterable[Any]) -> Any:
+        return node.unflatten_fn(list(children), metadata[1])
+
+    with _lock:  # simulated ranks are threads
+        if optree.register_pytree_node.get(cls, namespace=_SPACE) is None:
+            optree.register_pytree_node(
+                cls, split, join, path_entry_type=optree.FlattenedEntry, namespace=_SPACE
+            )
+
+
+_lock = threading.Lock()
 
 
 def how_to_register(values: Iterable[Any]) -> str:
     """The way out for leaves that are objects, or nothing where none of them has a class of its own."""
-    kinds = {type(v): "" if is_dataclass(v) else ", flatten, unflatten" for v in values}
+    kinds = {type(v): "" if _has_fields(type(v)) else ", flatten, unflatten" for v in values}
     calls = [
         f"fs.tree.register({k.__name__}{rest})" for k, rest in kinds.items() if k.__module__ not in _PLAIN
     ]
@@ -100,7 +151,7 @@ class TreeDef:
     `constants`: (index among all leaves, value).
     """
 
-    nodes: pytree.TreeSpec
+    nodes: optree.PyTreeSpec
     constants: tuple[tuple[int, Any], ...] = ()
 
     @property
@@ -142,7 +193,10 @@ def is_same(then: Any, now: Any) -> bool:
 
 def is_static(leaf: Any) -> bool:
     """Whether a leaf of a parameter tree is part of its structure: a constant or a function."""
-    return not isinstance(leaf, Tensor | nn.Module) and (isinstance(leaf, CONSTANTS) or callable(leaf))
+    return not isinstance(leaf, _NEVER_STATIC) and (isinstance(leaf, CONSTANTS) or callable(leaf))
+
+
+_NEVER_STATIC = (Tensor, nn.Module)
 
 
 def flatten(
@@ -153,10 +207,9 @@ def flatten(
     Args:
         constants: these, and functions, are leaves too.
     """
-    leaves, nodes = pytree.tree_flatten(tree, is_leaf=is_leaf)
-    if constants:
-        return leaves, TreeDef(nodes)
-    return [v for v in leaves if not is_static(v)], TreeDef(nodes, _static(leaves))
+    leaves, nodes = _flatten(tree, is_leaf)
+    static = () if constants else _static(leaves)
+    return _without(leaves, static), TreeDef(nodes, static)
 
 
 def unflatten(leaves: Iterable[Any], structure: TreeDef) -> Any:
@@ -164,7 +217,7 @@ def unflatten(leaves: Iterable[Any], structure: TreeDef) -> Any:
     values = list(leaves)
     for index, value in structure.constants:
         values.insert(index, value)
-    return pytree.tree_unflatten(values, structure.nodes)
+    return optree.tree_unflatten(structure.nodes, values)
 
 
 def constants_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -187,36 +240,11 @@ def flatten_with_paths(
     >>> flatten_with_paths({"a": {"w": 1}, "b": [2, 3]}, constants=True)[0]
     {'a.w': 1, 'b.0': 2, 'b.1': 3}
     """
-    try:
-        pairs, nodes = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    except ValueError as error:
-        if "flatten_with_keys_fn" not in str(error):
-            raise
-        raise SpecError(
-            report(
-                f"a class in this tree has no names for its children: {str(error).split('. ')[0]}.",
-                fix="torch.utils._pytree.register_pytree_node(..., flatten_with_keys_fn=), or instead of it "
-                "fs.tree.register(cls, flatten, unflatten).",
-            )
-        ) from error
-    named = {".".join(_key(k) for k in keys) or "value": leaf for keys, leaf in pairs}
-    if len(named) != len(pairs):
-        seen: set[str] = set()
-        double = []
-        for keys, _ in pairs:
-            path = ".".join(_key(k) for k in keys)
-            (double.append(path) if path in seen else seen.add(path))
-        raise SpecError(
-            report(
-                "two leaves have the same path:",
-                [repr(path) for path in double],
-                "leave dots out of the keys of nested dicts.",
-            )
-        )
-    if constants:
-        return named, TreeDef(nodes)
-    leaves = {p: v for p, v in named.items() if not is_static(v)}
-    return leaves, TreeDef(nodes, _static(named.values()))
+    leaves, nodes = _flatten(tree, is_leaf)
+    paths = _paths(nodes)
+    static = () if constants else _static(leaves)
+    named = dict(zip(_without(paths, static), _without(leaves, static), strict=True))
+    return named, TreeDef(nodes, static)
 
 
 def map(
@@ -231,12 +259,54 @@ def map(
     return unflatten([fn(leaf) for leaf in leaves], structure)
 
 
-def _static(leaves: Iterable[Any]) -> tuple[tuple[int, Any], ...]:
+def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves, nodes = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_SPACE)
+    known = partial(optree.register_pytree_node.get, namespace=_SPACE)
+    torchs = [k for k in set(builtins.map(type, leaves)) if k in pytree.SUPPORTED_NODES and known(k) is None]
+    if not torchs:
+        return leaves, nodes
+    for kind in torchs:
+        _adopt(kind)
+    return _flatten(tree, is_leaf)
+
+
+@lru_cache(maxsize=256)
+def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
+    """Of all leaves, constants too."""
+    found = [".".join(builtins.map(_name, accessor)) or "value" for accessor in nodes.accessors()]
+    paths = tuple(found)
+    if len(set(paths)) < len(paths):
+        raise SpecError(
+            report(
+                "two leaves have the same path:",
+                [repr(path) for path, count in Counter(paths).items() if count > 1],
+                "leave dots out of the keys of nested dicts.",
+            )
+        )
+    return paths
+
+
+def _static(leaves: list[Any]) -> tuple[tuple[int, Any], ...]:
+    if set(builtins.map(type, leaves)) <= _TENSORS:
+        return ()
     return tuple((i, v) for i, v in enumerate(leaves) if is_static(v))
 
 
+_TENSORS = {Tensor, nn.Parameter}
+
+
+def _without(values: Sequence[Any], static: tuple[tuple[int, Any], ...]) -> Sequence[Any]:
+    if not static:
+        return values
+    left_out = {i for i, _ in static}
+    return [v for i, v in enumerate(values) if i not in left_out]
+
+
+def _name(entry: Any) -> str:
+    """Of a step into a node: the field's of a named tuple, where its entry is an index."""
+    return str(getattr(entry, "field", entry.entry))
+
+
 def _key(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    """The same of torch's."""
+    return next((str(getattr(key, a)) for a in ("key", "idx", "name") if hasattr(key, a)), str(key))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 from toys import ROWS, WIDTH, chain, rows, run_chain
 
@@ -155,16 +154,6 @@ def test_specs_and_parameters_must_be_of_one_tree() -> None:
 def test_two_leaves_of_one_path() -> None:
     with pytest.raises(SpecError, match=r"(?s)two leaves have the same path.*'a.b'.*Fix"):
         fs.match_specs({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, [("*", LayoutSpec())])
-
-
-def test_a_class_that_torch_knows_without_names_is_named() -> None:
-    class Pair:
-        def __init__(self, a: Tensor):
-            self.a = a
-
-    pytree.register_pytree_node(Pair, lambda pair: ([pair.a], None), lambda children, _: Pair(*children))
-    with pytest.raises(SpecError, match=r"(?s)no names for its children.*Pair.*fs\.tree\.register\(cls, "):
-        fs.match_specs({"a": Pair(torch.zeros(1))}, [("*", LayoutSpec())])
 
 
 # ------------------------------------------------------------------ batches

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fnshard as fs
@@ -74,10 +78,117 @@ def test_registered_classes_are_parameters_batches_and_aux() -> None:
     torch.testing.assert_close(aux.parts.right.double(), out.sum() / 2, atol=1e-12, rtol=0)
 
 
+class Named(NamedTuple):
+    z: Any  # not in alphabetical order: optree's own would be
+    a: Any
+
+
+@fs.tree.register
+@dataclasses.dataclass
+class Data:
+    z: Any
+    a: Any
+
+
+@fs.tree.register
+@attrs.define
+class Attrs:
+    z: Any
+    _a: Any
+
+    @property
+    def a(self) -> Any:
+        return self._a
+
+
+class Torchs(Data):
+    """Registered with torch alone, by index."""
+
+
+pytree.register_pytree_node(Torchs, lambda t: ([t.z, t.a], None), lambda children, _: Torchs(*children))
+
+
+class Mapped(dict[str, Any]):
+    """Registered with torch alone, with names, as transformers' outputs are."""
+
+    z, a = property(lambda self: self["z"]), property(lambda self: self["a"])
+
+
+pytree.register_pytree_node(
+    Mapped,
+    lambda m: (list(m.values()), list(m)),
+    lambda values, names: Mapped(zip(names, values, strict=True)),
+    flatten_with_keys_fn=lambda m: ([(pytree.MappingKey(k), v) for k, v in m.items()], list(m)),
+)
+
+
+@pytest.mark.parametrize(
+    ("make_tree", "paths"),
+    [
+        (Named, ["z", "a"]),
+        (Data, ["z", "a"]),
+        (Attrs, ["z", "_a"]),
+        (Torchs, ["0", "1"]),
+        (lambda z, a: Mapped(z=z, a=a), ["z", "a"]),
+    ],
+)
+def test_records_are_parameters_batches_aux_and_arguments_of_torch_func(make_tree: Any, paths: Any) -> None:
+    tree, batch = make_tree(params()["w"], params()["w"] + 1), make_tree(X, X + 1)
+
+    def fn(p: Any, b: Any) -> Any:
+        rows = p.z * b.z + p.a
+        return (rows * b.a).square().sum(), make_tree(rows.sum(), {"rows": rows})
+
+    kind = type(batch)
+    assert list(fs.tree.flatten_with_paths(batch)[0]) == paths
+    step = make(fn, tree, optimizer=fs.optim.sgd(0.1))
+    state, metrics = step(step.init(tree), batch)
+    grads, expected = torch.func.grad_and_value(lambda p: fn(p, batch)[0])(tree)
+    torch.testing.assert_close(metrics["loss"].double(), expected, atol=0, rtol=1e-6)
+    assert type(state.params) is type(metrics["aux"]) is type(grads) is kind
+    same(metrics["aux"].a["rows"], fn(tree, batch)[1].a["rows"])
+    same((state.params.z, state.params.a), (tree.z - 0.1 * grads.z, tree.a - 0.1 * grads.a))
+
+
+class Ordered(collections.OrderedDict[str, Any]):
+    pass
+
+
+class Items(list[Any]):
+    pass
+
+
+class Row(tuple[Any, ...]):
+    pass
+
+
+class Keyed(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("value", [Ordered(w=X), Keyed(w=X), Items([X]), Row([X])])
+def test_subclasses_of_containers_that_nobody_registered_are_named(value: Any) -> None:
+    name = type(value).__name__
+    way = rf"fs\.tree\.register\({name}, flatten, unflatten\)"
+    with pytest.raises(SpecError, match=rf"(?s)params\['a'\] is {name}.*{way}"):
+        make(lambda p, x: x, {"a": value})
+    with pytest.raises(StateError, match=rf"(?s)batch\['0.a'\] is {name}.*{way}"):
+        make(lambda p, b: p["w"].sum())(params(), {"a": value})
+    with pytest.raises(TraceError, match=rf"(?s)aux\['a'\] is {name}.*{way}"):
+        make(lambda p, x: ((p["w"] * x).sum(), {"a": value}))(params(), X)
+
+
+def test_dicts_keep_their_order_here_and_nowhere_else() -> None:
+    tree = {"b": 1, "a": {"d": 2, "c": 3}}
+    assert list(fs.tree.flatten_with_paths(tree, constants=True)[0]) == ["b", "a.d", "a.c"]
+    assert fs.tree.flatten(tree)[1] != fs.tree.flatten({"a": {"d": 2, "c": 3}, "b": 1})[1]
+    assert optree.tree_leaves(tree) == [3, 2, 1]
+
+
 def test_registering_twice_is_once_and_other_classes_need_functions() -> None:
     assert fs.tree.register(Stats) is Stats
     for wrong in (3, dict.__class__, Exception):
-        with pytest.raises(SpecError, match=r"(?s)no dataclass, and.*flatten, unflatten"):
+        with pytest.raises(SpecError, match=r"(?s)no dataclass or attrs class, and.*flatten, unflatten"):
             fs.tree.register(wrong)
     with pytest.raises(SpecError, match="not two functions"):
         fs.tree.register(Unknown, lambda value: {})

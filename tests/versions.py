@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CORE = ["trace", "differentiate", "remat", "step", "schedule"]
-NEEDED = ["numpy", "safetensors", "einops", "pytest", "pytest-timeout", "hypothesis"]
+NEEDED = ["numpy", "optree", "safetensors", "einops", "pytest", "pytest-timeout", "hypothesis"]
 INTO = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fnshard" / "versions"
 
 

@@ -4,8 +4,8 @@
     python -m experiments.gpu --parts profile bench-2-full_shard --again profile
     python -m experiments.gpu --device cpu --size tiny
 
-Results are JSON files below the output folder; a part that has one is not made again. Needs torch and NumPy
-alone (the parts `tests` and `core`: pytest).
+Results are JSON files below the output folder; a part that has one is not made again. Needs torch, NumPy and
+optree alone (the parts `tests` and `core`: pytest).
 """
 
 from __future__ import annotations
