@@ -117,6 +117,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     )
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: None)  # so torch pins
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     for module in (torch, torch.cuda):
         monkeypatch.setattr(module, "Event", type("Noted", (Event,), {"device": found}))

@@ -250,7 +250,7 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
         if first and take:  # what a transfer brought goes back to its pool
             like = {p: torch.empty_like(b, dtype=specs[p].sum_dtype, device="meta")
                     for p, b in value.blocks.items()}  # fmt: skip
-            env[out] = Reduced({p: take(like[p]).copy_(b) for p, b in value.blocks.items()})
+            env[out] = Reduced({p: take(like[p], for_host=True).copy_(b) for p, b in value.blocks.items()})
             return
         if first:
             copy = value.flat is None  # a local gradient may be somebody else's tensor too

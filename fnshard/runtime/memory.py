@@ -1,6 +1,6 @@
 """Memory: the tiers below the device, and transfers between them.
 
-"host" is pinned memory where there is an accelerator, else anonymous mappings apart from torch's
+"host" is pinned memory (`pinned`) where there is an accelerator, else anonymous mappings apart from torch's
 allocator, so that on a CPU too what a device would hold and what the host holds are told apart. "disk" is
 mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et al. 2021): reserved
 in full when they are made, unlinked at once, so that nothing is left behind however the process ends.
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import StateError, report
+from fnshard.runtime import pinned
 
 KEPT_steps = 16  # a host buffer that nobody took for so long goes back to the system
 
@@ -66,7 +67,7 @@ def allocate(
     if tier == "disk":
         return torch.frombuffer(_mapped_file(disk_dir, nbytes), dtype=dtype).view(tuple(shape))
     if device.type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return pinned.allocate(nbytes, device).view(dtype).view(tuple(shape))
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
 
 
@@ -143,8 +144,8 @@ class Transfers:
     """Copies between the device and the host, on a stream of its own for each direction where there are any.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
-    back are used again by later steps, and let go when `KEPT_steps` steps did without; pinned ones come from
-    torch's caching allocator, which waits for their events (and rounds sizes up to powers of two).
+    back are used again, and let go when `KEPT_steps` steps did without: a copy into one is issued behind the
+    wait for its last reader, and `_copy` lets its stream wait for what the compute stream has waited for.
     """
 
     device: torch.device
@@ -171,25 +172,28 @@ class Transfers:
         """Copies of device values on the host, or written into `into`."""
         return self._copy(values, into or [each(v, self.take) for v in values], self.downward)
 
-    def take(self, like: Tensor) -> Tensor:
-        """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides."""
+    def take(self, like: Tensor, *, for_host: bool = False) -> Tensor:
+        """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides.
+
+        Args:
+            for_host: the host itself writes to it, and no stream: it waits for what is still read.
+        """
         stride = torch.empty_like(like, device="meta").stride()
-        if self.device.type != "cpu":
-            return torch.empty_strided(like.shape, stride, dtype=like.dtype, pin_memory=True)
         nbytes = like.numel() * like.element_size()
         if nbytes == 0:
             return torch.empty(like.shape, dtype=like.dtype)
         self.wanted[nbytes] = self.steps
         if self.free.get(nbytes):
             flat = self.free[nbytes].pop()
+            if for_host and self.upward is not None:
+                self.upward.synchronize()
         else:
             flat = allocate((nbytes,), torch.uint8, "host", self.device)
         return flat.view(like.dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
         """Take back what `take` gave; its reader has been waited for."""
-        if self.device.type == "cpu":
-            each(value, self._give)
+        each(value, self._give)
 
     def _give(self, tensor: Tensor) -> Tensor:
         if tensor.numel():
