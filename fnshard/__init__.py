@@ -16,7 +16,7 @@ runtime/      how bytes move: collectives (gloo, NCCL, shared memory, simulated)
 on paper      compiler/: trace, split, remat, differentiate, schedule, passes/, verify, lower; hardware and
               measure, cost and timeline; footprint, walk, ledger: bytes of a step before it runs
 in earnest    compiler/: kernels (the only one that calls Inductor), movement, update, execute
-the step      shards, init, batches, programs (those kept), agree, runner, step (shard_step), forward,
+the step      shards, blank, init, batches, programs (those kept), agree, runner, step (shard_step), forward,
               lowered, lockstep; fit with choice; checkpoint with held and saving; reshard; hf; adapters
 around it     rank, launcher and nodes (processes, machines), post_mortem (why ranks died), compiles and
               debug (check, bisect, nan_hunt), profile (what a trace says of the schedule's lines), plot

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from fnshard import tree
+from fnshard.blank import blank_params, blank_slots
 from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.held import (
-    blank_params,
-    blank_slots,
     check_codecs_alike,
     held_params,
     held_state,

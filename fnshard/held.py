@@ -19,7 +19,6 @@ from fnshard.errors import CheckpointError, leaves, report
 from fnshard.mesh import Mesh
 from fnshard.runtime.blocks import Held, Wanted
 from fnshard.runtime.manifest import Leaf
-from fnshard.runtime.memory import allocate, check_directory
 from fnshard.runtime.tensorfile import DTYPES
 from fnshard.shards import check_blocks, compare_paths, resolve_specs, spec_paths
 from fnshard.spec import LayoutSpec, P, block_shape
@@ -103,47 +102,6 @@ def resolved_as_saved(specs: Any, saved: Mapping[str, Leaf]) -> Any:
 
 
 # ------------------------------------------------------------------ to be filled
-
-
-def blank_params(
-    specs: Specs, mesh: Mesh, disk_dir: str | None, *, on_paper: bool = False
-) -> dict[str, Tensor]:
-    """Zeros where each leaf's stored block rests; on the meta device, where it is for the shapes alone.
-
-    Raises:
-        StateError: no room, or no directory, for what rests on disk.
-    """
-    if not on_paper:
-        check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
-    zeros = _meta if on_paper else _zeros
-    return {
-        p: zeros(block_shape(s.shape, s.storage, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
-        for p, s in specs.items()
-    }
-
-
-def blank_slots(
-    slots: Slots, specs: Specs, mesh: Mesh, disk_dir: str | None, *, on_paper: bool = False
-) -> dict[str, dict[str, Tensor]]:
-    """Zeros where each leaf's optimizer state rests."""
-    zeros = _meta if on_paper else _zeros
-    return {
-        path: {
-            name: zeros(shape, dtype, specs[path].optimizer_memory, mesh, disk_dir)
-            for name, (shape, dtype) in of_leaf.items()
-        }
-        for path, of_leaf in slots.items()
-    }
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, disk_dir: str | None) -> Tensor:
-    if tier == "device":
-        return torch.zeros(shape, dtype=dtype, device=mesh.device)
-    return allocate(shape, dtype, tier, mesh.device, disk_dir).zero_()
-
-
-def _meta(shape: tuple[int, ...], dtype: torch.dtype, *_: Any) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def saved_slots(saved: Mapping[str, Leaf], specs: Specs, mesh: Mesh) -> Slots:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.blank import blank_params, blank_slots
 from fnshard.codecs import Unfit, block_of, check_codecs, is_coded, parts_of
 from fnshard.errors import SpecError
 from fnshard.held import (
-    blank_params,
-    blank_slots,
     held_state,
     named_params,
     named_slots,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.agree import optimizer_text
+from fnshard.blank import blank_params, blank_slots
 from fnshard.compiler.build import AccumulateMode, Plan
 from fnshard.compiler.context import Watch
 from fnshard.compiler.kernels import inductor_options
@@ -22,7 +23,6 @@ from fnshard.compiler.update import init_slots
 from fnshard.compiles import name_of
 from fnshard.errors import StateError, leaves, report
 from fnshard.functional import make_functional
-from fnshard.held import blank_params, blank_slots
 from fnshard.init import InitFn, check_seed, init_params
 from fnshard.losses import Mean
 from fnshard.lowered import Backend, Lowered, Lowering, Options
