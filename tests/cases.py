@@ -11,11 +11,10 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from programs import Program, programs, valid
-from test_programs import layouts
 from torch import Tensor
 
 import fnshard as fs
-from fnshard import LayoutSpec
+from fnshard import LayoutSpec, P
 from fnshard.errors import TraceError
 
 ATOL, STEPS = 1e-10, 2
@@ -36,6 +35,23 @@ DEFAULTS = {
     "accumulate": 1, "accumulate_mode": "reduce", "prefetch": (1, 1), "overlap": 1, "remat": "none",
     "grad_norm": False,
 }  # fmt: skip
+
+
+@st.composite
+def layouts(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> LayoutSpec:
+    """Any layout that `check_specs` allows: which axes split which dims, and which of the four are split."""
+    chosen = draw(st.lists(st.sampled_from(names), unique=True, max_size=len(names))) if shape else []
+    parts: list[Any] = [()] * len(shape)
+    for axis in chosen:
+        dim = draw(st.integers(0, len(shape) - 1))
+        parts[dim] = (*parts[dim], axis)
+    split = P(*parts)
+    fields = draw(st.sampled_from([
+        {"storage": split}, {"gradient": split, "optimizer": split}, {"optimizer": split}, {},
+    ]))  # fmt: skip
+    return LayoutSpec(
+        **fields, trainable=draw(st.sampled_from([True, True, True, False])), reshard=draw(st.booleans())
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from commands import Forking
-from test_train import SMALL, compose
+from main_job import SMALL, compose
 from tqdm import tqdm
 
 from experiments import loop

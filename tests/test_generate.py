@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_huggingface import FAMILIES
+from families import FAMILIES
 from torch import Tensor
 
 import fnshard as fs

@@ -11,105 +11,16 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
+from families import FAMILIES, MIXTURES, MORE_MIXTURES, Family, transformers
 from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard.lowered import Lowered
 
-transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
-GEMMA = {**SMALL, "head_dim": 8}
-LOCAL = {**GEMMA, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
-         "query_pre_attn_scalar": 8}  # fmt: skip
-GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1,
-        "eos_token_id": 2}  # fmt: skip
-ENCODER = {n: SMALL[n] for n in SMALL if n != "num_key_value_heads"}
-IMAGES = {**ENCODER, "image_size": 12, "patch_size": 4, "num_labels": 5}
 ROWS, TIME = 4, 7
-
-
-@dataclass(frozen=True)
-class Family:
-    """How to make one, and what is known of its leaves.
-
-    Args:
-        head: the class's name behind the family's.
-        config: of that name, if it is not the family's.
-        layers: how many units must be found.
-        tied: the name a leaf is stored under, and its other one.
-        atol: of gradients. Gemma's norms and Gemma 2's softmax compute in fp32 whatever they are given, so
-            that sums over a half of the rows are rounded otherwise than those over all.
-    """
-
-    name: str
-    head: str
-    sizes: dict[str, Any]
-    config: str = ""
-    layers: int = 2
-    tied: tuple[str, str] | None = None
-    atol: float = sharded.ATOL
-
-    def build(self) -> nn.Module:
-        """The module, in fp64."""
-        config = getattr(transformers, f"{self.config or self.name}Config")(**self.sizes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return getattr(transformers, self.name + self.head)(config).double().eval()
-
-
-EMBEDDED = ("model.embed_tokens.weight", "lm_head.weight")
-FAMILIES = {
-    "llama": Family("Llama", "ForCausalLM", {**SMALL, "tie_word_embeddings": False}),
-    "qwen2": Family("Qwen2", "ForCausalLM", SMALL),
-    "qwen3": Family("Qwen3", "ForCausalLM", {**GEMMA, "tie_word_embeddings": True}, tied=EMBEDDED),
-    "mistral": Family("Mistral", "ForCausalLM", {**SMALL, "sliding_window": 4}),
-    "gemma": Family("Gemma", "ForCausalLM", GEMMA, tied=EMBEDDED, atol=1e-6),
-    # Softcapped attention, which has no fused kernel; windows in every other layer.
-    "gemma2": Family("Gemma2", "ForCausalLM", LOCAL, tied=EMBEDDED, atol=1e-6),
-    "gemma3": Family("Gemma3", "ForCausalLM", LOCAL, config="Gemma3Text", tied=EMBEDDED, atol=1e-6),
-    "gpt2": Family("GPT2", "LMHeadModel", GPT2, tied=("transformer.wte.weight", "lm_head.weight")),
-    "t5": Family(
-        "T5", "ForConditionalGeneration",
-        {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
-         "decoder_start_token_id": 0},
-        layers=4, tied=("shared.weight", "encoder.embed_tokens.weight"),
-    ),
-    "bert": Family(
-        "Bert", "ForMaskedLM", ENCODER,
-        tied=("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-    ),
-    "vit": Family("ViT", "ForImageClassification", IMAGES),
-}  # fmt: skip
-
-EXPERTS = {**SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-NAMED, LOCAL_EXPERTS = {**EXPERTS, "num_experts": 4}, {**EXPERTS, "num_local_experts": 4}
-ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-          "first_k_dense_replace": 1}  # fmt: skip
-LATENT = {**ROUTED, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-          "v_head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
-# Most choose their experts by a softmax in fp32.
-MIXTURES = {
-    "mixtral": Family("Mixtral", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
-    "qwen2_moe": Family(
-        "Qwen2Moe", "ForCausalLM", {**NAMED, "shared_expert_intermediate_size": 12}, atol=1e-6),
-    "gpt_oss": Family("GptOss", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 4}),
-}  # fmt: skip
-MORE_MIXTURES = {
-    "qwen3_moe": Family("Qwen3Moe", "ForCausalLM", {**NAMED, "head_dim": 8}, atol=1e-6),
-    "olmoe": Family("Olmoe", "ForCausalLM", NAMED, atol=1e-6),
-    "granitemoe": Family("GraniteMoe", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
-    "deepseek_v2": Family("DeepseekV2", "ForCausalLM", LATENT, atol=1e-6),
-    "deepseek_v3": Family("DeepseekV3", "ForCausalLM", LATENT),
-    "glm4_moe": Family("Glm4Moe", "ForCausalLM", {**ROUTED, "head_dim": 8}, atol=1e-6),
-    "phimoe": Family("Phimoe", "ForCausalLM", LOCAL_EXPERTS),
-    "minimax": Family(
-        "MiniMax", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": ["full_attention"] * 2}),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

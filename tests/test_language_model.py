@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from test_huggingface import FAMILIES, GPT2, LOCAL, SMALL, transformers
+from families import FAMILIES, GPT2, LOCAL, SMALL, transformers
 from torch import Tensor
 
 import fnshard as fs

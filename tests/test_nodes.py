@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from main_job import SMALL
 from slurm import step_of
 from test_launch import HEADER, ROOT
-from test_train import SMALL
 
 from experiments.report import METRICS
 from fnshard.launcher import LaunchError, launch

@@ -10,13 +10,14 @@ import pytest
 import reference
 import sharded
 import torch
+from cases import layouts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import MODELS, Model, generator
 from torch import Tensor
 
 import fnshard as fs
-from fnshard import LayoutSpec, P
+from fnshard import LayoutSpec
 
 AXES: list[Mapping[str, int]] = [
     {"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2},
@@ -157,23 +158,6 @@ def cases(draw: Any) -> Case:
         "accumulate_mode": draw(st.sampled_from(["reduce", "local"])),
     }
     return Case(Program(tuple(ops)), shapes, first, axes, specs, options)
-
-
-@st.composite
-def layouts(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> LayoutSpec:
-    """Any layout that `check_specs` allows: which axes split which dims, and which of the four are split."""
-    chosen = draw(st.lists(st.sampled_from(names), unique=True, max_size=len(names))) if shape else []
-    parts: list[Any] = [()] * len(shape)
-    for axis in chosen:
-        dim = draw(st.integers(0, len(shape) - 1))
-        parts[dim] = (*parts[dim], axis)
-    split = P(*parts)
-    fields = draw(st.sampled_from([
-        {"storage": split}, {"gradient": split, "optimizer": split}, {"optimizer": split}, {},
-    ]))  # fmt: skip
-    return LayoutSpec(
-        **fields, trainable=draw(st.sampled_from([True, True, True, False])), reshard=draw(st.booleans())
-    )
 
 
 MODEST = settings(

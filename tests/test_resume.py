@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from commands import OUTPUT
-from test_train import SMALL, compose
+from main_job import SMALL, compose
 
 import fnshard as fs
 from experiments import loop, steps

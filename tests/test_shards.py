@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_train import SMALL, compose, rows_of
+from main_job import SMALL, compose, rows_of
 
 from experiments import train
 from experiments.config import ConfigError

@@ -17,9 +17,9 @@ from typing import Any
 import hydra
 import pytest
 from hydra.core.utils import JobStatus
+from main_job import SMALL
 from omegaconf import OmegaConf
 from slurm import install
-from test_train import SMALL
 
 from experiments import job, launchers
 from experiments.command import main

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import compose
+from main_job import compose
 
 from experiments.config import ConfigError, TrackerConfig
 from experiments.progress import Progress

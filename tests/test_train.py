@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from commands import Warm
-from omegaconf import OmegaConf
+from main_job import SMALL, compose, rows_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments import config as configs
@@ -37,26 +37,6 @@ from experiments.sample import Sampler, last_logits, printable
 from fnshard.functional import make_functional
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = (
-    "model.width=16",
-    "model.layers=2",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.context=32",
-    "data.held_out_rows=8",
-    "run.backend=eager",
-    "run.device=cpu",
-    "run.sample_tokens=5",
-)
-
-
-def compose(*overrides: str) -> configs.TrainConfig:
-    schema.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
-        composed = hydra.compose("train", overrides=list(overrides))
-    return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-
-
 # ------------------------------------------------------------------ configuration
 
 
@@ -403,10 +383,6 @@ def command(tmp_path: Path, warm: Warm) -> Callable[..., subprocess.CompletedPro
         return warm.run([*before, "experiments.train", *arguments], cwd)
 
     return run
-
-
-def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 BAD_INPUT = {

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from main_job import compose
 from test_resume import RUN, After, config_of, run_in
-from test_train import compose
 from toys import chain, rows, run_chain
 
 import fnshard as fs
