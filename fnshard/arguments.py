@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fnshard import tree
@@ -19,7 +20,7 @@ class Arguments:
 
     >>> import torch
     >>> x = torch.ones(2)
-    >>> list(tree.flatten_with_paths(Arguments((x, {"a": x}), {"m": x}))[0])
+    >>> list(Arguments((x, {"a": x}), {"m": x}).leaves[0])
     ['0', '1.a', 'm']
     """
 
@@ -30,6 +31,11 @@ class Arguments:
     def of(batch: Arguments | Sequence[Any]) -> Arguments:
         """A batch that is a sequence has no keywords."""
         return batch if isinstance(batch, Arguments) else Arguments(tuple(batch))
+
+    @cached_property
+    def leaves(self) -> tuple[dict[str, Any], tree.TreeDef]:
+        """`{path: leaf}`, constants too, and the structure; of a batch as it was when it was asked first."""
+        return tree.flatten_with_paths(self, constants=True)
 
     def in_order_of(self, signature: inspect.Signature | None) -> Arguments:
         """The same by position where a signature has a place for it, else by keyword, in its order."""

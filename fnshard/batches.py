@@ -29,7 +29,7 @@ def micro_batch(batch: Batch, parts: int) -> Arguments:
     """
     if parts == 1:
         return Arguments.of(batch)
-    named, structure = tree.flatten_with_paths(Arguments.of(batch), constants=True)
+    named, structure = Arguments.of(batch).leaves
     tensors = {n: v for n, v in named.items() if isinstance(v, Tensor)}
     wrong = [
         f"batch[{n!r}] {list(v.shape)}" for n, v in tensors.items() if v.dim() == 0 or v.shape[0] % parts
@@ -87,7 +87,7 @@ def batch_key(batch: Batch) -> Key:
             return Shape(tuple(value.shape), value.dtype, leaf is not value)
         return Constant(type(value), value if isinstance(value, Enum) else repr(value))
 
-    named, structure = tree.flatten_with_paths(Arguments.of(batch), constants=True)
+    named, structure = Arguments.of(batch).leaves
     return (("(structure)", structure), *((n, describe(v)) for n, v in named.items()))
 
 
@@ -97,7 +97,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     Args:
         values: the batch is to be run: tensors on the meta device, which have no values, are refused too.
     """
-    named = tree.flatten_with_paths(Arguments.of(batch), constants=True)[0]
+    named = Arguments.of(batch).leaves[0]
     inner = {n: v.value if isinstance(v, Whole) else v for n, v in named.items()}
     wrong = {
         n: f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"

@@ -127,6 +127,12 @@ class Lowered:
         """What it looks up by integers of the batch."""
         return Indices.of(self.program)
 
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """Of the batch leaves and the random keys that it takes, by kind ("batch", "key")."""
+        inputs = self.program.inputs
+        return {kind: [i.name for i in inputs if i.kind == kind] for kind in ("batch", "key")}
+
     @property
     def segments(self) -> Segments:
         """The program, cut."""

@@ -27,7 +27,7 @@ from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection
 from fnshard.runtime.memory import Transfers, send
 from fnshard.runtime.reading import Reading
-from fnshard.shards import check_blocks, compare_constants, compare_paths, expected_blocks
+from fnshard.shards import check_blocks, compare_constants, compare_paths
 from fnshard.state import TrainState
 from fnshard.transform import Optimizer
 
@@ -110,7 +110,7 @@ class Runner:
     ):
         self.lowering, self.optimizer, self.watch = lowering, optimizer, watch
         self._ranks: dict[int, Rank] = {}
-        self._expected: dict[str, tuple[tuple[int, ...], Any]] | None = None
+        self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
 
     @property
     def rank(self) -> Rank:
@@ -187,14 +187,20 @@ class Runner:
         Raises:
             StateError: blocks of another mesh or spec.
         """
-        given, structure = tree.flatten_with_paths(params)
-        compare_paths(self.lowering.specs, given)
-        if structure != self.lowering.structure:
+        specs, before = self.lowering.specs, self._checked
+        blocks, structure = tree.flatten(params)
+        # At every step, and not by identity: a tensor's `.data` may have been assigned.
+        found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
+        if structure != self.lowering.structure or before[0] is not specs or before[1] != found:
+            given = tree.flatten_with_paths(params)[0]
+            compare_paths(specs, given)
             compare_constants(self.lowering.tree, params)
-        if self._expected is None:
-            self._expected = expected_blocks(self.lowering.specs, self.lowering.mesh)
-        check_blocks(self.lowering.specs, given, self.lowering.mesh, self._expected)
-        return {p: given[p].detach() for p in self.lowering.specs}
+            check_blocks(specs, given, self.lowering.mesh)
+            if structure == self.lowering.structure:
+                self._checked = specs, found
+            blocks = [given[p] for p in specs]
+        # A schedule writes in place, which torch refuses for what requires grad.
+        return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 
     def inputs(self, lowered: Lowered, params: Any, batch: Batch, seed: int, step: int) -> dict[str, Any]:
         """The environment a schedule starts from: stored blocks, batch, constants and random keys.
@@ -204,11 +210,10 @@ class Runner:
         """
         mesh, parts, program = self.lowering.mesh, lowered.options.accumulate, lowered.program
         blocks = self.blocks(params)
-        raw = tree.flatten_with_paths(Arguments.of(batch), constants=True)[0]
-        named = flatten_batch(batch)[0]
-        names = {kind: [i.name for i in program.inputs if i.kind == kind] for kind in ("batch", "key")}
-        whole = {n for n, v in raw.items() if isinstance(v, Whole)}
-        named = {n: named[n].detach() for n in names["batch"]}
+        batch, names = Arguments.of(batch), lowered.names
+        whole = {n for n, v in batch.leaves[0].items() if isinstance(v, Whole)}
+        given = flatten_batch(batch)[0]
+        named = {n: given[n].detach() for n in names["batch"]}
         self.lowering.check_indices(lowered, batch, cut_batch(named, whole, parts))
         values = {n: send(v, mesh.device).contiguous() for n, v in named.items()}
         env: dict[str, Any] = {}

@@ -330,37 +330,25 @@ _UNSHARD = (
 )
 
 
-def expected_blocks(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """`{path: (shape, dtype)}` of what a rank stores."""
-    return {p: (block_shape(s.shape, s.storage, mesh), s.storage_dtype) for p, s in specs.items()}
-
-
 def check_blocks(
-    specs: Mapping[str, LayoutSpec],
-    blocks: Mapping[str, Any],
-    mesh: Mesh,
-    expected: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
-    fix: str = _SHARD,
+    specs: Mapping[str, LayoutSpec], blocks: Mapping[str, Any], mesh: Mesh, fix: str = _SHARD
 ) -> None:
     """Refuse stored blocks of a wrong shape, dtype or device, all at once.
-
-    Args:
-        expected: what `expected_blocks` gave, where it is asked for at every step.
 
     Raises:
         StateError: names every leaf, what it is and what was expected.
     """
     wrong = []
-    where = {p: mesh.device_type if s.memory == "device" else "cpu" for p, s in specs.items()}
-    for path, (shape, dtype) in (expected or expected_blocks(specs, mesh)).items():
-        block = blocks[path]
+    for path, spec in specs.items():
+        block, dtype = blocks[path], spec.storage_dtype
+        shape = block_shape(spec.shape, spec.storage, mesh)
+        where = mesh.device_type if spec.memory == "device" else "cpu"
         if not isinstance(block, Tensor):
             wrong.append(f"params[{path!r}] is {type(block).__name__}, expected a tensor")
-        elif block.shape != shape or block.dtype != dtype or block.device.type != where[path]:
-            spec = specs[path]
+        elif block.shape != shape or block.dtype != dtype or block.device.type != where:
             wrong.append(
                 f"params[{path!r}] is {list(block.shape)} {block.dtype} on {block.device.type}, expected "
-                f"a block {list(shape)} {dtype} on {where[path]} "
+                f"a block {list(shape)} {dtype} on {where} "
                 f"of {list(spec.shape)} with {spec.storage!r}"
             )
     if wrong:

@@ -126,6 +126,7 @@ class Step(Generic[OptimizerT, LossT]):
         self._runner = Runner(self._lowering, optimizer, watch)
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
+        self._checked_slots: Any = None
         self._check_optimizer()
 
     def __repr__(self) -> str:
@@ -272,7 +273,7 @@ class Step(Generic[OptimizerT, LossT]):
         seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
         if training:
             keywords |= {} if rng is None else {"rng": rng}
-            check_slots(state.opt_state, self._slots, self._lowering.specs, self.mesh)
+            self._check_slots(state.opt_state)
             self._scale.check(state.loss_scale)
         passed = self._lowering.arguments(batch, keywords)
         bound = self._runner.bind(passed, params, self._scalars, lambda: self._settings(seed, number))
@@ -393,6 +394,12 @@ class Step(Generic[OptimizerT, LossT]):
         check_optimizer(
             self.optimizer, [p for p, s in specs if s.trainable and self.mesh.ordered(s.optimizer.axes)]
         )
+
+    def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
+        found = [(p, n, v.shape, v.dtype, v.device) for p, held in state.items() for n, v in held.items()]
+        if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
+            check_slots(state, self._slots, self._lowering.specs, self.mesh)
+            self._checked_slots = list(state), found
 
     def _resolve_from_blocks(self, params: Any) -> None:
         if self._lowering.resolved:

@@ -5,6 +5,7 @@ import copy
 import pickle
 import weakref
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -412,3 +413,33 @@ def test_a_state_may_be_changed_copied_and_pickled_between_steps():
     kept = weakref.ref(state.params["w"])
     state.consume("nobody")
     assert kept() is None
+
+
+def test_the_second_step_flattens_state_and_batch_once_and_checks_every_leaf(monkeypatch):
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, x, y: (p["a"] * p["b"] * x).sum() + y["c"].sum(),
+        specs, optimizer=fs.optim.adamw(0.1), backend="eager",
+    )  # fmt: skip
+    batch = torch.ones(2), {"c": torch.ones(1)}
+    state, _ = step(step.init(params), *batch)
+    flattened = []
+    kept = optree.tree_flatten
+    monkeypatch.setattr(
+        optree, "tree_flatten", lambda tree, *a, **k: flattened.append(tree) or kept(tree, *a, **k)
+    )
+    state, _ = step(state, *batch)
+    assert len(flattened) == 2 and flattened.count(state.params) == 1
+    monkeypatch.undo()
+    slots = state.opt_state["a"].pop("mu")
+    state.opt_state["b"] = {"mu": slots, **state.opt_state["b"]}
+    with pytest.raises(fs.StateError, match=r"(?s)'a': has slots nu; wanted are mu, nu"):
+        step(state, *batch)
+    state.opt_state["a"]["mu"] = slots
+    state.params["b"].data = torch.ones(3)
+    with pytest.raises(fs.StateError, match=r"(?s)params\['b'\] is \[3\].*expected a block \[2\]"):
+        step(state, *batch)
+    state.params["b"].data = torch.ones(2)
+    state.params["a"] = torch.ones(2, requires_grad=True)
+    step(state, *batch)

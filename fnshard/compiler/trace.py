@@ -187,7 +187,7 @@ _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_au
 
 def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
     """`{path: leaf}` of a batch, `Whole` taken off, and its structure."""
-    named, structure = tree.flatten_with_paths(Arguments.of(batch), constants=True)
+    named, structure = Arguments.of(batch).leaves
     return {n: v.value if isinstance(v, Whole) else v for n, v in named.items()}, structure
 
 
