@@ -91,14 +91,14 @@ class StepInfo:
         )
 
     def to(self, device: torch.device) -> StepInfo:
-        """The same step for leaves on another device (host optimizer state)."""
+        """The same step for leaves on another device (host optimizer state). Nobody waits: on the host its
+        numbers are there when a GPU has come so far."""
 
         def move(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.to(device)
+            return None if value is None else value.to(device, non_blocking=True)
 
         norms = self.leaf_norms and {
-            path: LeafNorms(norm.param.to(device), norm.grad.to(device))
-            for path, norm in self.leaf_norms.items()
+            path: LeafNorms(move(norm.param), move(norm.grad)) for path, norm in self.leaf_norms.items()
         }
         return replace(
             self,

@@ -76,8 +76,8 @@ FLOORS = {
         fused losses spec codecs units rules presets tape recorder host_random deferred_init
         functional schedules lora transform optim scaling state""",
     "F2: how it is done": """
-        runtime runtime.pinned runtime.memory runtime.reading runtime.buckets runtime.rollcall runtime.monitor
-        runtime.collectives runtime.messages
+        runtime runtime.pinned runtime.worker runtime.memory runtime.reading runtime.buckets
+        runtime.rollcall runtime.monitor runtime.collectives runtime.messages
         runtime.endpoint runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile
         runtime.fileblocks
         runtime.folder runtime.plain runtime.manifest runtime.root runtime.blocks runtime.together runtime.dcp

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from threading import Event, Thread, current_thread
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from fnshard.compiler.schedule import Gather, Norms, Run, ToDevice, ToHost, Upda
 from fnshard.errors import SpecError, StateError
 from fnshard.runtime.memory import KEPT_steps, Transfers, allocate, each, rest
 from fnshard.runtime.simulated import poison
+from fnshard.runtime.worker import PENDING, Worker
 
 PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
 TIERS: Mapping[str, Mapping[str, str]] = {
@@ -156,7 +159,11 @@ class Adversary(Transfers):
 
     late = False
 
-    def _copy(self, sources: Any, targets: Any, stream: Any) -> Any:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.open: list[Any] = []
+
+    def _copy(self, sources: Any, targets: Any, stream: Any, after: Any = None) -> Any:
         into_state = [each(t, lambda x: x.clone()) for t in targets]
         copied = None if self.late else [each(s, lambda x: x.clone()) for s in sources]
         for target in targets:
@@ -165,10 +172,23 @@ class Adversary(Transfers):
 
         class Late:
             def wait(self, on_host: bool = False) -> Any:
-                return plain(sources if me.late else copied, targets, stream).wait(on_host=on_host)
+                if self in me.open:
+                    me.open.remove(self)
+                    plain(sources if me.late else copied, targets, stream)
+                return targets
 
         assert len(into_state) == len(targets)
-        return Late()
+        me.open.append(Late())
+        return me.open[-1]
+
+    def join(self) -> None:
+        super().join()
+        for late in [*self.open]:
+            late.wait()
+
+    def finish(self) -> None:
+        self.join()  # what the worker has sent is waited for at the end of a step
+        super().finish()
 
     def give(self, value: Any) -> None:
         each(value, _poisoned)
@@ -442,3 +462,109 @@ def test_a_tier_may_be_changed_in_a_resolved_spec() -> None:
     assert spec.updated_on == "device"
     assert replace(spec, optimizer_memory="host").updated_on == "host"
     assert replace(spec, optimizer_memory="host", update_on="device").updated_on == "device"
+
+
+# ------------------------------------------------------------------ the worker
+
+
+def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
+    """Transfers that have one on a CPU, too."""
+    return type("Beside", (kind,), {"__post_init__": lambda self: (
+        super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tier", "preset", "kind", "feature"),
+    [
+        ("optimizer_host", "zero1", Transfers, "clip"),
+        ("all_host", "full_shard", Adversary, "plain"),
+        ("streamed", "full_shard", Adversary, "reduce"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in
+          product(("optimizer_host", "all_host", "streamed"), PRESETS[:5], (Transfers, Adversary), FEATURES)),
+    ],
+)  # fmt: skip
+def test_updates_off_the_launching_thread_are_the_same(
+    tier: str, preset: str, kind: Any, feature: str
+) -> None:
+    optimizer, options = FEATURES[feature]
+    used: list[str] = []
+
+    class Noted(Worker):
+        def _make(self, call: Any) -> None:
+            used.append(current_thread().name)
+            super()._make(call)
+
+    with mock.patch.object(runner, "Transfers", with_worker(kind, Noted)):
+        ranks = sharded.simulate(
+            model_of("tied"), preset, 2, optimizer, policy=TIERS[tier], remat="offload", **options
+        )
+    for got in ranks:
+        sharded.assert_same(got, truth(optimizer is CLIPPED))
+    assert (used or tier == "streamed") and all(name.startswith("fnshard-host") for name in used)
+
+
+def trained_by_hand(leaf: Any, worker: type[Worker], blocks: int = 2) -> tuple[Any, fs.TrainState, Any]:
+    params = {f"l.{n}.w": torch.ones(4, 4) for n in range(blocks)}
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, optimizer_memory="host")
+    with mock.patch.object(runner, "Transfers", with_worker(Transfers, worker)):
+        step = fs.shard_step(
+            lambda p, x: (sum(w.tanh().sum() for w in p.values()) * x).sum(), specs, mesh=mesh,
+            optimizer=fs.optim.Optimizer("own()", leaf, slots={"seen": torch.zeros_like}), backend="eager",
+        )  # fmt: skip
+        state = step.init(params)
+        step._runner.rank  # noqa: B018  (connects)
+    return step, state, torch.ones(2)
+
+
+def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -> None:
+    launched = Event()
+
+    class Told(Worker):
+        def wait(self) -> None:
+            launched.set()  # no update is done before
+            super().wait()
+
+    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        assert launched.wait(20)
+        return -grad, {"seen": slots["seen"] + 1}
+
+    step, state, x = trained_by_hand(leaf, Told)
+    before = {p: v.clone() for p, v in state.params.items()}
+    state, _ = step(state, x)
+    assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())
+    assert not any(torch.equal(v, before[p]) for p, v in state.params.items())
+
+
+def test_what_waits_for_the_worker_is_bounded() -> None:
+    worker, gate = Worker(CPU), Event()
+    for _ in range(PENDING):
+        worker.submit(gate.wait, heavy=True)
+    third = Thread(target=lambda: worker.submit(lambda: None, heavy=True))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    gate.set()
+    third.join(20)
+    worker.wait()
+    assert not third.is_alive()
+
+
+def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made() -> None:
+    made: list[str] = []
+
+    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        made.append(path)
+        if len(made) == 1:
+            raise ZeroDivisionError("by the optimizer")
+        return -grad, {"seen": slots["seen"] + 1}
+
+    step, state, x = trained_by_hand(leaf, Worker, blocks=3)
+    params = {p: v.clone() for p, v in state.params.items()}
+    with pytest.raises(ZeroDivisionError, match="by the optimizer") as told:
+        step(state, x)
+    assert len(made) == 1 and "update" in told.value.__notes__[0]
+    with pytest.raises(StateError, match="consumed"):
+        _ = state.params
+    step(step.init(params), x)
+    assert len(made) == 4

@@ -56,6 +56,8 @@ class Device(TorchDispatchMode):
             out = torch.empty_like(args[0], device=kwargs.get("device"), dtype=kwargs.get("dtype"))
             if out.device == args[0].device:
                 return func(*args, **kwargs)
+            if out.device.type == "cpu" and kwargs.get("non_blocking"):
+                self.pinned.append(out)  # as torch makes it
             self.copied(args[0], out, kwargs.get("non_blocking", False))
             return out
         return func(*args, **kwargs)
@@ -142,9 +144,11 @@ class Trained:
 
     def __init__(self, device: Device, **how: Any):
         params = {name: torch.ones(8, 8) for name in "ab"}
+        self.on_host = how.get("memory") == "host"
         policy = {name: how.pop(name) for name in POLICY if name in how}
         specs = fs.presets.full_shard(params, MESH, **policy)
-        self.step = fs.shard_step(loss, specs, mesh=MESH, optimizer=CLIPPED, backend="eager", **how)
+        how = {"optimizer": CLIPPED, "backend": "eager"} | how
+        self.step = fs.shard_step(loss, specs, mesh=MESH, **how)
         lowered = self.step.lower(params, torch.ones(4, 8), torch.ones(4, 8))
         for kernel in lowered.kernels.values():
             for module in filter(None, (kernel.forward, kernel.backward)):
@@ -158,7 +162,8 @@ class Trained:
     def steps(self) -> Iterator[fs.TrainState]:
         """Where steps are made: the first state."""
         with FakeTensorMode(allow_non_fake_inputs=True), self.device, Bindings(self.device):
-            params = {name: torch.ones(8, 8, device="cuda") for name in "ab"}
+            params = {name: torch.ones(8, 8, device="cpu" if self.on_host else "cuda") for name in "ab"}
+            params = {name: v.pin_memory() if self.on_host else v for name, v in params.items()}
             state = self.step.adopt(params)
             state = state.replace(step=torch.tensor(0), seed=torch.tensor(0))
             self.device.waits.clear()
@@ -175,6 +180,34 @@ def test_a_step_with_clipping_dropout_a_mean_and_metrics_waits_for_nothing(devic
         for _ in range(3):
             state, _ = trained(state)
             assert device.waits == []
+
+
+class Deferred:
+    """A worker that begins when somebody waits for it: what the launching thread does is done before."""
+
+    def __init__(self, device: Device):
+        self.device, self.calls, self.before = device, [], []
+
+    def submit(self, call: Any, *, heavy: bool = False) -> None:
+        self.calls.append(call)
+
+    def wait(self) -> None:
+        self.before.append((len(self.calls), [*self.device.waits]))
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call()
+
+
+@pytest.mark.parametrize("where", ["optimizer_memory", "memory"])
+def test_updates_on_the_host_do_not_stop_the_launching_thread(device, where):
+    how = {"optimizer_memory": "host"} | ({"memory": "host"} if where == "memory" else {})
+    trained = Trained(device, optimizer=fs.optim.adamw(RATE), **how)
+    trained.step._runner.rank.transfers.worker = worker = Deferred(device)
+    with trained.steps() as state:
+        trained(state)
+    (count, waits), *rest = worker.before
+    assert count >= 4 and waits == [] and all(n == 0 for n, _ in rest)
+    assert "an event" in device.waits and device.waits[-2:] == ["a stream is waited for"] * 2
 
 
 def test_a_forward_sends_its_batch_and_waits_for_nothing(device):

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fnshard.compiler.kernels import Boxed
 from fnshard.compiler.scalars import Scalars
-from fnshard.compiler.schedule import Instruction, Schedule
+from fnshard.compiler.schedule import Accumulate, Free, Instruction, Norms, Schedule, ToDevice, Update, Wait
 from fnshard.compiler.update import Updater
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Packer
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.memory import Transfers
+from fnshard.runtime.worker import Worker
 
 Env = dict[str, Any]
 Action = Callable[[Env], None]
@@ -49,6 +50,16 @@ class Reduced:
         return [(b, other.blocks[p]) for p, b in self.blocks.items()]
 
 
+def on_host(line: Instruction, schedule: Schedule) -> bool:
+    """Whether an instruction computes on the host beside a device, or sends what such a one has made."""
+    if isinstance(line, Update):
+        return schedule.specs[line.paths[0]].updated_on == "host"
+    if isinstance(line, Norms | Accumulate):
+        return line.reads[0].startswith("h:")
+    restored = line.into if isinstance(line, ToDevice) else line.writes if isinstance(line, Wait) else ()
+    return bool(restored) and all(n.startswith("s:") for n in restored) and line.verb != "to_host"
+
+
 @dataclass(frozen=True)
 class Context:
     """What instructions are bound to. `freed`: called with each value that dies (tests poison it).
@@ -71,6 +82,29 @@ class Context:
     @property
     def mesh(self) -> Mesh:
         return self.schedule.mesh
+
+    @property
+    def worker(self) -> Worker | None:
+        """Who runs what is `on_host`; nobody where lines are watched, or an update communicates."""
+        gathers = self.updater is not None and "gather" in self.updater.optimizer.needs
+        leaf_norms = self.scalars is not None and self.scalars.leaf_norms  # of leaves on the device
+        alone = self.transfers is None or self.watch is not None or gathers or leaf_norms
+        return None if alone else self.transfers.worker
+
+    def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
+        """How a part of a line is run: by the worker where there is one and the line is `on_host`."""
+        worker, heavy = self.worker, isinstance(line, Update | Norms | Accumulate)
+        if worker is None or not (isinstance(line, Free) or on_host(line, self.schedule)):
+            return lambda call: call()
+
+        def run(call: Callable[[], None]) -> None:
+            try:
+                call()
+            except Exception as error:
+                error.add_note(f"It was in {line.phase} {line.unit} {line.verb}, on the host's thread.")
+                raise
+
+        return lambda call: worker.submit(lambda: run(call), heavy=heavy)
 
     def packer(self, bucket: str) -> Packer:
         if bucket not in self.packers:

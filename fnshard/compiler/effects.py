@@ -127,7 +127,7 @@ def _call(
 def _free(on: Rank, line: Free) -> None:
     for name in line.drops:
         if is_lent(name):
-            on.walk.give_host(on.walk.names[name])
+            on.walk.give_host(on.walk.names[name], late=name.startswith("h:r:") and not on.on_cpu)
         on.walk.drop(name)
 
 

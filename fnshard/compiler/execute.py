@@ -7,14 +7,14 @@ are issued from it; a handle's wait makes that stream wait, not the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler import movement
-from fnshard.compiler.context import Action, Context, Env, Reduced
+from fnshard.compiler.context import Action, Context, Env, Reduced, on_host
 from fnshard.compiler.schedule import (
     Accumulate,
     Add,
@@ -29,6 +29,7 @@ from fnshard.compiler.schedule import (
     ReduceScalars,
     ReduceScatter,
     Run,
+    Schedule,
     ToDevice,
     ToHost,
     Update,
@@ -47,6 +48,10 @@ def bind(context: Context) -> Callable[[Env], Env]:
     """
     lines = context.schedule.instructions
     actions: list[Action] = [_BIND[type(line)](line, context) for line in lines]
+    worker = context.worker
+    if worker is not None:
+        actions = [_behind_worker(a, context) if waits else a
+                   for a, waits in zip(actions, _meets_worker(context.schedule), strict=True)]  # fmt: skip
     monitor = getattr(context.comm, "monitor", None)
     if monitor is not None:
         actions = [
@@ -61,10 +66,13 @@ def bind(context: Context) -> Callable[[Env], Env]:
         try:
             for number, action in enumerate(actions):  # noqa: B007  (known when one of them fails)
                 action(env)
+            if worker is not None:
+                worker.wait()
         except CollectiveError as error:
             raise CollectiveError(f"{_where(lines[number], number)}: {error}") from error
         except torch.OutOfMemoryError as error:
-            error.add_note(f"It was in {_where(lines[number], number)}.")
+            if not getattr(error, "__notes__", ()):  # the worker's says where it was
+                error.add_note(f"It was in {_where(lines[number], number)}.")
             raise
         finally:  # after a failure too: what is under way still writes to memory that is about to be freed
             if finish:
@@ -72,6 +80,36 @@ def bind(context: Context) -> Callable[[Env], Env]:
         return env
 
     return run
+
+
+def _behind_worker(action: Action, context: Context) -> Action:
+    def run(env: Env) -> None:
+        context.transfers.join()
+        action(env)
+
+    return run
+
+
+def _meets_worker(schedule: Schedule) -> list[bool]:
+    """By line, whether it reads what the worker may still make, or changes what that may still read."""
+    out, made, read = [], set(), set()
+    for line in schedule.instructions:
+        arrives = isinstance(line, Wait) and any(n.startswith("h:r:") for n in line.writes)
+        if not arrives and on_host(line, schedule):
+            made |= set(line.writes)
+            read |= set(line.reads)
+            out.append(False)
+            continue
+        gone = {n for n in getattr(line, "drops", ()) if not n.startswith(WORKERS)}
+        out.append(bool(made & {*line.reads, *line.writes, *gone} or read & {*line.writes, *gone}))
+        if out[-1]:
+            made, read = set(), set()
+        if arrives:  # a stream has it, the host may not
+            made |= set(line.writes)
+    return out
+
+
+WORKERS = ("h:r:", "h:s:")  # values that the worker drops itself
 
 
 def _named(monitor: Any, number: int, line: Instruction, action: Action) -> Action:
@@ -128,14 +166,21 @@ def _run(line: Run, context: Context) -> Action:
 def _free(line: Free, context: Context) -> Action:
     drops, freed, transfers = line.drops, context.freed, context.transfers
     lent = {n for n in drops if is_lent(n)}
+    read_on_host = [n for n in drops if n.startswith(WORKERS)]
+    others, later = [n for n in drops if n not in read_on_host], context.later(line)
 
-    def run(env: Env) -> None:
-        for n in drops:
+    def let_go(env: Env, names: Sequence[str]) -> None:
+        for n in names:
             value = env.pop(n)
             if freed:
                 freed(n, value)
             if n in lent:
                 transfers.give(value)
+
+    def run(env: Env) -> None:
+        let_go(env, others)
+        if read_on_host:
+            later(lambda: let_go(env, read_on_host))
 
     return run
 
@@ -244,8 +289,9 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
         return _accumulate_local(line, context)
     new, *before = line.reads
     take = context.transfers.take if out.startswith("h:") else None
+    later = context.later(line)
 
-    def run(env: Env) -> None:
+    def add(env: Env) -> None:
         value: Reduced = env[new]
         if first and take:  # what a transfer brought goes back to its pool
             like = {p: torch.empty_like(b, dtype=specs[p].sum_dtype, device="meta")
@@ -261,7 +307,7 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
             total.blocks[path].add_(block)
         env[out] = total
 
-    return run
+    return lambda env: later(lambda: add(env))
 
 
 def _accumulate_local(line: Accumulate, context: Context) -> Action:
@@ -287,11 +333,12 @@ def _accumulate_local(line: Accumulate, context: Context) -> Action:
 
 def _norms(line: Norms, context: Context) -> Action:
     (name,), (out,), bucket = line.reads, line.writes, context.schedule.buckets[line.bucket]
+    later = context.later(line)
 
-    def run(env: Env) -> None:
+    def norm(env: Env) -> None:
         env[out] = context.scalars.squares(bucket, env[name].blocks, env)
 
-    return run
+    return lambda env: later(lambda: norm(env))
 
 
 def _reduce_scalars(line: ReduceScalars, context: Context) -> Action:
@@ -324,12 +371,20 @@ def _update(line: Update, context: Context) -> Action:
     update = context.updater.bind(bucket)
     slots, params = line.slots, line.params
     masters = {} if params else dict(zip(line.paths, line.writes[:count], strict=True))
+    later = context.later(line)
 
     def run(env: Env) -> None:
-        held = {p: env[n] for p, n in slots.items()}
-        update(env[name].blocks, held, {p: env[n] for p, n in params.items()}, env)
-        for path, out in masters.items():
-            env[out] = context.updater.valid_part(path, held[path][MASTER])
+        numbers, there = context.updater.numbers(env, bucket)
+
+        def call() -> None:
+            if there is not None:
+                there.synchronize()
+            held = {p: env[n] for p, n in slots.items()}
+            update(env[name].blocks, held, {p: env[n] for p, n in params.items()}, numbers)
+            for path, out in masters.items():
+                env[out] = context.updater.valid_part(path, held[path][MASTER])
+
+        later(call)
 
     return run
 

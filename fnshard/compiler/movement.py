@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fnshard.compiler.context import Action, Context, Env
+from fnshard.compiler.context import Action, Context, Env, on_host
 from fnshard.compiler.schedule import Cast, Gather, Publish, ToDevice, ToHost, Wait
 
 # ------------------------------------------------------------------ leaves
@@ -95,11 +95,16 @@ def to_device(line: ToDevice, context: Context) -> Action:
 def _restore(line: ToDevice, context: Context) -> Action:
     """Master copies that the host has updated -> the stored shards on the device, cast there."""
     reads, (flight,), transfers, updater = line.reads, line.writes, context.transfers, context.updater
-    paths = [n.removeprefix("s:") for n in line.into]
+    paths, later = [n.removeprefix("s:") for n in line.into], context.later(line)
 
     def run(env: Env) -> None:
         stored = [updater.stored_part(p, env[f"s:{p}"]) for p in paths]
-        env[flight] = transfers.to_device([env[n] for n in reads], stored)
+        read_last = transfers.mark()
+
+        def call() -> None:
+            env[flight] = transfers.to_device([env[n] for n in reads], stored, read_last)
+
+        later(call)
 
     return run
 
@@ -115,13 +120,18 @@ def to_host(line: ToHost, context: Context) -> Action:
 
 
 def wait_transfer(line: Wait, context: Context) -> Action:
-    """What was sent is there; gradients that the host reads, for the host too."""
-    (flight,), writes = line.reads, line.writes
+    """What was sent is there; gradients that the host reads, for the host too, or for its worker."""
+    (flight,), writes, worker = line.reads, line.writes, context.worker
     read_there = any(n.startswith("h:r:") for n in writes)
+    if worker is not None and on_host(line, context.schedule):  # the end of the step waits for it
+        return lambda env: worker.submit(lambda: env.pop(flight))
     state = {n for n in writes if n.startswith(("s:", "o:"))}
 
     def run(env: Env) -> None:
-        targets = env.pop(flight).wait(on_host=read_there)
+        handle = env.pop(flight)
+        targets = handle.wait(on_host=read_there and worker is None)
+        if read_there and worker is not None:
+            worker.submit(lambda: handle.wait(on_host=True))
         for n, value in zip(writes, targets, strict=True):
             if n not in state:  # written in place
                 env[n] = value

@@ -17,6 +17,7 @@ from fnshard import tree
 from fnshard.compiler.program import Outputs
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Bucket
+from fnshard.runtime.memory import send
 from fnshard.spec import LayoutSpec
 from fnshard.transform import LeafNorms
 
@@ -98,8 +99,8 @@ class Scalars:
         parts = [self._over_micros(env, i) for i in self.outputs.summed]
         if self.norms:
             device = parts[0].device
-            found = {p: v.to(device) for n in norms for p, v in n.items()}
-            parts.append(torch.stack([n["total"].to(device) for n in norms]).sum())
+            found = {p: send(v, device) for n in norms for p, v in n.items()}
+            parts.append(torch.stack([send(n["total"], device) for n in norms]).sum())
             parts += [found[p][i] for p in self.leaf_norms for i in (0, 1)]
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.

@@ -17,6 +17,7 @@ from typing import Any
 from fnshard.compiler.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
 from fnshard.compiler.schedule import Instruction, Run, Schedule, Update, Wait
 from fnshard.hardware import Hardware, mfu
+from fnshard.runtime.worker import PENDING
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,14 @@ class _OneClock(_Clock):
 
 @dataclass
 class _Together(_Clock):
-    """Lanes of their own. `told`: which numbers of the step the host has been sent."""
+    """Lanes of their own; `host` is the thread that launches, and what the host computes is the worker's.
+
+    `told`: which numbers of the step the host has been sent. `pending`: when the worker is done with what it
+    was given last.
+    """
 
     host: float = 0.0
+    pending: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     told: set[bool] = field(default_factory=set)
 
@@ -193,9 +199,12 @@ class _Together(_Clock):
         self.host += price.host_seconds
         there = max((self.ready.get(n, 0.0) for n in line.reads), default=0.0)
         if price.on_host:
-            start = max(self.host, there, self._numbers(line))
-            self.host = self.note(index, line, HOST, start, price.device_seconds)
-            self.ready |= dict.fromkeys(line.writes, self.host)
+            if len(self.pending) >= PENDING:
+                self.host = max(self.host, self.pending.pop(0))
+            start = max(self.host, self.free[HOST], there, self._numbers(line))
+            self.free[HOST] = self.note(index, line, HOST, start, price.device_seconds)
+            self.pending.append(self.free[HOST])
+            self.ready |= dict.fromkeys(line.writes, self.free[HOST])
             return
         if isinstance(line, Wait):
             self._wait(line, there)
@@ -221,16 +230,19 @@ class _Together(_Clock):
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Compute stands still, or the host where it reads what was sent."""
+        """Compute stands still; not for what the worker has sent, which is waited for where it is read."""
+        self.ready |= dict.fromkeys(line.writes, there)
+        if line.of == "to_device" and all(n.startswith("s:") for n in line.writes):
+            return
         self._expose(TRANSFER if line.of in ("to_device", "to_host") else COMMUNICATION, there)
-        if any(n.startswith("h:r:") for n in line.writes):
-            self.host = max(self.host, there)
-        else:
-            self.free[COMPUTE] = max(self.free[COMPUTE], there)
+        self.free[COMPUTE] = max(self.free[COMPUTE], there)
 
     def _expose(self, lane: str, until: float) -> None:
         """Count how long compute has nothing to do until then."""
         self.exposed[lane] += max(0.0, until - max(self.host, self.free[COMPUTE]))
 
     def end(self) -> float:
+        """The step waits for the worker, and for what that has sent."""
+        self.host = max(self.host, self.free[HOST])
+        self._expose(TRANSFER, self.free[TRANSFER])
         return max(self.host, *self.free.values())

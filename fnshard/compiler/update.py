@@ -86,12 +86,11 @@ class Updater:
         for path in bucket.paths:
             self.places[path] = place(self.specs[path], self.mesh, self.rank)
         paths = bucket.paths
-        on_host = self.specs[paths[0]].updated_on == "host" and self.mesh.device_type != "cpu"
         if all(self._plain(p) for p in paths):
 
             def update_plain(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
                 if not env["skip"]:
-                    self.optimizer.apply(blocks, slots, params, self._info(env, on_host))
+                    self.optimizer.apply(blocks, slots, params, env["info"])
 
             return update_plain
 
@@ -105,12 +104,26 @@ class Updater:
                 held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
                 master = held[path].pop(MASTER, None)
                 targets[path] = _cut(params[path], where.stored) if master is None else master
-            self.optimizer.apply(grads, held, targets, self._info(env, on_host))
+            self.optimizer.apply(grads, held, targets, env["info"])
             for path in paths:
                 if MASTER in slots[path] and path in params:
                     _cut(params[path], self.places[path].stored).copy_(targets[path])
 
         return update
+
+    def numbers(self, env: dict[str, Any], bucket: Bucket) -> tuple[dict[str, Any], Any]:
+        """What the bucket's update reads of the whole step, and the event that it is there behind, if any.
+
+        For an update on the host it is sent there, once before the scalars are known and once after.
+        """
+        spec = self.specs[bucket.paths[0]]
+        if spec.updated_on != "host" or self.mesh.device_type == "cpu":
+            return {"info": env["info"], "skip": env["skip"]}, None
+        if env.get("info_of") is not env["info"]:
+            env["info_of"], env["info_on_host"] = env["info"], env["info"].to(torch.device("cpu"))
+            env["info_there"] = torch.Event(self.mesh.device_type)
+            env["info_there"].record()
+        return {"info": env["info_on_host"], "skip": env["skip"]}, env["info_there"]
 
     def stored_part(self, path: str, stored: Tensor) -> Tensor:
         """The part of a stored leaf that its optimizer block holds, padding cut off."""
@@ -119,13 +132,6 @@ class Updater:
     def valid_part(self, path: str, block: Tensor) -> Tensor:
         """An optimizer block without its padding."""
         return _cut(block, self.places[path].valid)
-
-    def _info(self, env: dict[str, Any], on_host: bool) -> StepInfo:
-        if not on_host:
-            return env["info"]
-        if env.get("info_of") is not env["info"]:  # moved once a step: it makes the host wait for the device
-            env["info_of"], env["info_on_host"] = env["info"], env["info"].to(torch.device("cpu"))
-        return env["info_on_host"]
 
     def _plain(self, path: str) -> bool:
         """Whether gradient, slots and stored block are the optimizer's as they are."""

@@ -14,6 +14,7 @@ import torch
 
 from fnshard.compiler.footprint import rounded
 from fnshard.compiler.schedule import Instruction, Schedule
+from fnshard.runtime.worker import PENDING
 
 PARAMETERS, GATHERED, GRADIENTS = "parameter shards", "gathered units", "gradients"
 OPTIMIZER, ACTIVATIONS = "optimizer state", "saved activations"
@@ -114,6 +115,7 @@ class Walk:
     moments: list[Moment] = field(default_factory=list)
     moved: dict[int, int] = field(default_factory=dict)  # bytes of transfers, by the number of their line
     pool: dict[int, int] = field(default_factory=dict)  # host buffers to be used again: how many of a size
+    late: list[Any] = field(default_factory=list)  # those that the worker may still read
     line: Instruction | None = None
     _mine: list[int] = field(default_factory=list)
     _here: dict[str, int] = field(default_factory=dict)
@@ -151,8 +153,13 @@ class Walk:
         self.hold(block)  # for good: it goes back to the pool, not to the system
         return Held(block, held.numel, held.dtype, held.shape, held.stride)
 
-    def give_host(self, value: Any) -> None:
-        """Buffers of a dying value go back to the pool."""
+    def give_host(self, value: Any, *, late: bool = False) -> None:
+        """Buffers of a dying value go back to the pool; `late`, when the worker is done with it."""
+        if late:
+            self.late.append(value)
+            if len(self.late) <= PENDING:
+                return
+            value = self.late.pop(0)
         whole = (value.flat,) if isinstance(value, Parts) and value.flat else held_in(value)
         for held in whole:
             self.pool[held.bytes] = self.pool.get(held.bytes, 0) + 1

@@ -16,7 +16,9 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from fnshard.errors import StateError, report
 from fnshard.runtime import pinned
+from fnshard.runtime.worker import Worker
 
 KEPT_steps = 16  # a host buffer that nobody took for so long goes back to the system
 
@@ -155,22 +158,49 @@ class Transfers:
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     wanted: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
     steps: int = 0
+    worker: Worker | None = None  # what updates on the host, beside a device
+    lock: Any = field(default_factory=threading.Lock)  # the worker takes buffers, too
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
+            self.worker = Worker(self.device)
             self.upward, self.downward = (torch.cuda.Stream(self.device) for _ in range(2))
 
-    def to_device(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
-        """Copies of host values on the device, or written into `into`; see `each` for what a value is."""
+    def to_device(
+        self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
+    ) -> Transfer:
+        """Copies of host values on the device, or written into `into`; see `each` for what a value is.
+
+        Args:
+            after: a `mark` behind which it may begin; None is now.
+        """
         targets = into or [
             each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
             for v in values
         ]
-        return self._copy(values, targets, self.upward)
+        return self._copy(values, targets, self.upward, after)
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
         """Copies of device values on the host, or written into `into`."""
         return self._copy(values, into or [each(v, self.take) for v in values], self.downward)
+
+    def mark(self) -> Any:
+        """Where the compute stream is; None on a CPU."""
+        if self.upward is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def join(self) -> None:
+        """Wait for the worker; the compute stream waits for what it has sent.
+
+        Raises: what failed there.
+        """
+        if self.worker is not None:
+            self.worker.wait()
+        if self.upward is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.upward)
 
     def take(self, like: Tensor, *, for_host: bool = False) -> Tensor:
         """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides.
@@ -182,12 +212,12 @@ class Transfers:
         nbytes = like.numel() * like.element_size()
         if nbytes == 0:
             return torch.empty(like.shape, dtype=like.dtype)
-        self.wanted[nbytes] = self.steps
-        if self.free.get(nbytes):
-            flat = self.free[nbytes].pop()
-            if for_host and self.upward is not None:
-                self.upward.synchronize()
-        else:
+        with self.lock:
+            self.wanted[nbytes] = self.steps
+            flat = self.free[nbytes].pop() if self.free.get(nbytes) else None
+        if flat is not None and for_host and self.upward is not None:
+            self.upward.synchronize()
+        if flat is None:
             flat = allocate((nbytes,), torch.uint8, "host", self.device)
         return flat.view(like.dtype).as_strided(like.shape, stride)
 
@@ -199,7 +229,8 @@ class Transfers:
         if tensor.numel():
             storage = tensor.untyped_storage()
             flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
-            self.free.setdefault(storage.nbytes(), []).append(flat)
+            with self.lock:
+                self.free.setdefault(storage.nbytes(), []).append(flat)
         return tensor
 
     def finish(self) -> None:
@@ -207,6 +238,9 @@ class Transfers:
 
         A step that moves nothing between device and host waits for nothing.
         """
+        if self.worker is not None:
+            with suppress(Exception):  # told before, or another failure is
+                self.worker.wait()
         if self.issued and self.upward is not None:
             self.upward.synchronize()
             self.downward.synchronize()
@@ -215,7 +249,9 @@ class Transfers:
         for nbytes in [n for n in self.free if self.wanted.get(n, 0) + KEPT_steps < self.steps]:
             del self.free[nbytes]
 
-    def _copy(self, sources: Sequence[Any], targets: Sequence[Any], stream: Any) -> Transfer:
+    def _copy(
+        self, sources: Sequence[Any], targets: Sequence[Any], stream: Any, after: Any = None
+    ) -> Transfer:
         self.issued = True
         pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pairs(s, t)]
         if stream is None:
@@ -224,7 +260,10 @@ class Transfers:
             return Transfer(targets, self.device)
         # The stream waits for what made the sources, for the last reader of the memory that the new targets
         # were cut from, and for copies of the other direction that the compute stream has waited for.
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)

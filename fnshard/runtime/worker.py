@@ -1,0 +1,55 @@
+"""Worker: one thread beside the one that launches kernels, so that a device is fed while the host works."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+PENDING = 2  # heavy calls under way: the thread never idles, and what they read does not pile up
+
+
+class Worker:
+    """Makes calls in their order. Behind one that failed none is made until that was told.
+
+    Args:
+        device: what its calls find as the current one, if it is a GPU.
+    """
+
+    def __init__(self, device: torch.device):
+        start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "fnshard-host", start)
+        self._heavy: deque[Future[None]] = deque()
+        self._last: Future[None] | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, call: Callable[[], Any], *, heavy: bool = False) -> None:
+        """Make a call behind all earlier ones; waits while `PENDING` heavy ones are not done."""
+        while heavy and len(self._heavy) >= PENDING:
+            self._heavy.popleft().result()
+        self._last = self._thread.submit(self._make, call)
+        if heavy:
+            self._heavy.append(self._last)
+
+    def _make(self, call: Callable[[], Any]) -> None:
+        if self._error is None:
+            try:
+                call()
+            except BaseException as error:  # the launching thread raises it
+                self._error = error
+
+    def wait(self) -> None:
+        """Return when all calls are done.
+
+        Raises: what the first of them raised that failed.
+        """
+        if self._last is not None:
+            self._last.result()
+        error, self._error, self._last = self._error, None, None
+        self._heavy.clear()
+        if error is not None:
+            raise error
