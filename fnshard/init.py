@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def init_params(
     init: InitFn | None,
     seed: int | None,
     disk_dir: str | None = None,
-    seeds_steps: bool = False,
+    trains: bool = False,
 ) -> Any:
     """This rank's stored blocks, of a full tree or an `nn.Module`.
 
@@ -42,7 +43,8 @@ def init_params(
         seed: of deferred leaves, as `torch.manual_seed` before their constructors; with `init`, of the
             random numbers of each leaf, by its path. Default 0.
         disk_dir: for leaves that rest on disk.
-        seeds_steps: the seed is of the random ops of all steps to come, too.
+        trains: there is an optimizer: the seed is of the random ops of all steps to come, too, and leaves
+            with a wider master copy come in its dtype, for it to keep (`narrowed`).
 
     Raises:
         StateError: leaves without values, or of other shapes than the specs'; leaves that nobody sets; a
@@ -54,9 +56,10 @@ def init_params(
     params = make_functional(source)[1] if is_module else source
     named = tree.flatten_with_paths(params)[0]
     compare_paths(specs, named)
+    specs = with_masters(specs) if trains else specs
     if init is None:
         check_values(named)
-        if seed is not None and (is_module or not seeds_steps):
+        if seed is not None and (is_module or not trains):
             check_is_used(seed, named)
         made = number if any(map(recipe_of, named.values())) else None
         return shard(params, tree.unflatten(specs.values(), structure), mesh, disk_dir=disk_dir, seed=made)
@@ -74,6 +77,24 @@ def init_params(
             report(f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves.")
         )
     return tree.unflatten(_from_function(named, specs, mesh, init, number, disk_dir), structure)
+
+
+def with_masters(specs: Mapping[str, LayoutSpec]) -> dict[str, LayoutSpec]:
+    """The specs by which leaves are made: those with a wider master copy in its dtype."""
+    wide = {
+        p: torch.promote_types(s.storage_dtype, s.optimizer_dtype) for p, s in specs.items() if s.has_master
+    }
+    return {p: replace(s, storage_dtype=wide[p]) if p in wide else s for p, s in specs.items()}
+
+
+def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> Any:
+    """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
+    blocks, structure = tree.flatten_with_paths(shards)
+    stored = [
+        b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
+        for p, b in blocks.items()
+    ]
+    return tree.unflatten(stored, structure)
 
 
 def _from_function(

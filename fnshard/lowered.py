@@ -21,6 +21,7 @@ from fnshard.codecs import decoding
 from fnshard.compiler.attention import backends
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
+from fnshard.compiler.fused_update import is_compiled
 from fnshard.compiler.indices import Indices, explain, ranges
 from fnshard.compiler.kernels import Boxed, compile_kernels, warm_up
 from fnshard.compiler.ledger import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
@@ -47,6 +48,7 @@ from fnshard.transform import Optimizer
 __all__ = ["Lowered", "diff"]
 
 Backend = Literal["inductor", "eager"]
+UpdateMode = Literal["auto", "eager", "compiled"]
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 
 
@@ -67,6 +69,7 @@ class Options:
     save: tuple[str, ...] = ()
     disk_dir: str | None = None
     deterministic: bool = False
+    update: UpdateMode = "auto"
 
     def __post_init__(self) -> None:
         wrong = check_remat(self.remat, self.save)
@@ -76,6 +79,8 @@ class Options:
             wrong.append(f"accumulate_mode={self.accumulate_mode!r}: 'reduce' or 'local'")
         if self.backend not in ("inductor", "eager"):
             wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
+        if self.update not in get_args(UpdateMode):
+            wrong.append(f"update={self.update!r}: 'auto', 'eager' or 'compiled'")
         if not _counts(self.passes.prefetch, 2):
             wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
         if not _counts((self.passes.overlap,), 1):
@@ -91,6 +96,10 @@ class Options:
         if wrong:
             raise SpecError(report("these options of a step are not to be had:", wrong))
         LossScale.choose(self.loss_scale, fp16=False)
+
+    def compiles_update(self, optimizer: Optimizer | None, device_type: str) -> bool:
+        """Whether Inductor compiles the optimizer, too, for such a device."""
+        return is_compiled(self.update, optimizer, self.backend, device_type)
 
 
 def _counts(values: Any, length: int) -> bool:
@@ -182,7 +191,9 @@ class Lowered:
             raise SpecError(
                 report(f"transport={transport!r}: one of {', '.join(map(repr, get_args(Kind)))}, or None.")
             )
-        given = Given(self.program, self.batch_bytes, self.optimizer, self.compiled, transport)
+        given = Given(
+            self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
+        )
         found = measure(self.schedule, given)
         self.moved = found.moved
         return found
@@ -224,7 +235,14 @@ class Lowered:
         hardware, tokens = Hardware.of(hardware), self._tokens()
         fused = self.options.backend == "inductor"
         slots = len(self.optimizer.slots) if self.optimizer else 0
-        return simulate(self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved())
+        return simulate(
+            self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved(),
+            fused_update=self._fused_update,
+        )  # fmt: skip
+
+    @property
+    def _fused_update(self) -> bool:
+        return self.options.compiles_update(self.optimizer, self.schedule.mesh.device_type)
 
     def _tokens(self) -> int | None:
         """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before

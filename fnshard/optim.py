@@ -54,14 +54,17 @@ def sgd(
         raise OptimizerError(f"{name}: nesterov needs a momentum above 0.")
     rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
 
-    def leaf(path, grad, slots, param, info):
-        decay, scale = settings(path)
+    def numbers(path, info):
+        return _rate(rate, settings(path)[1], info)
+
+    def leaf(path, grad, slots, param, lr):
+        decay, _ = settings(path)
         step = grad + decay * param if decay else grad
         if momentum == 0:
-            return -_rate(rate, scale, info) * step, {}
+            return -lr * step, {}
         trace = momentum * slots["momentum"] + step
         step = step + momentum * trace if nesterov else trace
-        return -_rate(rate, scale, info) * step, {"momentum": trace}
+        return -lr * step, {"momentum": trace}
 
     def kernel(params, grads, slots, settings, info):
         decay, scale = settings
@@ -92,6 +95,7 @@ def sgd(
         kernel=kernel,
         settings=settings,
         takes=takes,
+        numbers=numbers,
     )
 
 
@@ -125,14 +129,18 @@ def adamw(
         count = (info.step + 1).to(torch.float64)
         return 1 - torch.pow(b1, count), (1 - torch.pow(b2, count)).sqrt()
 
-    def leaf(path, grad, slots, param, info):
+    def numbers(path, info):
         decay, scale = settings(path)
         lr = _rate(rate, scale, info)
         bias1, bias2 = info.once((leaf, "biases"), lambda: biases(info))
+        return -(lr / bias1), bias2, lr * decay
+
+    def leaf(path, grad, slots, param, given):
+        size, bias2, shrink = given
         mu = slots["mu"].lerp(grad, 1 - b1)
         nu = (slots["nu"] * b2).addcmul_(grad, grad, value=1 - b2)
-        update = mu / (nu.sqrt() / bias2).add_(eps) * -(lr / bias1)
-        return (update - lr * decay * param if decay else update), {"mu": mu, "nu": nu}
+        update = mu / (nu.sqrt() / bias2).add_(eps) * size
+        return (update - shrink * param if settings(path)[0] else update), {"mu": mu, "nu": nu}
 
     def kernel(params, grads, slots, settings, info):
         decay, scale = settings
@@ -163,6 +171,7 @@ def adamw(
         values=lambda info: {"lr": _rate(rate, 1.0, info)},
         kernel=kernel,
         settings=settings,
+        numbers=numbers,
     )
 
 
@@ -185,12 +194,15 @@ def lars(
     _within(name, momentum=momentum)
     rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
 
-    def leaf(path, grad, slots, param, info):
+    def numbers(path, info):
         decay, scale = settings(path)
         norm = info.require("leaf_norms")[path]
         ratio = trust * norm.param / (norm.grad + decay * norm.param + eps)
         ratio = torch.where((norm.param > 0) & (norm.grad > 0), ratio, torch.ones_like(ratio))
-        trace = momentum * slots["momentum"] + _rate(rate, scale, info) * ratio * (grad + decay * param)
+        return _rate(rate, scale, info) * ratio
+
+    def leaf(path, grad, slots, param, size):
+        trace = momentum * slots["momentum"] + size * (grad + settings(path)[0] * param)
         return -trace, {"momentum": trace}
 
     return Optimizer(
@@ -201,6 +213,8 @@ def lars(
         elementwise=False,
         rules=rules,
         values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        settings=settings,
+        numbers=numbers,
     )
 
 
@@ -222,10 +236,11 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 
     return Optimizer(
         name,
-        leaf=lambda path, grad, slots, param, info: (grad * factor(info), {}),
+        leaf=lambda path, grad, slots, param, given: (grad * given, {}),
         needs=frozenset({"global_norm"}),
         values=lambda info: {"grad_norm": info.require("global_norm")},
         factor=factor,
+        numbers=lambda path, info: factor(info),
     )
 
 
@@ -238,7 +253,7 @@ def ema(decay: float) -> Optimizer:
     name = call_text("ema", decay=decay)
     _within(name, decay=decay)
 
-    def leaf(path, update, slots, param, info):
+    def leaf(path, update, slots, param, given):
         return update, {"ema": slots["ema"].lerp(param + update, 1 - decay)}
 
     def follow(slots: Slots, params: Tensors) -> None:
@@ -246,7 +261,7 @@ def ema(decay: float) -> Optimizer:
         if averages:
             torch._foreach_lerp_(averages, list(params.values()), 1 - decay)
 
-    return Optimizer(name, leaf, {"ema": torch.clone}, follow=follow)
+    return Optimizer(name, leaf, {"ema": torch.clone}, follow=follow, numbers=lambda path, info: ())
 
 
 def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
@@ -301,11 +316,14 @@ def chain(*transforms: Optimizer) -> Optimizer:
                 info = replace(info, global_norm=None, leaf_norms=None)
         return out
 
-    def leaf(path, grad, slots, param, info):
-        new: dict[str, Tensor] = {}
+    def numbers(path, info):
         seen = info.once((leaf, "views"), lambda: views(info))
-        for member, own, view in zip(members, names, seen, strict=True):
-            grad, part = member.leaf(path, grad.to(param.dtype), {n: slots[own[n]] for n in own}, param, view)
+        return tuple(member.given(path, view) for member, view in zip(members, seen, strict=True))
+
+    def leaf(path, grad, slots, param, given):
+        new: dict[str, Tensor] = {}
+        for member, own, each in zip(members, names, given, strict=True):
+            grad, part = member.leaf(path, grad.to(param.dtype), {n: slots[own[n]] for n in own}, param, each)
             new.update({own[n]: value for n, value in part.items()})
         return grad, new
 
@@ -324,8 +342,10 @@ def chain(*transforms: Optimizer) -> Optimizer:
         elementwise=all(m.elementwise for m in members),
         rules=tuple(r for m in members for r in m.rules),
         values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
+        settings=lambda path: tuple(m.settings(path) for m in members),
         in_place=in_place if tails - heads == 1 else None,
         members=members,
+        numbers=numbers,
     )
 
 

@@ -14,6 +14,7 @@ from fnshard.arguments import Arguments
 from fnshard.batches import Batch
 from fnshard.compiler.context import Context, Watch
 from fnshard.compiler.execute import bind, cut_batch
+from fnshard.compiler.fused_update import FusedUpdates
 from fnshard.compiler.ledger import made_of
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
@@ -111,6 +112,8 @@ class Runner:
         self.lowering, self.optimizer, self.watch = lowering, optimizer, watch
         self._ranks: dict[int, Rank] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
+        compiled = lowering.options.compiles_update(optimizer, lowering.mesh.device_type)
+        self._fused = FusedUpdates(optimizer, lowering.options.inductor) if compiled else None
 
     @property
     def rank(self) -> Rank:
@@ -157,7 +160,7 @@ class Runner:
         mesh = self.lowering.mesh
         updater = None
         if self.optimizer is not None:
-            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm)
+            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm, self._fused)
         context = Context(
             lowered.schedule,
             lowered.compiled,

@@ -23,9 +23,9 @@ from fnshard.compiler.update import init_slots
 from fnshard.compiles import name_of
 from fnshard.errors import StateError, leaves, report
 from fnshard.functional import make_functional
-from fnshard.init import InitFn, check_seed, init_params
+from fnshard.init import InitFn, check_seed, init_params, narrowed
 from fnshard.losses import Mean
-from fnshard.lowered import Backend, Lowered, Lowering, Options
+from fnshard.lowered import Backend, Lowered, Lowering, Options, UpdateMode
 from fnshard.mesh import Mesh
 from fnshard.runner import FLAGS, Bound, Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
@@ -58,6 +58,7 @@ def shard_step(
     save: Sequence[str] = (),
     disk_dir: str | None = None,
     deterministic: bool = False,
+    update: UpdateMode = "auto",
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step[OptimizerT, LossT]:
@@ -91,6 +92,9 @@ def shard_step(
         disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
         deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits
             again on the same GPUs. An op that has none is an error. CPUs give the same bits without.
+        update: "compiled": Inductor makes one kernel of a unit's update, casts and stored copies in it;
+            "eager": torch's fused optimizers. "auto" compiles on accelerators with backend "inductor", where
+            the optimizer has `numbers`. What the host updates is updated eagerly.
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
         timeout: seconds after which a silent peer is an error.
 
@@ -108,7 +112,7 @@ def shard_step(
     chosen = Options(
         accumulate, accumulate_mode, Passes(depth, overlap), backend, inductor_options(mode, options),
         loss_scale, grad_norm, cache, timeout, remat, save if isinstance(save, str) else tuple(save),
-        disk_dir, deterministic,
+        disk_dir, deterministic, update,
     )  # fmt: skip
     return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
 
@@ -171,7 +175,7 @@ class Step(Generic[OptimizerT, LossT]):
         check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
         shards = init_params(
             source, specs, self._lowering.leaf_structure, self.mesh, init=init, seed=seed, disk_dir=disk_dir,
-            seeds_steps=self.optimizer is not None,
+            trains=self.optimizer is not None,
         )  # fmt: skip
         return self._begin(shards, seed or 0)
 
@@ -205,9 +209,10 @@ class Step(Generic[OptimizerT, LossT]):
         if self.optimizer is None:
             return shards
         self._check_optimizer()
-        specs, mesh = self._lowering.specs, self.mesh
+        specs, mesh, disk_dir = self._lowering.specs, self.mesh, self.options.disk_dir
         blocks = tree.flatten_with_paths(shards)[0]
-        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, self.options.disk_dir)
+        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
+        shards = narrowed(shards, specs, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return TrainState(step, shards, slots, self._scale.init(), number, where=(self.specs, mesh))
 
@@ -405,12 +410,8 @@ class Step(Generic[OptimizerT, LossT]):
         if self._lowering.resolved:
             return self._lowering.follow(params)
         if self.mesh.size > 1:
-            raise StateError(
-                report(
-                    "the specs do not know the leaves' full shapes.",
-                    fix="make them with match_specs or a preset, or call step.init first.",
-                )
-            )
+            fix = "make them with match_specs or a preset, or call step.init first."
+            raise StateError(report("the specs do not know the leaves' full shapes.", fix=fix))
         self._lowering.resolve(params)
 
     # -------------------------------------------------------------- results

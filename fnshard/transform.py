@@ -119,7 +119,8 @@ class Optimizer:
     Args:
         leaf: the whole of the mathematics, pure: `(path, grad, slots, param, info) -> (update, slots)`
             of one leaf. `param + update` is the new parameter. It sees fp32 where the leaf is of a
-            shorter dtype, and gradients that `info.grad_scale` has been multiplied into.
+            shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
+            `numbers`, it takes what they return in the place of `info`.
         slots: state by name, each made from the parameter and of its shape, dtype and device.
         needs: which of "global_norm", "leaf_norms", "gather" the `StepInfo` must carry.
         elementwise: an element's update depends on nothing of the leaf but that element.
@@ -133,6 +134,10 @@ class Optimizer:
             parameters: `(slots, params) -> None`, in place.
         in_place: takes the place of the whole `apply`.
         members: what `chain` was made of.
+        numbers: `(path, info) -> tree of 0-d tensors`: all that `leaf` reads of the step. With them the
+            update can be compiled (`shard_step(update=)`): numbers are inputs of the kernel, never constants.
+            `leaf` and `numbers` may then depend on the path through `settings(path)` and `info.leaf_norms`
+            alone: leaves that are alike share a kernel.
 
     >>> half = Optimizer("half()", leaf=lambda path, grad, slots, param, info: (-0.5 * grad, {}))
     >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -155,6 +160,7 @@ class Optimizer:
     follow: Callable[[Slots, Tensors], None] | None = None
     in_place: Callable[[Tensors, Slots, Tensors, StepInfo], None] | None = None
     members: tuple[Optimizer, ...] = ()
+    numbers: Callable[[str, StepInfo], Any] | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(self.needs - NEEDS)
@@ -189,7 +195,9 @@ class Optimizer:
         """`updates, slots` of the leaves in `grads`, in their dtypes; nothing given is changed."""
         updates, new = {}, {}
         for path, grad in grads.items():
-            updates[path], new[path] = self._leaf(path, grad, slots[path], params[path], info)
+            updates[path], new[path] = self.update_leaf(
+                path, grad, slots[path], params[path], self.given(path, info), info.grad_scale
+            )
         return updates, new
 
     @torch.no_grad()
@@ -209,7 +217,8 @@ class Optimizer:
                 if param.numel():
                     groups.setdefault((param.dtype, param.device, self.settings(path)), []).append(path)
                 continue
-            update, new = self._leaf(path, grad, state, param, info)
+            given = self.given(path, info)
+            update, new = self.update_leaf(path, grad, state, param, given, info.grad_scale)
             param.add_(update)
             for name, value in new.items():
                 state[name].copy_(value)
@@ -223,15 +232,31 @@ class Optimizer:
         """0-d tensors worth a place in the step's metrics: `lr`, `grad_norm`."""
         return self.values(info)
 
-    def _leaf(
-        self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, info: StepInfo
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    @property
+    def compilable(self) -> bool:
+        """Whether all that the update reads of the step are `numbers`."""
+        return self.numbers is not None and all(m.compilable for m in self.members)
+
+    def given(self, path: str, info: StepInfo) -> Any:
+        """What `leaf` takes of the step: its numbers, or the whole of it."""
+        return info if self.numbers is None else self.numbers(path, info)
+
+    def update_leaf(
+        self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
+        scale: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """Update and new slots of one leaf, computed in fp32 at least, in the dtypes of the leaf.
+
+        Args:
+            given: what `given` returned.
+            scale: the gradient is multiplied by it.
+        """
         wide = torch.promote_types(param.dtype, torch.float32)
         grad = grad.to(wide)
-        if info.grad_scale is not None:
-            grad = (grad * info.grad_scale).to(wide)  # a 0-d leaf takes on the factor's dtype
+        if scale is not None:
+            grad = (grad * scale).to(wide)  # a 0-d leaf takes on the factor's dtype
         held = {name: slots[name].to(wide) for name in self.slots}
-        update, new = self.leaf(path, grad, held, param.to(wide), info)
+        update, new = self.leaf(path, grad, held, param.to(wide), given)
         return update.to(param.dtype), {name: value.to(slots[name].dtype) for name, value in new.items()}
 
 

@@ -95,7 +95,8 @@ FLOORS = {
         compiler.passes.prefetch compiler.passes.frees
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
     "F4: machinery": """
-        compiler.kernels compiler.scalars compiler.update compiler.context compiler.movement compiler.execute
+        compiler.kernels compiler.scalars compiler.fused_update compiler.update compiler.context
+        compiler.movement compiler.execute
         compiler.tables compiler.indices compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
@@ -143,6 +144,7 @@ PRIVATE = {
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
     },
     "fnshard.compiler.kernels": {"torch._guards", "torch._inductor"},
+    "fnshard.compiler.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
     "fnshard.compiler.footprint": {"torch._subclasses", "torch.utils._python_dispatch"},
     "fnshard.compiler.slots": {"torch._subclasses"},
 }

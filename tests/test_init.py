@@ -181,7 +181,14 @@ def test_dtypes_and_master_weights() -> None:
     assert state.params["layers.0.scale"].dtype == torch.float32  # a buffer keeps its own
     slots = state.opt_state["first.weight"]
     assert {s.dtype for s in slots.values()} == {torch.float32}
-    assert torch.equal(slots["master"], state.params["first.weight"].float())
+    # The master has the digits that the stored copy has not.
+    plain = fs.shard_step(
+        lambda p, x: x.sum(), fs.presets.full_shard(params, mesh), mesh=mesh,
+        optimizer=fs.optim.adamw(1e-3), backend="eager",
+    ).init(deferred())  # fmt: skip
+    assert torch.equal(slots["master"], plain.params["first.weight"])
+    assert torch.equal(state.params["first.weight"], slots["master"].bfloat16())
+    assert not torch.equal(slots["master"], state.params["first.weight"].float())
 
 
 def test_without_an_optimizer_init_gives_the_shards_alone() -> None:

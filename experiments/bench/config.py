@@ -30,8 +30,10 @@ class BenchConfig:
         device: "cpu" (gloo ranks of one thread each) or "cuda" (one rank over NCCL).
         ranks: how many processes, a mesh of that size.
         size: a file of `conf/model`.
-        dtype: of compute; parameters are stored and updated in fp32.
+        dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
+        store: dtype that fnshard stores parameters in, beside an fp32 master if it is another; None is
+            `dtype` on a GPU, and fp32 on a CPU, where it takes fewer bytes.
         contenders: names of `contenders.CONTENDERS`; times are divided by those of `limit` and torch's.
         rounds: timed samples of each contender; `warmup` steps come before, of which the first compiles.
         steps: of one sample. A GPU takes several, or each would be launched with the one before it done.
@@ -40,7 +42,7 @@ class BenchConfig:
         memory: how often bytes are followed (what one pass gets wrong makes numbers larger only, so
             the smallest counts); 0 skips it.
         phases: whether to take fnshard's time by instruction.
-        backend: of fnshard.
+        backend, update: of fnshard.
     """
 
     device: str = "cpu"
@@ -48,6 +50,7 @@ class BenchConfig:
     size: str | None = None
     dtype: str | None = None
     reduce: str | None = None
+    store: str | None = None
     contenders: tuple[str, ...] = field(default=tuple(CONTENDERS))
     rounds: int | None = None
     steps: int | None = None
@@ -61,6 +64,7 @@ class BenchConfig:
     memory: int = 2
     phases: bool = True
     backend: str = "inductor"
+    update: str = "auto"
     timeout_s: float = 600.0
 
     @property
@@ -77,6 +81,11 @@ class BenchConfig:
     def reduce_dtype(self) -> torch.dtype:
         """dtype of gradients on the wire."""
         return DTYPES[self.reduce or self.dtype]
+
+    @property
+    def store_dtype(self) -> torch.dtype:
+        """dtype of fnshard's parameters between steps."""
+        return DTYPES[self.store or (self.dtype if self.device == "cuda" else "fp32")]
 
     @property
     def tokens(self) -> int:
@@ -112,6 +121,8 @@ def _problems(config: BenchConfig) -> list[str]:
         "size": names(),
         "dtype": list(DTYPES),
         "reduce": [None, *DTYPES],
+        "store": [None, *DTYPES],
+        "update": ["auto", "eager", "compiled"],
         "backend": ["inductor", "eager"],
     }
     for name, known in choices.items():

@@ -27,7 +27,8 @@ class Task:
     """What every contender is given.
 
     `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: one axis
-    "shard". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire.
+    "shard". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire. `store`: the dtype that
+    fnshard keeps parameters in, beside an fp32 master where it is not fp32; `update`: its option.
     """
 
     model: Decoder
@@ -37,6 +38,8 @@ class Task:
     lr: float
     weight_decay: float
     backend: str
+    store: torch.dtype = torch.float32
+    update: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,10 @@ def sharded(
     """The step and its first state; `dropout` falls on the logits, `options` are `shard_step`'s."""
     mesh = fs.make_mesh(shard=task.mesh.size, device=task.mesh.device_type)  # with a connection of its own
     apply, params = fs.make_functional(task.model)
-    specs = fs.presets.PRESETS[preset](params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce)
+    specs = fs.presets.PRESETS[preset](
+        params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce,
+        storage_dtype=task.store, optimizer_dtype=torch.float32,
+    )  # fmt: skip
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = apply(params, tokens)
@@ -165,7 +171,8 @@ def sharded(
     optimizer = fs.optim.adamw(task.lr, weight_decay=task.weight_decay)
     if clip is not None:
         optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(clip), optimizer)
-    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, backend=task.backend, **options)
+    options = {"backend": task.backend, "update": task.update, **options}
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
     return step, step.init({path: leaf.detach() for path, leaf in params.items()})
 
 

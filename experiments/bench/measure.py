@@ -92,7 +92,16 @@ def make_task(config: BenchConfig) -> Task:
     mesh = fs.make_mesh(shard=config.ranks, device=config.device)
     model = Decoder(config.model)
     dtypes = (config.compute_dtype, config.reduce_dtype)
-    return Task(model, mesh, *dtypes, config.lr, config.weight_decay, config.backend)
+    return Task(
+        model,
+        mesh,
+        *dtypes,
+        config.lr,
+        config.weight_decay,
+        config.backend,
+        config.store_dtype,
+        config.update,
+    )
 
 
 def batches(config: BenchConfig, task: Task, steps: range) -> Iterator[Batch]:

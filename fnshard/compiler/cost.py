@@ -72,6 +72,7 @@ class Pricer:
         slots: tensors of optimizer state per leaf, beside a master copy (AdamW's two).
         moved: bytes of transfers, by the number of their instruction (`Ledger.moved`); without it they are
             added up from the sizes of what is named, state counted as `slots` tensors of a block each.
+        fused_update: an update is compiled, and moves gradients, state and stored copies once.
     """
 
     schedule: Schedule
@@ -79,6 +80,7 @@ class Pricer:
     fused: bool = True
     slots: int = 2
     moved: Mapping[int, int] | None = None
+    fused_update: bool = False
 
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
@@ -223,21 +225,30 @@ class Pricer:
             return False
         return (spec.memory if name.startswith("s:") else spec.optimizer_memory) == "disk"
 
-    def update(self, line: Update) -> Price:
-        """The fused optimizer: gradient, parameter and slots read, the latter two written."""
+    def update_bytes(self, line: Update) -> float:
+        """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
         bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
         size = 0.0
         for path in bucket.paths:
             spec = specs[path]
             count = math.prod(block_shape(spec.shape, spec.optimizer, mesh))
-            own = spec.optimizer_dtype.itemsize
+            own, stored = spec.optimizer_dtype.itemsize, spec.storage_dtype.itemsize
+            if self.fused_update and spec.updated_on == "device":
+                size += count * (
+                    bucket.dtype.itemsize + 2 * own * (1 + self.slots) + stored * spec.has_master
+                )
+                continue
             size += count * own * (1 + 2 * (1 + self.slots))
             if spec.optimizer_dtype != spec.storage_dtype:
-                size += count * (own + spec.storage_dtype.itemsize)
+                size += count * (own + stored)
             if spec.optimizer_dtype != bucket.dtype:
                 size += count * (own + bucket.dtype.itemsize)
-        h = self.hardware
-        if specs[bucket.paths[0]].updated_on == "host":
+        return size
+
+    def update(self, line: Update) -> Price:
+        """Of the optimizer on one bucket."""
+        size, h = self.update_bytes(line), self.hardware
+        if self.schedule.specs[line.paths[0]].updated_on == "host":
             disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))
             seconds = size / h.host_update_bytes_per_s + disk / h.disk_bytes_per_s
             return Price(seconds, h.instruction_seconds, on_host=True)

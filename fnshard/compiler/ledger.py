@@ -206,6 +206,7 @@ class Given:
         optimizer: None where gradients are returned.
         compiled: the kernels, if they have been compiled by Inductor.
         transport: how ranks talk; None looks at the mesh.
+        fused_update: updates are compiled.
     """
 
     program: Program
@@ -213,6 +214,7 @@ class Given:
     optimizer: Optimizer | None = None
     compiled: Compiled | None = None
     transport: Kind | None = None
+    fused_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def measure(schedule: Schedule, given: Given) -> Ledger:
         footprint=lambda name, backward, entries: footprint_of(
             schedule.kernels[name], backward, entries, given.compiled, mesh.device_type
         ),
-        update_bytes=Updates(schedule, given.optimizer, slots, known).bytes,
+        update_bytes=Updates(schedule, given.optimizer, slots, known, given.fused_update).bytes,
         rank=mesh.rank,
     )
     constants = _put_inputs(walk, given, slots)

@@ -106,12 +106,15 @@ class _Row:
 
 @dataclass(frozen=True)
 class Updates:
-    """What the Updates of a schedule take beside what they change. `known`: found before."""
+    """What the Updates of a schedule take beside what they change. `known`: found before; `fused`: those on
+    the device are compiled, and take nothing.
+    """
 
     schedule: Schedule
     optimizer: Optimizer
     slots: Slots
     known: dict[Any, int]
+    fused: bool = False
 
     def bytes(self, bucket: Bucket, barrier: bool) -> int:
         """Of one bucket, on the device that updates it.
@@ -122,6 +125,8 @@ class Updates:
             barrier: whether the step's scalars are known by then (gradients may be scaled by them).
         """
         specs, mesh, settings = self.schedule.specs, self.schedule.mesh, self.optimizer.settings
+        if self.fused and specs[bucket.paths[0]].updated_on == "device":
+            return 0
         key = (
             mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, self.schedule.accumulate > 1,
             bucket.dtype, tuple((replace(specs[p], unit="-"), settings(p)) for p in bucket.paths),

@@ -91,6 +91,7 @@ def simulate(
     slots: int = 2,
     tokens: int | None = None,
     moved: Mapping[int, int] | None = None,
+    fused_update: bool = False,
 ) -> Timeline:
     """Run a schedule on paper.
 
@@ -98,9 +99,9 @@ def simulate(
         fused: kernels as Inductor compiles them; else operator by operator.
         slots: tensors of optimizer state per leaf.
         tokens: of one step, all ranks together, if known.
-        moved: bytes of transfers, by the number of their instruction; see `Pricer`.
+        moved, fused_update: see `Pricer`.
     """
-    pricer = Pricer(schedule, hardware, fused, slots, moved)
+    pricer = Pricer(schedule, hardware, fused, slots, moved, fused_update)
     clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
     for index, line in enumerate(schedule.instructions):
         clock.step(index, line, pricer.of(line))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.compiler.fused_update import FusedUpdates
 from fnshard.compiler.scalars import Summary
 from fnshard.mesh import Mesh
 from fnshard.runtime.buckets import Bucket
@@ -51,13 +52,17 @@ def place(spec: LayoutSpec, mesh: Mesh, rank: int) -> Place:
 
 @dataclass
 class Updater:
-    """Runs the optimizer of one step on whatever buckets the schedule says, in its order."""
+    """Runs the optimizer of one step on whatever buckets the schedule says, in its order.
+
+    `fused`: where updates are compiled; those on the host never are.
+    """
 
     optimizer: Optimizer
     specs: Mapping[str, LayoutSpec]
     mesh: Mesh
     rank: int
     comm: Collectives
+    fused: FusedUpdates | None = None
     places: dict[str, Place] = field(default_factory=dict)
 
     def scalars_arrived(self, env: dict[str, Any], summary: Summary) -> None:
@@ -86,6 +91,8 @@ class Updater:
         for path in bucket.paths:
             self.places[path] = place(self.specs[path], self.mesh, self.rank)
         paths = bucket.paths
+        if self.fused is not None and self.specs[paths[0]].updated_on == "device":
+            return self._bind_fused(paths)
         if all(self._plain(p) for p in paths):
 
             def update_plain(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
@@ -124,6 +131,34 @@ class Updater:
             env["info_there"] = torch.Event(self.mesh.device_type)
             env["info_there"].record()
         return {"info": env["info_on_host"], "skip": env["skip"]}, env["info_there"]
+
+    def _bind_fused(self, paths: tuple[str, ...]) -> UpdateOf:
+        """The same, compiled. A bucket's leaves are of one dtype on the wire, and may differ in all else."""
+        places, names = self.places, tuple(self.optimizer.slots)
+        empty = {
+            p for p in paths
+            if 0 in self.specs[p].shape or any(s.start == s.stop for s in places[p].valid or ())
+        }  # fmt: skip
+        parts: list[tuple[list[str], Callable[..., None]]] = []
+        for copied in (False, True):
+            mine = [p for p in paths if self.specs[p].has_master is copied and p not in empty]
+            if mine:
+                parts.append((mine, self.fused.bind(mine, copied)))
+
+        def tensors(path: str, blocks: Tensors, slots: Slots, params: Tensors) -> list[Tensor]:
+            where, held = places[path], slots[path]
+            own = [_cut(params[path], where.stored)]
+            if MASTER in held:
+                own.insert(0, _cut(held[MASTER], where.valid))
+            return [_cut(blocks[path], where.gradient), *own, *(_cut(held[n], where.valid) for n in names)]
+
+        def update(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+            if env["skip"]:
+                return
+            for mine, run in parts:
+                run({p: tensors(p, blocks, slots, params) for p in mine}, env["info"])
+
+        return update
 
     def stored_part(self, path: str, stored: Tensor) -> Tensor:
         """The part of a stored leaf that its optimizer block holds, padding cut off."""
