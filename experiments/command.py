@@ -3,38 +3,20 @@ anything is made or started; what goes wrong later is exit code 1, and a bug has
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from typing import Any
 
-import hydra
-import yaml
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
+from experiments.application import application
 from experiments.asked import Asked, ask
-from experiments.config import ConfigError
 from experiments.form import Form, Job
 from experiments.launchers import check_plugins
+from experiments.mistakes import is_mistake, is_outside, message
 from experiments.typed import flags_of
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
-# A folder that cannot be written, a full disk: of the machine, not of the program.
-NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR,
-           errno.EEXIST, errno.ENOENT)  # fmt: skip
-SAID = (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError)
-
-
-class _Carried(BaseException):
-    """A task's exception on its way through Hydra, which would tell of it in its own way."""
-
-    def __init__(self, error: Exception):
-        super().__init__(error)
-        self.error = error
 
 
 def main(job: Job) -> None:
@@ -80,33 +62,6 @@ def asked_for(form: Form) -> Asked:
     return ask(form, arguments)
 
 
-def application(form: Form, task: Callable[[DictConfig], Any]) -> Callable[[], None]:
-    """`task` as Hydra runs it, once or for each run of a sweep; its exceptions come out as they are."""
-
-    def carrying(composed: DictConfig) -> Any:
-        try:
-            return task(composed)  # a sweeper may look at what it gives
-        except Exception as error:
-            raise _Carried(error) from None
-
-    run = hydra.main(version_base="1.3", config_path=str(form.conf), config_name=form.name)(carrying)
-
-    def application() -> None:
-        form.register()
-        before = os.environ.get("HYDRA_FULL_ERROR")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are handed on, too
-        try:
-            run()
-        except _Carried as carried:
-            raise carried.error from None
-        finally:
-            os.environ.pop("HYDRA_FULL_ERROR")
-            if before is not None:
-                os.environ["HYDRA_FULL_ERROR"] = before
-
-    return application
-
-
 def concluded(run: Callable[[], None], *also: type[Exception]) -> None:
     """Run, and end the process as the outcome wants it.
 
@@ -126,30 +81,3 @@ def concluded(run: Callable[[], None], *also: type[Exception]) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(message(error), file=sys.stderr, flush=True)
         sys.exit(code)
-
-
-def is_mistake(error: Exception) -> bool:
-    """Whether what was asked for is wrong."""
-    if isinstance(error, SAID):
-        return True
-    innermost = traceback.extract_tb(error.__traceback__)[-1:]  # `run=null` and the like
-    if any(f"{os.sep}{package}{os.sep}" in frame.filename for frame in innermost for package in
-           ("hydra", "omegaconf")):  # fmt: skip
-        return True
-    from fnshard.errors import BudgetError, MissingExtraError, OptimizerError, SpecError, TraceError
-
-    return isinstance(error, BudgetError | MissingExtraError | OptimizerError | SpecError | TraceError)
-
-
-def is_outside(error: Exception) -> bool:
-    """Whether something else than the program failed: a rank, a disk, an agreement."""
-    from fnshard.errors import FnshardError
-
-    return isinstance(error, FnshardError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
-
-
-def message(error: Exception) -> str:
-    """A mistake as it is told."""
-    cause = error.__cause__
-    more = f"\n{cause}" if isinstance(cause, OmegaConfBaseException) else ""
-    return f"error: {error}{more}"

@@ -25,17 +25,19 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import schema
+from experiments.application import application
 from experiments.asked import Asked
 from experiments.budget import check_memory
-from experiments.command import application, is_mistake, is_outside, message
 from experiments.compare.outcome import jobs_of
 from experiments.config import NEVER, ConfigError
 from experiments.files import write_json
 from experiments.form import ROOT, Job
 from experiments.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
+from experiments.mistakes import is_mistake, is_outside, message
 from experiments.place import place, ranks_of
+from experiments.result import RESULT, STOPPED, read_result, write_result
 from experiments.resume import finished, sweep_taken, taken
-from experiments.sweep import RESULT, STOPPED, TABLE, objective, read_result, tell, write_result
+from experiments.sweep import TABLE, objective, tell
 from experiments.worker import REFUSAL, refused, run_job
 from fnshard.launcher import LaunchError, launch, under_launcher
 from fnshard.nodes import Nodes, under_slurm

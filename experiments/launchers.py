@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import ConfigError
-from experiments.sweep import RESULT, read_result, write_result
+from experiments.result import RESULT, read_result, write_result
 
 LOCAL, SIDE_BY_SIDE = "basic", "joblib"  # Hydra's names
 # Option: the plugin's package, and the extra of ours that installs it.

@@ -21,11 +21,11 @@ from experiments.plan import Plan, dtypes_of, plan_of, write_plan
 from experiments.reading import Reading, reading_of
 from experiments.record import Spent, varying
 from experiments.report import Report, comparison, plot_losses
+from experiments.result import write_result
 from experiments.resume import Run
 from experiments.sample import Sampler, last_logits
 from experiments.saver import Saver, restored
 from experiments.steps import Training, begin_report, make_optimizer, run_steps, tell_resume, tell_stop
-from experiments.sweep import write_result
 from fnshard.rank import Stop
 
 TABLES = "tables.json"

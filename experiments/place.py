@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.config import ConfigError
-from experiments.tracking.tracker import check_installed
+from experiments.tracking.registry import check_installed
 from fnshard.errors import report
 
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many

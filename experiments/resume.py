@@ -24,7 +24,8 @@ from typing import Any
 import fnshard as fs
 from experiments.config import AUTO, NEVER, ConfigError
 from experiments.files import write_json
-from experiments.sweep import TABLE, read_result
+from experiments.result import read_result
+from experiments.sweep import TABLE
 from fnshard.errors import report
 from fnshard.runtime.folder import make
 

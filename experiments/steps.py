@@ -21,11 +21,11 @@ from experiments.files import append, write_text
 from experiments.plan import MEMORY, Plan, append_compiled, hardware_of, write_memory
 from experiments.record import Record, Spent, Work, command_of, facts_of
 from experiments.report import Report, Silent, metrics_beside
+from experiments.result import STOPPED, write_result
 from experiments.resume import Run
 from experiments.saver import Saver
-from experiments.sweep import STOPPED, write_result
 from experiments.tracing import Tracer
-from experiments.tracking.tracker import chosen
+from experiments.tracking.registry import chosen
 from experiments.watchdog import Begin, Spikes, Watch
 from fnshard.hardware import TABLE
 from fnshard.rank import Stop

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from experiments.files import write_json
+from experiments.compare.files import write
+from experiments.compare.outcome import jobs_of, outcome_of
+from experiments.result import read_result
 
-RESULT, TABLE, STEM = "result.json", "table.txt", "sweep"
-STOPPED = "stopped"  # the status of a run that can be gone on with
+TABLE, STEM = "table.txt", "sweep"
 METRIC = "held_out_loss"
-
-
-def write_result(folder: Path, **values: Any) -> None:
-    """What the table says of the run in `folder`: `status`, `overrides`, and numbers by name."""
-    write_json(folder / RESULT, values)
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """What `write_result` has left in a folder; the status is "no result" where there is none."""
-    try:
-        return json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {"status": "no result", "overrides": []}
 
 
 def objective(folder: Path, metric: str = METRIC) -> float | None:
@@ -46,9 +33,6 @@ def tell(sweep: Path, metric: str = METRIC, *, finished: bool = True) -> int:
     Returns:
         How many did not finish.
     """
-    from experiments.compare.files import write
-    from experiments.compare.outcome import jobs_of, outcome_of
-
     outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
     unknown = not any(metric in outcome.numbers for outcome in outcomes)
     told, ranking = write(outcomes, METRIC if unknown else metric, sweep, STEM, TABLE if finished else None)

@@ -30,12 +30,13 @@ from experiments.place import place
 from experiments.record import Record, Spent, facts_of
 from experiments.report import Report, Silent
 from experiments.steps import Training
-from experiments.tracking.tracker import EXTRAS, Told, Tracker, chosen
+from experiments.tracking.registry import TRACKERS, chosen
+from experiments.tracking.tracker import Told, Tracker
 from experiments.train import FORM
 from experiments.watchdog import Spikes
 from fnshard.launcher import launch, run_rank, under_launcher
 
-DEFAULTS = {"model": "tiny", "trackers": ",".join(EXTRAS), "rounds": "12", "block": "25", "ranks": "2",
+DEFAULTS = {"model": "tiny", "trackers": ",".join(TRACKERS), "rounds": "12", "block": "25", "ranks": "2",
             "backend": "inductor"}  # fmt: skip
 
 

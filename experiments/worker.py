@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from experiments.command import is_mistake
 from experiments.config import ConfigError
 from experiments.files import write_json
+from experiments.mistakes import is_mistake
 from experiments.resume import Run, taken
 from experiments.schema import build
 from experiments.watchdog import DivergedError

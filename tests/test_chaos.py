@@ -20,8 +20,8 @@ from experiments.chaos.config import MODES, MOMENTS, ChaosConfig, build
 from experiments.chaos.report import failed, table
 from experiments.config import ConfigError
 from experiments.report import METRICS
+from experiments.result import write_result
 from experiments.resume import CHECKPOINTS
-from experiments.sweep import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 4467

@@ -28,7 +28,7 @@ from experiments.form import Form
 from experiments.help import help_of
 from experiments.memory.config import FORM as MEMORY
 from experiments.place import place
-from experiments.sweep import read_result
+from experiments.result import read_result
 from experiments.tokenize.config import FORM as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize

@@ -33,8 +33,8 @@ from experiments.job import start
 from experiments.place import place
 from experiments.record import PARTS
 from experiments.report import METRICS
+from experiments.result import read_result
 from experiments.resume import Run
-from experiments.sweep import read_result
 from fnshard.errors import BudgetError
 from fnshard.rank import Stop
 from fnshard.shards import spec_paths

@@ -24,6 +24,7 @@ from experiments import loop, steps
 from experiments.chaos.campaign import differences
 from experiments.config import ConfigError, TrainConfig
 from experiments.report import METRICS, Report
+from experiments.result import read_result, write_result
 from experiments.resume import (
     CHECKPOINTS,
     IDENTITY,
@@ -35,7 +36,7 @@ from experiments.resume import (
     sweep_taken,
     taken,
 )
-from experiments.sweep import TABLE, read_result, write_result
+from experiments.sweep import TABLE
 from fnshard.errors import CheckpointError
 from fnshard.rank import Stop
 

@@ -29,8 +29,9 @@ from experiments.compare.outcome import FAILED, OK, Outcome, found, jobs_of, out
 from experiments.compare.table import as_text, differences, ranked, write_csv
 from experiments.config import ConfigError
 from experiments.report import METRICS
+from experiments.result import read_result, write_result
 from experiments.resume import sweep_taken
-from experiments.sweep import TABLE, objective, read_result, write_result
+from experiments.sweep import TABLE, objective
 from experiments.train import JOB
 from fnshard.errors import MissingExtraError
 from fnshard.launcher import LaunchError

@@ -18,9 +18,9 @@ from experiments.config import ConfigError, TrackerConfig
 from experiments.progress import Progress
 from experiments.report import METRICS, Report
 from experiments.tracking import feed as feeds
-from experiments.tracking import tracker as trackers
 from experiments.tracking.feed import Feed
-from experiments.tracking.tracker import At, Row, Told, check_installed, chosen
+from experiments.tracking.registry import check_installed, chosen
+from experiments.tracking.tracker import At, Row, Told
 
 FACTS = {
     "command": "python -m experiments.train",
@@ -287,7 +287,7 @@ def test_several_are_chosen_by_name() -> None:
 
 
 def test_what_is_not_installed_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     asked = TrackerConfig(wandb=True, tensorboard=True)
     wanted = r"tracker=tensorboard: .*\n.*tracker=wandb: .*\nFix: pip install 'fnshard\[tensorboard,wandb\]'"
     with pytest.raises(ConfigError, match=wanted):

@@ -27,10 +27,10 @@ from experiments import config as configs
 from experiments import job, schema, train
 from experiments.asked import ask
 from experiments.budget import check_memory, state_bytes
-from experiments.command import is_mistake
 from experiments.config import ConfigError
 from experiments.explain.__main__ import FORM as EXPLAIN
 from experiments.explain.paper import explain
+from experiments.mistakes import is_mistake
 from experiments.model import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.place import place
 from experiments.sample import Sampler, last_logits, printable

@@ -24,8 +24,8 @@ from experiments.config import TrainConfig
 from experiments.record import PARTS, Record, Work, git_of, in_words
 from experiments.record import RUN as RUN_FILE
 from experiments.report import METRICS
+from experiments.result import read_result
 from experiments.resume import CHECKPOINTS, Run, identity_of
-from experiments.sweep import read_result
 from experiments.watchdog import DivergedError, Spikes, Stragglers, ill, sound
 from fnshard.rank import Stop
 

@@ -15,8 +15,8 @@ import fnshard as fs
 from experiments.chaos.config import ChaosConfig
 from experiments.chaos.job import ROOT, SLOW_S, STOPPED, Job, gone, rows_of
 from experiments.record import VARIES
+from experiments.result import read_result
 from experiments.resume import CHECKPOINTS
-from experiments.sweep import read_result
 from fnshard.errors import CheckpointError
 
 TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in

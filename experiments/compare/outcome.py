@@ -15,7 +15,7 @@ import yaml
 
 from experiments.config import ConfigError
 from experiments.report import HELD_OUT, METRICS, read_rows
-from experiments.sweep import RESULT, STOPPED, read_result
+from experiments.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
 
 IDENTITY, JOB, OVERRIDES = "identity.json", "job.json", Path(".hydra", "overrides.yaml")

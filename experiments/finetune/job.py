@@ -78,7 +78,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
 def _pretrain(config: FinetuneConfig, folder: Path) -> None:
     """Make a base by a job of its own."""
     from experiments.job import start
-    from experiments.sweep import STOPPED
+    from experiments.result import STOPPED
     from fnshard.launcher import under_launcher
 
     if under_launcher():

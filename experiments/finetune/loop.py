@@ -32,10 +32,10 @@ from experiments.finetune.tuning import Tuning, first_state
 from experiments.plan import write_plan
 from experiments.record import Spent, varying
 from experiments.report import Report, plot_losses
+from experiments.result import write_result
 from experiments.resume import Run
 from experiments.saver import Saver, restored
 from experiments.steps import Training, begin_report, run_steps, tell_resume, tell_stop
-from experiments.sweep import write_result
 from fnshard.hf.files import read_config
 from fnshard.rank import Stop
 

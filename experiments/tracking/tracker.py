@@ -1,18 +1,13 @@
-"""Tracker: what all of them are, and which ones a configuration asks for."""
+"""Tracker: what all of them are."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.config import ConfigError, TrackerConfig
-from fnshard.errors import report
-
 Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
-EXTRAS = ("tensorboard", "wandb", "mlflow")  # fields of TrackerConfig, packages and extras alike
 
 
 @dataclass(frozen=True, order=True)
@@ -79,30 +74,3 @@ def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value
         out |= flat(value, f"{at}{key}.") if nested else {f"{at}{key}": value}
     return out
-
-
-def chosen(config: TrackerConfig) -> list[Tracker]:
-    """The trackers that a configuration asks for; none of them has started."""
-    from experiments.tracking.mlflows import MLflow
-    from experiments.tracking.tensorboards import TensorBoard
-    from experiments.tracking.wandbs import WandB
-
-    made = {
-        "tensorboard": TensorBoard,
-        "wandb": lambda: WandB(config.project),
-        "mlflow": lambda: MLflow(config.project, config.store),
-    }
-    return [made[name]() for name in EXTRAS if getattr(config, name)]
-
-
-def check_installed(config: TrackerConfig) -> None:
-    """Refuse trackers whose packages are not there, before a rank starts.
-
-    Raises:
-        ConfigError: names each, and how it is installed.
-    """
-    missing = [n for n in EXTRAS if getattr(config, n) and importlib.util.find_spec(n) is None]
-    if missing:
-        asked = [f"tracker={name}: the package {name} is not installed." for name in missing]
-        fix = f"pip install 'fnshard[{','.join(missing)}]'; metrics.jsonl is written in any case."
-        raise ConfigError(report("trackers are asked for that are not here:", asked, fix))
