@@ -237,6 +237,8 @@ def test_half_types_are_summed_in_fp32():
     in_bf16 = parts[0] + parts[1] + parts[2] + parts[3]
     assert torch.equal(sum_rows(parts, torch.empty_like(parts[0])), exact)
     assert not torch.equal(in_bf16, exact)
+    exact = (parts[0].float() + parts[1].float()).bfloat16()
+    assert torch.equal(sum_rows(parts[:2], torch.empty_like(exact)), exact)
 
 
 # ------------------------------------------------------------------ peers that fail

@@ -21,6 +21,7 @@ from fnshard.runtime.connect import connect
 TIMEOUT_S = 1.5
 KINDS = {
     "all_gather": {"gather"},
+    "gather_leaves": {"gather"},
     "reduce_scatter": {"reduce_scatter"},
     "all_reduce": {"all_reduce", "reduce_scalars"},
 }  # the instructions that issue a collective, or wait for it

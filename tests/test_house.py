@@ -77,7 +77,7 @@ FLOORS = {
         functional schedules lora transform optim scaling state""",
     "F2: how it is done": """
         runtime runtime.pinned runtime.worker runtime.memory runtime.reading runtime.buckets
-        runtime.rollcall runtime.monitor runtime.collectives runtime.messages
+        runtime.rollcall runtime.monitor runtime.collectives runtime.messages runtime.inplace_gather
         runtime.endpoint runtime.shm runtime.simulated runtime.connect runtime.rows runtime.tensorfile
         runtime.fileblocks
         runtime.folder runtime.plain runtime.manifest runtime.root runtime.blocks runtime.together runtime.dcp

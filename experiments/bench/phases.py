@@ -91,11 +91,11 @@ def _clocked(context: Context, watch: Watch) -> Context:
 
 def _timed(fn: Callable[..., Any], into: Seconds, name: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), sum(into.values())
         try:
             return fn(*args, **kwargs)
-        finally:
-            into[name] += time.perf_counter() - began
+        finally:  # what was timed inside is not counted again
+            into[name] += time.perf_counter() - began - (sum(into.values()) - before)
 
     return run
 

@@ -67,7 +67,7 @@ def _run(on: Rank, line: Run) -> None:
         if block is None:
             entries.append(Entry(-1 - place))
             continue
-        only = walk.blocks[block].refs == held_by_call[block]
+        only = walk.blocks[block].refs == held_by_call[block] and walk.blocks[block].slot is None
         number = numbers.setdefault(block, len(numbers))
         entries.append(Entry(number, only, walk.blocks[block].bytes if only else 0))
     footprint = on.footprint(line.kernel, line.backward, tuple(entries))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.context import Action, Context, Env, on_host
-from fnshard.compiler.schedule import Cast, Gather, Publish, ToDevice, ToHost, Wait
+from fnshard.compiler.schedule import Cast, Gather, Publish, ToDevice, ToHost, Wait, in_place_if_shared
+from fnshard.runtime.buckets import leaf_runs
+from fnshard.runtime.collectives import Handle
 
 # ------------------------------------------------------------------ leaves
 
@@ -33,15 +37,30 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     return out
 
 
+@dataclass(frozen=True)
+class InPlace:
+    """A gather in flight whose result are flat leaves, not rows."""
+
+    leaves: Handle[list[Tensor]]
+
+
 def gather(line: Gather | Publish, context: Context) -> Action:
-    """Pack this rank's blocks and issue."""
+    """Write this rank's blocks into leaves that the ranks share, or pack them; issue."""
     bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
+    in_place = getattr(comm, "gather_leaves", None) if in_place_if_shared(line, context.schedule) else None
+    runs, total = leaf_runs(bucket)
     pairs, (flight,) = list(zip(bucket.paths, line.reads, strict=True)), line.writes
     publish = isinstance(line, Publish)  # of a leaf that is stored whole: only this rank's block is new
 
     def run(env: Env) -> None:
-        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
         stored = {p: env[n] for p, n in pairs}
+        if in_place is not None:
+            write = partial(packer.write_blocks, stored)
+            handle = in_place(runs, total, bucket.dtype, write, bucket.axes)
+            if handle is not None:
+                env[flight] = InPlace(handle)
+                return
+        flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
         packer.pack_blocks(packer.cut(stored) if publish else stored, flat)
         env[flight] = comm.all_gather(flat, bucket.axes)
 
@@ -49,13 +68,18 @@ def gather(line: Gather | Publish, context: Context) -> Action:
 
 
 def wait_gather(line: Wait, context: Context) -> Action:
-    """Unpack every rank's blocks into whole leaves."""
+    """The leaves in place, or every rank's blocks unpacked into whole leaves."""
     (flight,), packer, specs = line.reads, context.packer(line.bucket), context.schedule.specs
-    paths = context.schedule.buckets[line.bucket].paths
-    writes, dtype = dict(zip(paths, line.writes, strict=True)), specs[paths[0]].compute_dtype
+    pieces = context.schedule.buckets[line.bucket].pieces
+    writes = {p.path: name for p, name in zip(pieces, line.writes, strict=True)}
+    dtype = specs[pieces[0].path].compute_dtype
 
     def run(env: Env) -> None:
         handle = env.pop(flight)
+        if isinstance(handle, InPlace):
+            for piece, name, leaf in zip(pieces, line.writes, handle.leaves.wait(), strict=True):
+                env[name] = leaf.view(piece.shape)
+            return
         leaves = packer.unpack_rows(handle.wait(), dtype)
         handle.release()
         for path, name in writes.items():

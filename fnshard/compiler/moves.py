@@ -22,6 +22,7 @@ from fnshard.compiler.schedule import (
     ToDevice,
     ToHost,
     Wait,
+    in_place_if_shared,
 )
 from fnshard.compiler.transport import Transport
 from fnshard.compiler.walk import (
@@ -35,7 +36,7 @@ from fnshard.compiler.walk import (
     Walk,
     held_in,
 )
-from fnshard.runtime.buckets import Bucket, Piece
+from fnshard.runtime.buckets import Bucket, Piece, leaf_runs
 from fnshard.spec import LayoutSpec, block_slices
 
 FootprintOf = Callable[[str, bool, Sequence[Entry]], Footprint]
@@ -78,8 +79,12 @@ def cast(on: Rank, line: Cast) -> None:
 
 
 def gather(on: Rank, line: Gather | Publish) -> None:
-    """Pack; issue."""
+    """Pack, or write into leaves that the ranks share; issue."""
     walk, bucket = on.walk, on.bucket(line)
+    if on.transport.shares_memory(bucket.axes) and in_place_if_shared(line, walk.schedule):
+        total = leaf_runs(bucket)[1] * bucket.dtype.itemsize
+        flight = on.transport.gather_leaves(total, len(bucket.pieces), bucket.axes)
+        return walk.set(line.writes[0], flight)
     flat = on.transport.send_buffer(walk, bucket.numel, bucket.dtype, bucket.axes)
     if isinstance(line, Publish):
         copies = [_cut_copy(on, p, on.specs[p.path].storage_dtype) for p in bucket.pieces]
@@ -99,11 +104,15 @@ def _cut_copy(on: Rank, piece: Piece, dtype: torch.dtype, flatten: bool = True) 
 
 
 def wait_gather(on: Rank, line: Wait) -> None:
-    """Rows -> full leaves."""
+    """Rows -> full leaves, or the leaves where they lie."""
     walk = on.walk
     pieces = on.bucket(line).pieces
     dtype = on.specs[pieces[0].path].compute_dtype
     flight = walk.names[line.reads[0]]
+    if flight.slot is not None and flight.slot.views:
+        for piece, name in zip(pieces, line.writes, strict=True):
+            walk.set(name, walk.view_of(flight.slot, math.prod(piece.shape), dtype))
+        return walk.drop(line.reads[0])
     holds = list(flight.holds)
     for held in holds:
         walk.hold(held.block)

@@ -239,6 +239,16 @@ def is_lent(name: str) -> bool:
     return name.startswith("h:") and not name.startswith("h:s:")
 
 
+def in_place_if_shared(line: Instruction, schedule: Schedule) -> bool:
+    """Whether ranks that share memory gather this into leaves that they share (`runtime.inplace_gather`).
+
+    Blocks may be read until the gather is waited for, and of what a gather reads only stored leaves live on.
+    """
+    bucket = schedule.buckets[line.bucket]
+    as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
+    return isinstance(line, Gather) and as_sent and all(n.startswith("s:") for n in line.reads)
+
+
 def taken_over(line: Instruction) -> tuple[str, ...]:
     """What an instruction reads last, as it may write to it: reduced gradients, scaled or summed in place."""
     taken = ("r:", "h:r:", "t:r:")

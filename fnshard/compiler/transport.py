@@ -49,6 +49,7 @@ class SharedSlot:
     start: int
     end: int
     alive: bool = True
+    views: int = 0  # of a unit gathered in place: leaves that are alive
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Transport:
     kind: Kind
     gathers: SharedHeap = field(default_factory=SharedHeap)
     reductions: SharedHeap = field(default_factory=SharedHeap)
+    units: dict[tuple[str, ...], SharedHeap] = field(default_factory=dict)  # gathered in place, by axes
     packing: SharedSlot | None = None
 
     def resident_bytes(self) -> int:
@@ -88,14 +90,15 @@ class Transport:
         if self.kind != "shared":
             return 0
         words = head_bytes(len(group_names(self.mesh))) + 3 * PAGE
-        return words + self.gathers.top + self.reductions.top
+        units = sum(-(-heap.top // self.mesh.axes_size(axes)) for axes, heap in self.units.items())
+        return words + self.gathers.top + self.reductions.top + units
 
     def send_buffer(
         self, walk: Walk, numel: int, dtype: torch.dtype, axes: Sequence[str], rows: int = 1
     ) -> Held:
         """Where a bucket is packed."""
         nbytes = rows * numel * dtype.itemsize
-        if self.kind == "shared" and nbytes and self.mesh.axes_size(axes) > 1:
+        if nbytes and self.shares_memory(axes):
             self.packing = (self.reductions if rows > 1 else self.gathers).take(nbytes)
             return Held(None, rows * numel, dtype)
         return walk.tensor(rows * numel, dtype, BUFFERS)
@@ -112,6 +115,16 @@ class Transport:
         count = n if self.kind == "native" else 1
         return Flight((flat, walk.tensor(count * flat.numel, flat.dtype, BUFFERS)))
 
+    def shares_memory(self, axes: Sequence[str]) -> bool:
+        """Whether these ranks write to one memory."""
+        return self.kind == "shared" and self.mesh.axes_size(axes) > 1
+
+    def gather_leaves(self, nbytes: int, count: int, axes: Sequence[str]) -> Flight:
+        """Issue a gather of so many leaves in place: their slot is free when the last of them dies."""
+        slot = self.units.setdefault(tuple(axes), SharedHeap()).take(nbytes)
+        slot.views = count
+        return Flight(slot=slot)
+
     def reduce_scatter(self, walk: Walk, rows: Held, axes: Sequence[str]) -> Flight:
         """Issue; `reduced` gives the result."""
         n = self.mesh.axes_size(axes)
@@ -119,22 +132,24 @@ class Transport:
             return Flight(result=rows)
         part = rows.numel // n
         if self.kind == "shared":
-            return Flight(slot=self._slot(rows, self.reductions), result=Held(None, part, rows.dtype))
+            slot = self._slot(rows, self.reductions)
+            return Flight(slot=slot, result=Held(None, part, rows.dtype), rows=n)
         if self.kind == "p2p":
             parts = [walk.tensor(part, rows.dtype, BUFFERS) for _ in range(n - 1)]
-            return Flight((rows, *parts), result=Held(None, part, rows.dtype))
+            return Flight((rows, *parts), result=Held(None, part, rows.dtype), rows=n)
         if self.kind == "native":
             return Flight((rows,), result=walk.tensor(part, rows.dtype, BUFFERS))
-        return Flight((rows, walk.like(rows, BUFFERS)), result=Held(None, part, rows.dtype))
+        return Flight((rows, walk.like(rows, BUFFERS)), result=Held(None, part, rows.dtype), rows=n)
 
     def all_reduce(self, walk: Walk, flat: Held, axes: Sequence[str]) -> Flight:
         """Issue; the sum is made in place, but not in a shared slot."""
-        if self.mesh.axes_size(axes) == 1 or self.kind in ("local", "p2p", "native"):
+        n = self.mesh.axes_size(axes)
+        if n == 1 or self.kind in ("local", "p2p", "native"):
             return Flight(result=flat)
         if self.kind == "shared":
-            pieces = self.mesh.axes_size(axes) if flat.bytes > SMALL_BYTES else 1
-            return Flight(slot=self._slot(flat, self.gathers), result=flat, pieces=pieces)
-        return Flight((walk.like(flat, BUFFERS),), result=flat)
+            pieces = n if flat.bytes > SMALL_BYTES else 1
+            return Flight(slot=self._slot(flat, self.gathers), result=flat, pieces=pieces, rows=n)
+        return Flight((walk.like(flat, BUFFERS),), result=flat, rows=n)
 
     def reduced(self, walk: Walk, flight: Flight) -> Held:
         """Wait for a sum: where it is not there yet, it is made now."""
@@ -143,7 +158,7 @@ class Transport:
             return result  # summed where it lay, or by the library
         if result.block is None:
             result = walk.tensor(result.numel, result.dtype, BUFFERS)
-        if result.dtype in (torch.bfloat16, torch.float16):  # these are summed in fp32, piece by piece
+        if flight.rows > 2 and result.dtype in (torch.bfloat16, torch.float16):  # summed in fp32, by pieces
             walk.spike(2 * 4 * min(SUM_CHUNK, -(-result.numel // flight.pieces)), BUFFERS)
         self.release(flight)
         return result

@@ -50,13 +50,14 @@ class Parts:
 class Flight:
     """A collective or transfer under way: what it holds, its slot in shared memory, what it will give.
 
-    `pieces`: in how many a rank's part of a sum is made.
+    `pieces`: in how many a rank's part of a sum is made. `rows`: how many are summed.
     """
 
     holds: tuple[Held, ...] = ()
     slot: Any = None
     result: Any = None
     pieces: int = 1
+    rows: int = 2
 
 
 def held_in(value: Any) -> Iterable[Held]:
@@ -71,13 +72,15 @@ def held_in(value: Any) -> Iterable[Held]:
 
 @dataclass
 class Block:
-    """A storage. `refs`: names, and the line under way, that hold it."""
+    """A storage. `refs`: names, and the line under way, that hold it. `slot`: of shared memory, whose bytes
+    are counted there; it is free when the last of its views dies."""
 
     bytes: int
     category: str
     unit: str
     tier: str
     refs: int = 0
+    slot: Any = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,12 @@ class Walk:
         """A contiguous tensor of its own."""
         return Held(self.new(numel * dtype.itemsize, category, tier), numel, dtype)
 
+    def view_of(self, slot: Any, numel: int, dtype: torch.dtype) -> Held:
+        """A leaf that lies in a slot of shared memory."""
+        block = self.new(0, GATHERED)
+        self.blocks[block].slot = slot
+        return Held(block, numel, dtype)
+
     def like(self, held: Held, category: str, dtype: torch.dtype | None = None) -> Held:
         """A dense tensor of another's shape."""
         dtype = dtype or held.dtype
@@ -176,6 +185,9 @@ class Walk:
         held.refs -= 1
         if held.refs == 0:
             self._count(held, -held.bytes)
+            if held.slot is not None:
+                held.slot.views -= 1
+                held.slot.alive = held.slot.views > 0
 
     def let_go(self, held: Held) -> None:
         """The line under way lets go of what it made before it ends."""

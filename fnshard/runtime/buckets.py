@@ -103,6 +103,13 @@ def _place(
     return pieces, total
 
 
+def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
+    """Where its full leaves lie when they share one memory, (start, length) in elements; of how many."""
+    sizes = [math.prod(p.shape) for p in bucket.pieces]
+    starts, total = _aligned(sizes, bucket.dtype)
+    return list(zip(starts, sizes, strict=True)), total
+
+
 # ------------------------------------------------------------------ packing
 
 
@@ -142,6 +149,8 @@ class Packer:
             for i, run in enumerate(runs)
             if not run
         ]
+        own = zip(bucket.pieces, slices[ranks.index(rank)], strict=True)
+        self._windows = [_Window.of(piece, where) for piece, where in own]
         filled = sum(p.numel for p in bucket.pieces)
         self._unpadded = self.rows * filled == sum(map(sum, extents))
 
@@ -155,6 +164,14 @@ class Packer:
         self._zero_between(out, [out])
         sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
+
+    def write_blocks(self, blocks: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
+        """This rank's stored blocks -> their places in flat full leaves, cast to the leaves' dtype."""
+        own = [blocks[p.path].contiguous() for p in self.bucket.pieces]
+        torch._foreach_copy_(
+            [w.of_full(leaf) for w, leaf in zip(self._windows, leaves, strict=True)],
+            [w.of_block(block) for w, block in zip(self._windows, own, strict=True)],
+        )
 
     def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """One row per rank -> full leaves in `dtype`, padding cut off.
@@ -272,6 +289,9 @@ class _Window:
 
     def of_full(self, full: Tensor) -> Tensor:
         return full.as_strided(self.size, self.full_stride, self.full_offset + full.storage_offset())
+
+    def of_block(self, block: Tensor) -> Tensor:
+        return block.as_strided(self.size, self.row_stride, block.storage_offset())
 
     def of_row(self, row: Tensor) -> Tensor:
         return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())

@@ -11,6 +11,7 @@ hosts, `fnshard.runtime.shm`), `Abstract` (nothing can run). All of them keep on
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
+- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` too (`inplace_gather`).
 - A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang.
 """
 
@@ -190,7 +191,7 @@ _CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in cach
 
 def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     """Sum of at least two flat [k] tensors into `out`, in the order given; half types add in fp32."""
-    half = out.dtype in (torch.bfloat16, torch.float16)
+    half = out.dtype in (torch.bfloat16, torch.float16) and len(parts) > 2  # one addition rounds once anyway
     sums, wide = (
         (out.new_empty(min(_CHUNK, out.numel()), dtype=torch.float32) for _ in range(2))
         if half

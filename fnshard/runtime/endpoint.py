@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Axes, Handle, sum_rows, waited_twice
+from fnshard.runtime.inplace_gather import Runs, Units, Write
 from fnshard.runtime.messages import PAGE, REGION, Channel, Meeting, Memory, Message, Slots
 
 T = TypeVar("T")
@@ -28,6 +29,12 @@ def group_names(mesh: Mesh) -> list[tuple[str, ...]]:
     """All ordered groups of the mesh's axes: a group's words have its place here, on every rank."""
     axes = mesh.ordered(mesh.names)
     return [names for count in range(1, len(axes) + 1) for names in permutations(axes, count)]
+
+
+def address_space(mesh: Mesh) -> int:
+    """Bytes of a memory's address space: control words, what is packed to be gathered and to be reduced, and
+    the leaves that each group gathers in place."""
+    return (3 + len(group_names(mesh))) * REGION
 
 
 def head_bytes(groups: int) -> int:
@@ -70,6 +77,7 @@ class Endpoint:
     meeting: Meeting
     late: bool = False
     channels: dict[tuple[str, ...], Channel] = field(default_factory=dict)
+    units: dict[tuple[str, ...], Units] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Rows to be reduced lie apart from rows to be gathered: they come and go in another rhythm, and
@@ -86,6 +94,16 @@ class Endpoint:
     def all_gather(self, flat: Tensor, axes: Axes, name: str = "all_gather") -> Handle[list[Tensor]]:
         """See `Collectives`."""
         return InFlight(self._send(name, flat, axes)[0], Message.parts)
+
+    def gather_leaves(
+        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
+    ) -> Handle[list[Tensor]]:
+        """See `runtime.inplace_gather`; only of memories of processes, whose words die one by one."""
+        channel = self._channel(axes)
+        if channel.axes not in self.units:
+            floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
+            self.units[channel.axes] = Units(channel, Slots(floor))
+        return self.units[channel.axes].gather(runs, total, dtype, write)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         """See `Collectives`."""
@@ -122,15 +140,19 @@ class Endpoint:
         """Let go of all that nobody will read any more."""
         self.gathers.sweep()
         self.reductions.sweep()
+        for units in self.units.values():
+            units.sweep()
 
     def close(self) -> None:
         """Let go of all memory."""
         self.channels.clear()
+        self.units.clear()
         self.memories.clear()
 
     def bytes_used(self) -> int:
-        """Of this rank's memory, what was ever touched."""
-        return self.head + sum(s.top - s.floor for s in (self.pages, self.gathers, self.reductions))
+        """What was ever touched of this rank's memory, and its part of leaves gathered in place."""
+        own = sum(s.top - s.floor for s in (self.pages, self.gathers, self.reductions))
+        return self.head + own + sum(units.bytes_used() for units in self.units.values())
 
     def _send(self, name: str, flat: Tensor, axes: Axes) -> tuple[Message, bool]:
         """Issue a message, from where `flat` lies if that is a slot; and whether it is copied."""

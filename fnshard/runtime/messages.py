@@ -35,7 +35,7 @@ OFFSET, KIND, REDUCED, DONE = range(4)  # words of a row
 ROWS = PAGE // 8 // 4 - 1  # messages of a page; its first row links the next page
 FIRST, PAST = 0, 1  # the two words of a group at the head of a memory
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "gather_object")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "gather_object", "gather_leaves")
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
 _one, _two = threading.Lock(), threading.Lock()
@@ -92,6 +92,11 @@ class Meeting(Protocol):
 # ------------------------------------------------------------------ slots
 
 
+def whole_pages(nbytes: int) -> int:
+    """Bytes of a slot for so many."""
+    return max(-(-nbytes // PAGE), 1) * PAGE
+
+
 @dataclass(eq=False)
 class Slot:
     """A part of this rank's memory: being packed while `message` is None, else in flight."""
@@ -114,20 +119,33 @@ class Slots:
         What this rank is done with, its peers come to without it (all ranks run one program), so that
         waiting for them cannot block anybody for good.
         """
-        size = max(-(-nbytes // PAGE), 1) * PAGE
-        while True:
-            self.sweep()
-            place, start = self._fit(size)
-            owed = [s.message for s in self.live if s.message is not None and s.message.finished]
-            if start + size <= self.top or not owed:
-                break
-            owed[0].settle()
-        if start + size > self.floor // REGION * REGION + REGION:
-            raise CollectiveError(f"more than {REGION >> 30} GiB are in flight between ranks of one host.")
+        while (slot := self.fit(nbytes, grow=False)) is None:
+            self._owed()[0].settle()
+        return slot
+
+    def fit(self, nbytes: int, grow: bool) -> Slot | None:
+        """A slot of at least `nbytes`; None where it takes more memory, unless `grow`, and only peers hold
+        some of what was used."""
+        self.sweep()
+        size = whole_pages(nbytes)
+        place, start = self._fit(size)
+        if start + size > self.top and not grow and self._owed():
+            return None
+        self.reach(start, nbytes)
         slot = Slot(start, start + size)
         self.live.insert(place, slot)
-        self.top = max(self.top, slot.end)
         return slot
+
+    def reach(self, start: int, nbytes: int) -> None:
+        """A slot that begins there is used."""
+        end = start + whole_pages(nbytes)
+        if end > self.floor // REGION * REGION + REGION:
+            raise CollectiveError(f"more than {REGION >> 30} GiB are in flight between ranks of one host.")
+        self.top = max(self.top, end)
+
+    def _owed(self) -> list[Message]:
+        """Messages that only peers are not done with."""
+        return [s.message for s in self.live if s.message is not None and s.message.finished]
 
     def sweep(self) -> None:
         """Let go of slots that nobody will read any more."""
@@ -243,16 +261,32 @@ class Message:
         if self.unsent is not None:
             self.channel.memories[self.channel.here].put(self.offset, self.unsent)
             self.unsent = None
+        self.show_kind()
+        self.mark(OFFSET, self.offset)
+
+    @property
+    def kind(self) -> int:
+        """What all ranks must agree on: the operation, the dtype, the number of elements."""
         count = self.nbytes // self.dtype.itemsize
-        self._mark(KIND, OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count)
-        self._mark(OFFSET, self.offset)
+        return OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
+
+    def show_kind(self) -> None:
+        """This rank has issued the message."""
+        self.mark(KIND, self.kind)
 
     def parts(self) -> list[Tensor]:
         """What each rank sent, in place, in group order, once all have published."""
-        self.poll(lambda place: self._reads(place, OFFSET) != 0)
+        self.poll(lambda place: self.reads(place, KIND) != 0)
+        self.check_alike()
+        self.poll(lambda place: self.reads(place, OFFSET) != 0)
         fence()
+        memories = self.channel.memories
+        return [m.get(self.reads(p, OFFSET), self.nbytes, self.dtype) for p, m in enumerate(memories)]
+
+    def check_alike(self) -> None:
+        """Refuse what is not the same collective on all ranks, once all of them have issued it."""
         memories, places = self.channel.memories, range(len(self.channel.memories))
-        kinds = [self._reads(place, KIND) for place in places]
+        kinds = [self.reads(place, KIND) for place in places]
         if len(set(kinds)) > 1:
             ranks = {k: [str(memories[p].rank) for p in places if kinds[p] == k] for k in kinds}
             raise CollectiveError(
@@ -262,26 +296,25 @@ class Message:
                     "all ranks must run the same program on the same specs.",
                 )
             )
-        return [memories[p].get(self._reads(p, OFFSET), self.nbytes, self.dtype) for p in places]
 
     def reduced(self, place: int) -> None:
         """Wait until the rank there has summed its piece."""
-        self.poll(lambda at: at != place or self._reads(at, REDUCED) != 0)
+        self.poll(lambda at: at != place or self.reads(at, REDUCED) != 0)
         fence()
 
     def show_reduced(self) -> None:
         """This rank has summed its piece, and it lies in the slot."""
-        self._mark(REDUCED, 1)
+        self.mark(REDUCED, 1)
 
     def done(self) -> None:
         """This rank will read no slot of the message any more. Again is nothing."""
         if not self.finished:
-            self._mark(DONE, 1)
+            self.mark(DONE, 1)
             self.finished = True
 
     def free(self) -> bool:
         """Whether no rank will read this one's slot any more; if so, it is over for the channel."""
-        if not self.finished or not all(self._reads(p, DONE) for p in range(len(self.channel.memories))):
+        if not self.finished or not all(self.reads(p, DONE) for p in range(len(self.channel.memories))):
             return False
         self.channel.memories[self.channel.here].drop(self.offset)
         self.channel.over(self.number)
@@ -289,7 +322,7 @@ class Message:
 
     def settle(self) -> None:
         """Wait until nobody will read the slot any more."""
-        self.poll(lambda place: self._reads(place, DONE) != 0)
+        self.poll(lambda place: self.reads(place, DONE) != 0)
 
     def poll(self, ready: Callable[[int], bool]) -> None:
         """Wait until `ready(place)` for every place of the group."""
@@ -305,13 +338,14 @@ class Message:
         """The collective, for a message."""
         return describe(self.name, self.channel.mesh, self.channel.axes)
 
-    def _reads(self, place: int, word: int) -> int:
+    def reads(self, place: int, word: int) -> int:
+        """A word of the message at a place of the group; zero while it was not written."""
         if self.rows[place] is None:
             self.rows[place] = self.channel.row(place, self.number)
         row = self.rows[place]
         return 0 if row is None else int(row[word])
 
-    def _mark(self, word: int, value: int) -> None:
+    def mark(self, word: int, value: int) -> None:
         """Tell the peers; whatever was written before is there for them."""
         fence()
         self.channel.row(self.channel.here, self.number)[word] = value

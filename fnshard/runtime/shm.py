@@ -1,10 +1,11 @@
 """Collectives through shared memory, for CPU ranks of one host: peers read what they need in place.
 
-A gather costs one pack and one unpack, a reduction one pass over the peers' rows, both on the caller's
-thread, so nothing overlaps with compute; gloo over loopback copies everything through the kernel and
-stages it in temporaries (figures: `connect`). `messages` says how ranks read each other's memory; here it
-is an anonymous memory file of each rank (memfd, sparse; gone with its last process, so that nothing is left
-even after SIGKILL), mapped by all ranks of the host.
+A gather of leaves writes them where all ranks read them (`inplace_gather`); any other costs one pack and one
+unpack, a reduction one pass over the peers' rows. All of it runs on the caller's thread, so that nothing
+overlaps with compute; gloo over loopback copies everything through the kernel and stages it in temporaries
+(figures: `connect`). `messages` says how ranks read each other's memory; here it is an anonymous memory file
+of each rank (memfd, sparse; gone with its last process, so that nothing is left even after SIGKILL), mapped
+by all ranks of the host.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from torch import Tensor
 
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Axes, Done, Group, Handle, empty, forget
-from fnshard.runtime.endpoint import Endpoint
-from fnshard.runtime.messages import REGION
+from fnshard.runtime.endpoint import Endpoint, address_space
+from fnshard.runtime.inplace_gather import Runs, Write
 
 TOKEN, CLOSED = 0, 1  # the memory's own words, of those that `messages` leaves to it
 SPINS = 200  # looks that only yield the processor; then sleeps, and whether the peer lives
-MEMORY_BYTES = 3 * REGION  # of address space; memory is used only where something was packed
 
 
 # ------------------------------------------------------------------ memory and meeting
@@ -48,7 +48,7 @@ class Mapped:
     @staticmethod
     def of(fd: int, rank: int, pid: int) -> Mapped:
         """Map an open memory file of `rank`, a process `pid`."""
-        memory = mmap.mmap(fd, MEMORY_BYTES)
+        memory = mmap.mmap(fd, os.fstat(fd).st_size)
         return Mapped(rank, pid, memory, np.frombuffer(memory, dtype=np.int8, count=1).ctypes.data)
 
     def words(self, offset: int, count: int) -> np.ndarray:
@@ -68,7 +68,7 @@ class Mapped:
 
     def offset_of(self, flat: Tensor) -> int | None:
         offset = flat.data_ptr() - self.address
-        return offset if 0 <= offset < MEMORY_BYTES else None
+        return offset if 0 <= offset < len(self.memory) else None
 
     def left(self) -> bool:
         """Whether its process has closed it, ended, or is a zombie."""
@@ -132,7 +132,7 @@ def connect_shared(base: Group) -> Shared | None:
     token, fd, offer = secrets.randbits(62), -1, ""
     try:
         fd = os.memfd_create("fnshard")
-        os.ftruncate(fd, MEMORY_BYTES)
+        os.ftruncate(fd, address_space(mesh))  # memory is used only where something was written
         own = Mapped.of(fd, rank, os.getpid())
         own.words(8 * TOKEN, 1)[0] = token
         offer = json.dumps({"host": _host(), "pid": os.getpid(), "fd": fd, "token": token})
@@ -197,6 +197,14 @@ class Shared:
         if self.mesh.axes_size(axes) == 1:
             return Done([flat])
         return self._carrier(axes).all_gather(flat, axes)
+
+    def gather_leaves(
+        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
+    ) -> Handle[list[Tensor]] | None:
+        """Gather leaves in place, see `runtime.inplace_gather`; None where the ranks share no memory."""
+        if total == 0 or self.mesh.axes_size(axes) == 1 or self.spans_hosts(axes):
+            return None
+        return self.endpoint.gather_leaves(runs, total, dtype, write, axes)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:
