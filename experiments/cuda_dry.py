@@ -4,7 +4,8 @@
 
 In an environment of its own, which holds a build of torch for CUDA (5 GB), the step is lowered on paper for
 CUDA, its kernels' graphs are put on a fake CUDA device, Inductor writes their code, and Triton compiles that
-for sm_90. Printed are launches and what should not be there: tensors on the host, `.item()`.
+for sm_90. Printed are launches, the bytes that updates move for a parameter, and what should not be there:
+tensors on the host, `.item()`.
 
 What stands in the way of more: autograd asks the driver for a context where a fake CUDA tensor is
 differentiated, so that kernels are differentiated on the CPU and put on CUDA then; nothing is loaded or run,
@@ -17,6 +18,7 @@ import argparse
 import collections
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -125,6 +127,17 @@ def code_of(module: Any, is_backward: bool) -> str:
 OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
 
 
+def bytes_of(code: str, body: str) -> int:
+    """What elementwise kernels load and store, each element of each tensor once."""
+    total = 0
+    for name, source in TRITON.findall(code):
+        dtypes = dict(re.findall(r"'(\w+_ptr\d+)': '\*(\w+)'", source))
+        used = re.findall(r"tl\.(?:load|store)\((\w+_ptr\d+) \+ \(x\d+\)", source)
+        each = sum({"bf16": 2, "fp32": 4}[dtypes[pointer]] for pointer in used)
+        total += each * int(re.search(r"xnumel = (\d+)", source)[1]) * body.count(f"{name}.run(")
+    return total
+
+
 def assemble(name: str, source: str, folder: Path) -> int:
     """Have Triton compile a kernel for sm_90: bytes of its binary."""
     path = folder / f"{name}.py"
@@ -150,15 +163,46 @@ def lowered(model: str, rows: int, ranks: int) -> Any:
         apply, params = fs.make_functional(Decoder(config))
         tokens = torch.zeros(rows, config.context, dtype=torch.int64)
     mesh = fs.make_mesh(shard=ranks, abstract=True, device="cuda")
-    specs = fs.presets.full_shard(params, mesh, compute_dtype=torch.bfloat16)
+    dtypes = {"storage_dtype": torch.bfloat16, "optimizer_dtype": torch.float32}
+    specs = fs.presets.full_shard(params, mesh, compute_dtype=torch.bfloat16, **dtypes)
+    optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(3e-4))
     step = fs.shard_step(
-        lambda p, x, y: next_token_loss(apply(p, x), y), specs, mesh=mesh, optimizer=fs.optim.adamw(3e-4)
+        lambda p, x, y: next_token_loss(apply(p, x), y), specs, mesh=mesh, optimizer=optimizer
     )
     return step.lower(params, tokens, tokens)
 
 
+def updates(found: Any) -> collections.Counter:
+    """The distinct compiled updates of a step, (paths, leaves), and how many units have each."""
+    import torch
+
+    from fnshard.compiler.fused_update import Leaf, form_of
+    from fnshard.compiler.schedule import Update
+    from fnshard.spec import block_shape
+
+    schedule, optimizer, out, names = found.schedule, found.optimizer, collections.Counter(), {}
+    for line in schedule.instructions:
+        if not isinstance(line, Update):
+            continue
+        bucket, leaves = schedule.buckets[line.bucket], []
+        for path in bucket.paths:
+            spec = schedule.specs[path]
+            dtypes = [bucket.dtype, spec.optimizer_dtype, spec.storage_dtype]
+            dtypes += [spec.optimizer_dtype] * len(optimizer.slots)
+            block = block_shape(spec.shape, spec.optimizer, schedule.mesh)
+            forms = tuple(form_of(torch.empty(block, dtype=dtype, device="meta")) for dtype in dtypes)
+            leaves.append(Leaf(optimizer.settings(path), 0, True, forms))
+        paths = names.setdefault(tuple(leaves), bucket.paths)
+        out[paths, tuple(leaves)] += 1
+    return out
+
+
 def inspect(asked: argparse.Namespace) -> dict[str, Any]:
     """Lower, write, assemble and count."""
+    import torch
+
+    from fnshard.compiler.fused_update import update_graph
+
     found = lowered(asked.model, asked.rows, asked.ranks)
     runs = collections.Counter(
         (line.kernel, line.backward) for line in found.schedule.instructions if hasattr(line, "kernel")
@@ -176,10 +220,26 @@ def inspect(asked: argparse.Namespace) -> dict[str, Any]:
             host += [f"{label}: {line.strip()}" for line in body.splitlines() if HOST.search(line)]
             if asked.triton:
                 binaries |= {n: assemble(n, source, Path(folder)) for n, source in TRITON.findall(code)}
+        moved, parameters = 0, 0
+        for (paths, leaves), times in updates(found).items():
+            graph = update_graph(found.optimizer, paths, leaves, torch.device("cpu"))
+            code = code_of(graph, is_backward=False)
+            body = code[code.find("def call(") :].split("def get_args")[0]
+            each = len(re.findall(CALLS["triton"], body))
+            print(
+                f"update of {len(leaves)} leaves: {times} times, {each} launches", file=sys.stderr, flush=True
+            )
+            launches["updates"] += times * each
+            host += [f"update: {line.strip()}" for line in body.splitlines() if HOST.search(line)]
+            moved += times * bytes_of(code, body)
+            parameters += times * sum(math.prod(leaf.forms[0][0]) for leaf in leaves)
+            if asked.triton:
+                binaries |= {n: assemble(n, source, Path(folder)) for n, source in TRITON.findall(code)}
     return {
         "step": repr(found),
         "attention": found.attention,
         "launches": dict(launches),
+        "bytes of updates for a parameter": round(moved / parameters, 2),
         "on the host": host,
         "assembled for sm_90": len(binaries),
         "bytes of binaries": sum(binaries.values()),
@@ -191,7 +251,7 @@ def environment(into: Path, version: str) -> Path:
     python = into / version / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", into / version], check=True)
-    found = subprocess.run([python, "-c", "import torch, triton, einops, yaml"], capture_output=True)
+    found = subprocess.run([python, "-c", "import torch, triton, einops, optree, yaml"], capture_output=True)
     if found.returncode:
         command = [python, "-m", "pip", "install", "--quiet", f"torch=={version}", *NEEDED]
         subprocess.run(command, check=True)
