@@ -15,7 +15,8 @@ what you say  deferred_init (with recorder, tape, host_random), functional, spec
 runtime/      how bytes move: collectives (gloo, NCCL, shared memory, simulated), tiers, checkpoints' files
 on paper      compiler/: trace, split, remat, differentiate, schedule, passes/, verify, lower; hardware and
               measure, cost and timeline; footprint, walk, ledger: bytes of a step before it runs
-in earnest    compiler/: kernels (the only one that calls Inductor), movement, fused_update, update, execute
+in earnest    compiler/: kernels (the only one that calls Inductor), movement, fused_update, update,
+              execute, cudagraph
 the step      shards, blank, init, batches, programs (those kept), agree, runner, step (shard_step), forward,
               lowered, lockstep; fit with choice; checkpoint with held and saving; reshard; hf; adapters
 around it     rank, launcher and nodes (processes, machines), post_mortem (why ranks died), compiles and

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fnshard import tree
+from fnshard.compiler.cudagraph import MODE
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.losses import Mean
@@ -47,8 +48,8 @@ def shard_forward(
     tensor([0., 1., 2.])
     """
     chosen = Options(
-        passes=Passes((prefetch, prefetch), 1), backend=backend, inductor=inductor_options(mode, options),
-        deterministic=deterministic, cache=cache, timeout=timeout,
+        passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
+        inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen)
 

@@ -18,6 +18,7 @@ from fnshard import compiles, tree
 from fnshard.arguments import Arguments, signature_of
 from fnshard.batches import Batch, Key, batch_key, bytes_of_batch, check_arguments, check_leaves, micro_batch
 from fnshard.codecs import decoding
+from fnshard.compiler import cudagraph
 from fnshard.compiler.attention import backends
 from fnshard.compiler.build import AccumulateMode
 from fnshard.compiler.compare import Difference, compare
@@ -393,6 +394,8 @@ class Lowering:
                     warm_up(self.mesh.device_type, self.options.backend)
                 keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(*self._front(micro), self.options.passes, keeping)
+                if self.options.passes.graph:
+                    cudagraph.check(stages.schedule, self.optimizer is not None)
                 sizes = bytes_of_batch(batch)
                 lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
                 self.on_paper = key, lowered

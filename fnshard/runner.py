@@ -13,9 +13,11 @@ from fnshard import agree, tree
 from fnshard.arguments import Arguments
 from fnshard.batches import Batch
 from fnshard.compiler.context import Context, Watch
+from fnshard.compiler.cudagraph import Graphed, returned_tensors
 from fnshard.compiler.execute import bind, cut_batch
 from fnshard.compiler.fused_update import FusedUpdates
 from fnshard.compiler.ledger import made_of
+from fnshard.compiler.passes.graph import graph_length
 from fnshard.compiler.program import Program
 from fnshard.compiler.random import derive_keys
 from fnshard.compiler.scalars import Scalars
@@ -171,7 +173,8 @@ class Runner:
             transfers=rank.transfers,
             watch=self.watch and self.watch(mesh.rank),
         )
-        run = bind(context)
+        graphed = lowered.options.passes.graph and context.watch is None
+        run = self._graphed(lowered, context) if graphed else bind(context)
 
         def alone(env: dict[str, Any]) -> dict[str, Any]:
             try:
@@ -183,6 +186,12 @@ class Runner:
                 raise
 
         return Bound(lowered, alone, scalars, updater)
+
+    def _graphed(self, lowered: Lowered, context: Context) -> Graphed:
+        length, outputs = graph_length(lowered.schedule), lowered.program.outputs
+        returned = returned_tensors(outputs, lowered.segments.results, lowered.options.accumulate)
+        first, last = (bind(context, part) for part in (slice(length), slice(length, None)))
+        return Graphed(first, last, returned, FLAGS)
 
     def blocks(self, params: Any) -> dict[str, Tensor]:
         """This rank's stored blocks by path, in the order of the specs.

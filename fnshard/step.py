@@ -13,6 +13,7 @@ from fnshard.agree import optimizer_text
 from fnshard.blank import blank_params, blank_slots
 from fnshard.compiler.build import AccumulateMode, Plan
 from fnshard.compiler.context import Watch
+from fnshard.compiler.cudagraph import MODE
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.program import Program
@@ -75,12 +76,12 @@ def shard_step(
         mesh: default one axis "shard" over all ranks there are.
         optimizer: see `fnshard.optim`.
         accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
-        accumulate_mode: "reduce" every micro-batch into the sharded accumulator, or accumulate
-            "local" full gradients and reduce once.
+        accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
         prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none.
         overlap: how many kernels later reductions are waited for.
         backend: "inductor", or "eager": the same graphs uncompiled.
-        mode, options: as `torch.compile` takes them.
+        mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
+            CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. A step that
             overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule.
             The host waits for its norm: with a dynamic scale, and no other, a device idles before updates.
@@ -110,9 +111,9 @@ def shard_step(
     """
     depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
     chosen = Options(
-        accumulate, accumulate_mode, Passes(depth, overlap), backend, inductor_options(mode, options),
-        loss_scale, grad_norm, cache, timeout, remat, save if isinstance(save, str) else tuple(save),
-        disk_dir, deterministic, update,
+        accumulate, accumulate_mode, Passes(depth, overlap, mode == MODE), backend,
+        inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
+        save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update,
     )  # fmt: skip
     return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
 
@@ -298,8 +299,7 @@ class Step(Generic[OptimizerT, LossT]):
         env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
         updates = self._scale.updates(number, state.loss_scale)
         bound.updater.start(env, torch.tensor(updates))
-        bound.run(env)
-        return self._advance(state, bound, env)
+        return self._advance(state, bound, bound.run(env))
 
     # -------------------------------------------------------------- what ranks tell each other
 

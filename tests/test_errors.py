@@ -86,7 +86,7 @@ def test_the_design_s_example() -> None:
         ({"loss_scale": "dynmaic"}, "loss_scale='dynmaic': a positive finite number, 'dynamic', or None"),
         ({"loss_scale": -1.0}, "loss_scale=-1.0"),
         ({"mode": "fastest"}, r"(?s)mode='fastest' is not a mode of torch.compile.*Fix: one of: default"),
-        ({"mode": "reduce-overhead"}, "(?s)CUDA graphs.*Fix"),
+        ({"mode": "max-autotune"}, "(?s)CUDA graphs.*Fix"),
         ({"options": {"max_autotun": True}}, r"(?s)1 option.*options\['max_autotun'\].*Fix"),
         ({"mesh": 8}, r"mesh=8 is no mesh.*make_mesh\(shard=8\)"),
     ],

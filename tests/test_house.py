@@ -92,11 +92,11 @@ FLOORS = {
         compiler.source compiler.split compiler.remat compiler.attention
         compiler.differentiate compiler.schedule compiler.build
         compiler.passes.reshard compiler.passes.updates compiler.passes.offload compiler.passes.overlap
-        compiler.passes.prefetch compiler.passes.frees
+        compiler.passes.prefetch compiler.passes.graph compiler.passes.frees
         compiler.passes compiler.verify compiler.lower compiler.work compiler.cost compiler.timeline""",
     "F4: machinery": """
         compiler.kernels compiler.scalars compiler.fused_update compiler.update compiler.context
-        compiler.movement compiler.execute
+        compiler.movement compiler.execute compiler.cudagraph
         compiler.tables compiler.indices compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """

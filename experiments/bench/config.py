@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench.contenders import CONTENDERS
+from experiments.bench.contenders import CONTENDERS, GRAPH
 from experiments.checks import refusal
 from experiments.config import DecoderConfig
 from experiments.sizes import decoder, names
@@ -51,7 +51,7 @@ class BenchConfig:
     dtype: str | None = None
     reduce: str | None = None
     store: str | None = None
-    contenders: tuple[str, ...] = field(default=tuple(CONTENDERS))
+    contenders: tuple[str, ...] = field(default=tuple(name for name in CONTENDERS if name != GRAPH))
     rounds: int | None = None
     steps: int | None = None
     warmup: int = 3

@@ -176,8 +176,8 @@ def sharded(
     return step, step.init({path: leaf.detach() for path, leaf in params.items()})
 
 
-def _fnshard(preset: str, task: Task) -> Contender:
-    step, state = sharded(task, preset)
+def _fnshard(preset: str, task: Task, **options: Any) -> Contender:
+    step, state = sharded(task, preset, **options)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         nonlocal state
@@ -192,12 +192,14 @@ def _fnshard(preset: str, task: Task) -> Contender:
 
 
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
+GRAPH = "full_shard_graph"  # on one GPU
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_compiled": fsdp2_compiled,
     "limit": limit,
     **{name: functools.partial(_fnshard, name) for name in FNSHARD},
+    GRAPH: functools.partial(_fnshard, "full_shard", mode="reduce-overhead"),
 }
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench import measure
+from experiments.bench.contenders import GRAPH
 from experiments.bench.report import summarise
 from experiments.gpu import checks
 from experiments.gpu.setup import Setup
 from experiments.gpu.split import profile
 
 LIMIT = "limit"  # of the bench: the whole model under `torch.compile`
-CONTENDERS = ("full_shard", "fsdp2_compiled", LIMIT, "shard_grad_op", "fsdp2", "ddp")
+CONTENDERS = ("full_shard", "fsdp2_compiled", LIMIT, GRAPH, "shard_grad_op", "fsdp2", "ddp")
 ROWS = (2, 8)
 
 
@@ -54,7 +55,9 @@ PARTS: dict[str, Part] = {
     "syncs": Part("steps 3 to 6 with waits for the device forbidden", _plain(checks.syncs)),
     "profile": Part("a step by kind of work", lambda setup, folder: profile(setup, folder / "trace.json")),
     **{
-        f"bench-{rows}-{name}": Part(f"{name}, {rows} rows", functools.partial(bench, name, rows))
+        f"bench-{rows}-{name}": Part(
+            f"{name}, {rows} rows", functools.partial(bench, name, rows), gpu=name == GRAPH
+        )
         for rows in ROWS
         for name in CONTENDERS
     },

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from experiments.bench.contenders import GRAPH
 from experiments.gpu.checks import VARIANTS
 from experiments.gpu.parts import CONTENDERS, LIMIT, ROWS
 from experiments.gpu.split import KINDS
@@ -17,6 +18,7 @@ COMPILED = "fsdp2_compiled"
 NAMES = {
     LIMIT: "whole-model torch.compile",
     COMPILED: "FSDP2 + compiled blocks",
+    GRAPH: "full_shard, a CUDA graph",
     "fsdp2": "FSDP2",
     "ddp": "DDP",
 }

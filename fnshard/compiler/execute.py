@@ -41,30 +41,28 @@ from fnshard.compiler.update import MASTER
 from fnshard.errors import CollectiveError
 
 
-def bind(context: Context) -> Callable[[Env], Env]:
-    """A function that runs the whole schedule on an environment and returns it.
+def bind(context: Context, part: slice = slice(None)) -> Callable[[Env], Env]:
+    """A function that runs the schedule, or a part of its lines, on an environment and returns it.
 
     A collective that fails in it is a `CollectiveError` that begins with the instruction and its unit.
     """
-    lines = context.schedule.instructions
-    actions: list[Action] = [_BIND[type(line)](line, context) for line in lines]
+    numbers, lines = range(len(context.schedule.instructions))[part], context.schedule.instructions
+    actions: list[Action] = [_BIND[type(lines[n])](lines[n], context) for n in numbers]
     worker = context.worker
     if worker is not None:
-        actions = [_behind_worker(a, context) if waits else a
-                   for a, waits in zip(actions, _meets_worker(context.schedule), strict=True)]  # fmt: skip
+        waits = _meets_worker(context.schedule)[part]
+        actions = [_behind_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
     monitor = getattr(context.comm, "monitor", None)
     if monitor is not None:
-        actions = [
-            _named(monitor, n, line, a) for n, (line, a) in enumerate(zip(lines, actions, strict=True))
-        ]
+        actions = [_named(monitor, n, lines[n], a) for n, a in zip(numbers, actions, strict=True)]
     if context.watch is not None:
-        actions = [context.watch(n, line, a) for n, (line, a) in enumerate(zip(lines, actions, strict=True))]
+        actions = [context.watch(n, lines[n], a) for n, a in zip(numbers, actions, strict=True)]
     finish = context.transfers.finish if context.transfers else None
 
     def run(env: Env) -> Env:
         number = 0
         try:
-            for number, action in enumerate(actions):  # noqa: B007  (known when one of them fails)
+            for number, action in zip(numbers, actions, strict=True):  # noqa: B007  (known when one fails)
                 action(env)
             if worker is not None:
                 worker.wait()

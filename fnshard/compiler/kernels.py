@@ -124,6 +124,8 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
                 report(f"mode={mode!r} is not a mode of torch.compile.", fix=f"one of: {', '.join(known)}.")
             )
         merged.update(known[mode])
+    if mode == "reduce-overhead":  # one graph of the whole step, `compiler.cudagraph`, and none of a kernel
+        merged.pop("triton.cudagraphs", None)
     merged.update(options or {})
     unknown = [f"options[{name!r}]" for name in merged if name not in list_options()]
     if unknown:
@@ -138,7 +140,8 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
         raise SpecError(
             report(
                 "CUDA graphs keep a kernel's outputs in place, and the executor frees and reuses them.",
-                fix="mode='max-autotune-no-cudagraphs', or options={'triton.cudagraphs': False}.",
+                fix="mode='reduce-overhead', one graph of the step; or mode='max-autotune-no-cudagraphs', "
+                "options={'triton.cudagraphs': False}.",
             )
         )
     return merged

@@ -12,7 +12,15 @@ from fnshard import tree
 from fnshard.arguments import Arguments
 from fnshard.compiler.build import Plan, build
 from fnshard.compiler.differentiate import Kernel, differentiate_all, kernel_key
-from fnshard.compiler.passes import insert_frees, offload, overlap, prefetch, reshard, update_in_backward
+from fnshard.compiler.passes import (
+    insert_frees,
+    offload,
+    overlap,
+    prefetch,
+    reshard,
+    update_in_backward,
+    updates_last,
+)
 from fnshard.compiler.program import Program
 from fnshard.compiler.remat import Remat, policies
 from fnshard.compiler.schedule import Schedule
@@ -33,10 +41,12 @@ class Passes:
     Args:
         prefetch: how many kernels ahead gathers are issued, forward and backward; 0 is none.
         overlap: how many kernels later a reduction is waited for.
+        graph: updates come last, so that a CUDA graph may hold the rest.
     """
 
     prefetch: tuple[int, int] = (1, 1)
     overlap: int = 1
+    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,7 @@ def run_passes(schedule: Schedule, passes: Passes, offloaded: frozenset[int] = f
     schedule = offload(schedule, offloaded)
     schedule = overlap(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
+    schedule = updates_last(schedule) if passes.graph else schedule
     return insert_frees(schedule)
 
 

@@ -104,9 +104,10 @@ class Scalars:
             parts += [found[p][i] for p in self.leaf_norms for i in (0, 1)]
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
-        parts += [
-            torch.full((), env["flags"].get(f, 0.0), dtype=torch.float64, device=device) for f in self.flags
-        ]
+        for flag in self.flags:
+            told = env["flags"].get(flag, 0.0)  # a tensor where a graph reads it
+            is_tensor = isinstance(told, Tensor)
+            parts.append(told if is_tensor else torch.full((), told, dtype=torch.float64, device=device))
         return torch.stack(parts)
 
     def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
