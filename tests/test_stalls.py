@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnshard as fs
-from experiments.finetune.evaluate import mean_over
-from experiments.loop import evaluate
 from fnshard import tree
 from fnshard.compiler import lower
 from fnshard.runtime.memory import Transfers
@@ -223,6 +221,8 @@ def test_a_forward_sends_its_batch_and_waits_for_nothing(device):
 
 def test_an_evaluation_leaves_its_batches_to_the_forward():
     """Which sends them as a step does."""
+    evaluate = pytest.importorskip("experiments.loop", exc_type=ImportError).evaluate
+    mean_over = pytest.importorskip("experiments.finetune.evaluate", exc_type=ImportError).mean_over
     given: list[Tensor] = []
 
     def forward(params: Any, *batch: Any) -> Any:
