@@ -17,8 +17,9 @@ on paper      compiler/: trace, split, remat, differentiate, schedule, passes/, 
               measure, cost and timeline; footprint, walk, ledger: bytes of a step before it runs
 in earnest    compiler/: kernels (the only one that calls Inductor), movement, fused_update, update,
               execute, cudagraph
-the step      shards, blank, init, batches, programs (those kept), agree, runner, step (shard_step), forward,
-              lowered, lockstep; fit with choice; checkpoint with held and saving; reshard; hf; adapters
+the step      shards, blank, init, batches, programs (those kept), agree, runner, step, make_step
+              (shard_step), forward, options, lowered, lowering, lockstep; fit with choice; checkpoint with
+              held and saving; reshard; hf; adapters
 around it     rank, launcher and nodes (processes, machines), post_mortem (why ranks died), compiles and
               debug (check, bisect, nan_hunt), profile (what a trace says of the schedule's lines), plot
               (pictures, in a terminal too)
@@ -66,6 +67,7 @@ from fnshard.lockstep import lockstep
 from fnshard.lora import lora
 from fnshard.losses import Mean, Whole
 from fnshard.lowered import diff
+from fnshard.make_step import shard_step
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.rank import run_rank
 from fnshard.reshard import reshard, reshard_cost
@@ -74,7 +76,6 @@ from fnshard.runtime.simulated import simulate
 from fnshard.shards import shard, unshard
 from fnshard.spec import LayoutSpec, P
 from fnshard.state import TrainState
-from fnshard.step import shard_step
 
 __version__ = "0.1.0"
 

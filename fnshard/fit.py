@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fnshard import presets, tree
 from fnshard.arguments import Arguments, signature_of
+from fnshard.batches import bytes_of_batch, check_arguments, micro_batch
 from fnshard.choice import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
 from fnshard.codecs import decoding
 from fnshard.compiler.differentiate import Kernel
@@ -29,12 +30,13 @@ from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_a
 from fnshard.compiler.trace import without_autocast
 from fnshard.errors import BudgetError, SpecError, report
 from fnshard.hardware import Hardware
-from fnshard.lowered import Lowered, bytes_of_batch, check_arguments, micro_batch
+from fnshard.lowered import Lowered
+from fnshard.make_step import shard_step
 from fnshard.mesh import Mesh
 from fnshard.optim import adamw
 from fnshard.shards import spec_paths
 from fnshard.spec import LayoutSpec, is_spec
-from fnshard.step import Step, shard_step
+from fnshard.step import Step
 from fnshard.transform import Optimizer
 
 __all__ = ["fit"]

@@ -10,8 +10,10 @@ from fnshard.compiler.cudagraph import MODE
 from fnshard.compiler.kernels import inductor_options
 from fnshard.compiler.lower import Passes
 from fnshard.losses import Mean
-from fnshard.lowered import Backend, Lowered, Lowering, Options
+from fnshard.lowered import Lowered
+from fnshard.lowering import Lowering
 from fnshard.mesh import Mesh
+from fnshard.options import Backend, Options
 from fnshard.runner import Runner, default_mesh
 from fnshard.runtime.collectives import DEFAULT_TIMEOUT
 from fnshard.shards import compare_paths

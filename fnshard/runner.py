@@ -24,7 +24,8 @@ from fnshard.compiler.scalars import Scalars
 from fnshard.compiler.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.update import Updater
 from fnshard.losses import Whole
-from fnshard.lowered import Lowered, Lowering
+from fnshard.lowered import Lowered
+from fnshard.lowering import Lowering
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives import Collectives
 from fnshard.runtime.connect import connection

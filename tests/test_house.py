@@ -100,7 +100,8 @@ FLOORS = {
         compiler.tables compiler.indices compiler.traffic compiler.workspace compiler.footprint compiler.walk
         compiler.transport compiler.moves compiler.effects compiler.slots compiler.ledger compiler.compare""",
     "F5: the step": """
-        shards blank held init agree batches programs compiles lowered runner forward step lockstep choice fit
+        shards blank held init agree batches programs compiles
+        options lowered lowering runner forward step make_step lockstep choice fit
         saving checkpoint reshard hf.names hf.files hf.match hf.write hf.plan hf adapters""",
     "F6: around it": """
         post_mortem rank nodes launcher plot.scales plot.canvas plot.lanes plot.steps plot.blocks

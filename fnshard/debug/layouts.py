@@ -20,9 +20,9 @@ from fnshard.debug.batch import (
     tolerance,
 )
 from fnshard.debug.record import Entry, Key, Recording, record
+from fnshard.make_step import shard_step
 from fnshard.mesh import Mesh
 from fnshard.runtime.simulated import Adversary
-from fnshard.step import shard_step
 from fnshard.transform import Optimizer
 
 

@@ -26,12 +26,13 @@ from fnshard.debug.batch import (
 )
 from fnshard.errors import DebugError, StateError, report
 from fnshard.losses import Mean
+from fnshard.make_step import shard_step
 from fnshard.mesh import Mesh
 from fnshard.runner import data_rank
 from fnshard.runtime.simulated import simulate
 from fnshard.shards import leaf_paths, unshard
 from fnshard.spec import LayoutSpec
-from fnshard.step import Step, shard_step
+from fnshard.step import Step
 
 
 @dataclass(frozen=True)
