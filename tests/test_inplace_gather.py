@@ -212,3 +212,55 @@ def _step(rank: int, preset: str) -> tuple[int, int, int]:
 def test_a_steps_gathered_leaves_lie_in_the_groups_memory(ranks, preset):
     for gathers, leaves, shared in ranks(2).run(_step, preset):
         assert gathers > 0 and shared == leaves > 0
+
+
+# ------------------------------------------------------------------ reductions of two
+
+
+@pytest.mark.parametrize("layout", [P("shard"), P(None, "shard")], ids=str)
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 1), (1, 9), (5, 4, 3)], ids=str)
+def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
+    mesh = make_mesh(shard=2, abstract=True)
+    specs = {p: LayoutSpec(layout).resolve(torch.empty(shape), "u") for p in "ab"}
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.gradient, lambda s: torch.float32, "reduce")
+    packers = [Packer(bucket, mesh, rank) for rank in range(2)]
+    fulls = [{p: torch.randn(shape) for p in "ab"} for _ in range(2)]
+    rows = [torch.full((2 * bucket.numel,), float("nan")) for _ in range(2)]
+    for packer, given, row in zip(packers, fulls, rows, strict=True):
+        packer.pack_fulls(given, row)
+    for rank, (packer, given) in enumerate(zip(packers, fulls, strict=True)):
+        got, out = (torch.full((bucket.numel,), float("nan")) for _ in range(2))
+        packers[1 - rank].pack_for_peer(fulls[1 - rank], got)
+        assert torch.equal(got, rows[1 - rank].view(2, -1)[rank])
+        packer.add_to_own(given, got, out)
+        assert torch.equal(out, (rows[0] + rows[1]).view(2, -1)[rank])
+
+
+def _sent(rank: int) -> tuple[int, int]:
+    """Bytes of reductions that two steps issue, and those of a row each."""
+    model = MODELS["gpt"]()
+    mesh = make_mesh(shard=2, device="cpu")
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), fs.optim.sgd(0.1))
+    seen = [0, 0]
+
+    def watch(number: int, line: Any, action: Any) -> Any:
+        def run(env: dict[str, Any]) -> None:
+            action(env)
+            if line.verb == "reduce_scatter":
+                seen[0] += env[line.writes[0]]._message.nbytes
+                seen[1] += lowered.schedule.buckets[line.bucket].row_bytes
+
+        return run
+
+    step._runner.watch = lambda rank: watch
+    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+    lowered = step.lower(model.params, *batch)
+    for _ in range(2):
+        state, _ = step(state, *batch)
+    connection(mesh).close()
+    return tuple(seen)
+
+
+def test_two_ranks_send_but_the_other_ones_row(ranks):
+    for sent, rows in ranks(2).run(_sent):
+        assert sent == rows > 0

@@ -8,6 +8,7 @@ are issued from it; a handle's wait makes that stream wait, not the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from fnshard.compiler.schedule import (
     Wait,
     Zeros,
     is_lent,
+    keeps_own_row,
 )
 from fnshard.compiler.update import MASTER
 from fnshard.errors import CollectiveError
@@ -216,8 +218,16 @@ def _fulls(line: Instruction) -> Callable[[Env], Mapping[str, Tensor]]:
 def _reduce_scatter(line: ReduceScatter, context: Context) -> Action:
     bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
     fulls, (flight,) = _fulls(line), line.writes
+    pair = getattr(comm, "reduce_pair", None) if keeps_own_row(line, context.schedule) else None
 
     def run(env: Env) -> None:
+        if pair is not None:
+            given = {p: g.contiguous() for p, g in fulls(env).items()}
+            pack, add = partial(packer.pack_for_peer, given), partial(packer.add_to_own, given)
+            handle = pair(bucket.numel, bucket.dtype, pack, add, bucket.axes)
+            if handle is not None:
+                env[flight] = handle
+                return
         rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
         packer.pack_fulls(fulls(env), rows)
         env[flight] = comm.reduce_scatter(rows, bucket.axes)

@@ -23,6 +23,7 @@ from fnshard.compiler.schedule import (
     ToHost,
     Wait,
     in_place_if_shared,
+    keeps_own_row,
 )
 from fnshard.compiler.transport import Transport
 from fnshard.compiler.walk import (
@@ -233,6 +234,9 @@ def reduce_scatter(on: Rank, line: ReduceScatter) -> None:
     """Pack full gradients; issue."""
     walk, bucket = on.walk, on.bucket(line)
     rows = walk.schedule.mesh.axes_size(bucket.axes)
+    if rows == 2 and on.transport.kind == "shared" and keeps_own_row(line, walk.schedule):
+        own = [h if _contiguous(h) else walk.like(h, GRADIENTS) for h in _fulls(on, line).values()]
+        return walk.set(line.writes[0], on.transport.reduce_pair(bucket.numel, bucket.dtype, own))
     packed = on.transport.send_buffer(walk, bucket.numel, bucket.dtype, bucket.axes, rows=rows)
     _packed(on, line)
     walk.set(line.writes[0], on.transport.reduce_scatter(walk, packed, bucket.axes))

@@ -249,6 +249,17 @@ def in_place_if_shared(line: Instruction, schedule: Schedule) -> bool:
     return isinstance(line, Gather) and as_sent and all(n.startswith("s:") for n in line.reads)
 
 
+def keeps_own_row(line: Instruction, schedule: Schedule) -> bool:
+    """Whether two ranks that share memory send but the other's row of this reduction.
+
+    Its gradients live until it is waited for; they need no cast, and none is missing.
+    """
+    bucket = schedule.buckets[line.bucket]
+    as_made = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
+    whole = set(line.paths) == set(bucket.paths) and all(n.startswith("g:") for n in line.reads)
+    return isinstance(line, ReduceScatter) and as_made and whole
+
+
 def taken_over(line: Instruction) -> tuple[str, ...]:
     """What an instruction reads last, as it may write to it: reduced gradients, scaled or summed in place."""
     taken = ("r:", "h:r:", "t:r:")

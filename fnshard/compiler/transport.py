@@ -141,6 +141,11 @@ class Transport:
             return Flight((rows,), result=walk.tensor(part, rows.dtype, BUFFERS))
         return Flight((rows, walk.like(rows, BUFFERS)), result=Held(None, part, rows.dtype), rows=n)
 
+    def reduce_pair(self, numel: int, dtype: torch.dtype, own: Sequence[Held]) -> Flight:
+        """Issue a reduction of two ranks that keep their own rows, in gradients that live till then."""
+        slot = self.gathers.take(numel * dtype.itemsize)
+        return Flight(tuple(own), slot=slot, result=Held(None, numel, dtype))
+
     def all_reduce(self, walk: Walk, flat: Held, axes: Sequence[str]) -> Flight:
         """Issue; the sum is made in place, but not in a shared slot."""
         n = self.mesh.axes_size(axes)

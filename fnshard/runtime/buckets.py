@@ -149,7 +149,8 @@ class Packer:
             for i, run in enumerate(runs)
             if not run
         ]
-        own = zip(bucket.pieces, slices[ranks.index(rank)], strict=True)
+        self._here = ranks.index(rank)
+        own = zip(bucket.pieces, slices[self._here], strict=True)
         self._windows = [_Window.of(piece, where) for piece, where in own]
         filled = sum(p.numel for p in bucket.pieces)
         self._unpadded = self.rows * filled == sum(map(sum, extents))
@@ -161,7 +162,7 @@ class Packer:
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
-        self._zero_between(out, [out])
+        self._clear(out, [out])
         sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
 
@@ -195,43 +196,54 @@ class Packer:
 
     def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
         """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
+        self._pack(fulls, out, out.view(self.rows, -1).unbind(0))
+
+    def pack_for_peer(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
+        """Full gradients of a group of two -> the other rank's row [numel]."""
+        self._pack(fulls, out, [None, out] if self._here == 0 else [out, None])
+
+    def add_to_own(self, fulls: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
+        """This rank's blocks of full gradients plus a row [numel] from a peer -> a row [numel]."""
+        self._clear(out, [out], whole=not self._unpadded)
+        for piece, window in zip(self.bucket.pieces, self._windows, strict=True):
+            torch.add(window.of_full(fulls[piece.path]), window.of_row(got), out=window.of_row(out))
+
+    def _pack(self, fulls: Mapping[str, Tensor], out: Tensor, rows: Sequence[Tensor | None]) -> None:
+        """Full gradients -> rows by rank, which make up `out`; None: not wanted."""
         pieces = self.bucket.pieces
-        rows = out.view(self.rows, -1).unbind(0)
-        if not self._unpadded or len(fulls) != len(pieces):
-            out.zero_()
-        else:
-            self._zero_between(out, rows)
+        sent = [row for row in rows if row is not None]
+        self._clear(out, sent, whole=not self._unpadded or len(fulls) != len(pieces))
         given = [fulls[p.path].contiguous() if p.path in fulls else None for p in pieces]
         out_of, to = self._runs_of(given, rows)
         for i, windows in self._strided:
             if given[i] is not None:
-                out_of += [w.of_full(given[i]) for w in windows]
-                to += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
+                pairs = [(w, row) for w, row in zip(windows, rows, strict=True) if row is not None]
+                out_of += [w.of_full(given[i]) for w, _ in pairs]
+                to += [w.of_row(row) for w, row in pairs]
         torch._foreach_copy_(to, out_of)
 
-    def _zero_between(self, out: Tensor, rows: Sequence[Tensor]) -> None:
-        """Zeros where no block lies, behind the last one for most."""
-        gaps = [gap for row in rows for gap in self._blocks.gaps_of(row)]
-        for part in gaps if len(gaps) <= MOST_GAPS else [out]:
+    def _clear(self, out: Tensor, rows: Sequence[Tensor], whole: bool = False) -> None:
+        """Zeros where no block lies, behind the last one for most; or everywhere."""
+        gaps = [] if whole else [gap for row in rows for gap in self._blocks.gaps_of(row)]
+        for part in [out] if whole or len(gaps) > MOST_GAPS else gaps:
             part.zero_()
 
     def _runs_of(
-        self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor]
+        self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Matching 1-d views of leaves and of rows, for the leaves split along dim 0."""
-        of_rows = self._of_rows(rows)
+        of_rows = [row if row is None else cuts.of_flat(row)
+                   for cuts, row in zip(self._row_runs, rows, strict=True)]  # fmt: skip
         left: list[Tensor] = []
         right: list[Tensor] = []
         for k, i in enumerate(self._runs):
             full = fulls[i]
             if full is not None:
-                left += full.view(-1).split_with_sizes(self._leaf_runs[i])
-                right += [of_rows[r][k] for r in self._order[i]]
+                runs = zip(full.view(-1).split_with_sizes(self._leaf_runs[i]), self._order[i], strict=True)
+                pairs = [(run, of_rows[r][k]) for run, r in runs if of_rows[r] is not None]
+                left += [run for run, _ in pairs]
+                right += [part for _, part in pairs]
         return left, right
-
-    def _of_rows(self, rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """[rank][leaf split along dim 0]: its run in that rank's row."""
-        return [cuts.of_flat(row) for cuts, row in zip(self._row_runs, rows, strict=True)]
 
     def cut(self, fulls: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""

@@ -11,7 +11,7 @@ hosts, `fnshard.runtime.shm`), `Abstract` (nothing can run). All of them keep on
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
-- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` too (`inplace_gather`).
+- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too.
 - A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang.
 """
 

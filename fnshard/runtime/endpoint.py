@@ -20,6 +20,7 @@ from fnshard.runtime.inplace_gather import Runs, Units, Write
 from fnshard.runtime.messages import PAGE, REGION, Channel, Meeting, Memory, Message, Slots
 
 T = TypeVar("T")
+Add = Callable[[Tensor, Tensor], None]  # a peer's row, where the sum goes
 
 OWN = 8  # words at the head of a memory that are its own; two of each group are behind them
 SMALL_BYTES = 64 << 10  # an all-reduce below this is summed whole by every rank: one meeting, not two
@@ -116,6 +117,22 @@ class Endpoint:
             result = sum_rows(mine, torch.empty_like(mine[0]))
             message.done()
             return result
+
+        return InFlight(message, take)
+
+    def reduce_pair(
+        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes
+    ) -> Handle[Tensor]:
+        """See `Shared`."""
+        flat = self.send_buffer(numel * dtype.itemsize, dtype, 1)
+        pack(flat)
+        message, _ = self._send("reduce_scatter", flat, axes)
+
+        def take(message: Message) -> Tensor:
+            out = torch.empty(numel, dtype=dtype)
+            add(message.parts()[1 - message.channel.here], out)
+            message.done()
+            return out
 
         return InFlight(message, take)
 

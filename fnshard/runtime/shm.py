@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives import Axes, Done, Group, Handle, empty, forget
-from fnshard.runtime.endpoint import Endpoint, address_space
+from fnshard.runtime.endpoint import Add, Endpoint, address_space
 from fnshard.runtime.inplace_gather import Runs, Write
 
 TOKEN, CLOSED = 0, 1  # the memory's own words, of those that `messages` leaves to it
@@ -210,6 +210,19 @@ class Shared:
         if self.mesh.axes_size(axes) == 1:
             return Done(rows)
         return self._carrier(axes).reduce_scatter(rows, axes)
+
+    def reduce_pair(
+        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes
+    ) -> Handle[Tensor] | None:
+        """A reduce-scatter of two ranks in which each keeps its own row; None where they are not two.
+
+        Args:
+            pack: fills a flat [numel], the peer's row.
+            add: the peer's row for this rank, and a flat [numel] for the sum; called at the wait.
+        """
+        if numel == 0 or self.mesh.axes_size(axes) != 2 or self.spans_hosts(axes):
+            return None
+        return self.endpoint.reduce_pair(numel, dtype, pack, add, axes)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:
