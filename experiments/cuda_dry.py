@@ -106,7 +106,7 @@ def code_of(module: Any, is_backward: bool) -> str:
     """What Inductor writes for a graph; "" where there is nothing to compile."""
     from torch._inductor.graph import GraphLowering
 
-    from fnshard.compiler.kernels import compile_graph
+    from fnshard.compiler.kernels.inductor import compile_graph
 
     written: list[str] = []
 
@@ -155,8 +155,8 @@ def lowered(model: str, rows: int, ranks: int) -> Any:
     import yaml
 
     import fnshard as fs
-    from experiments.config import DecoderConfig
-    from experiments.model import Decoder, next_token_loss
+    from experiments.configs.train import DecoderConfig
+    from experiments.training.decoder import Decoder, next_token_loss
 
     config = DecoderConfig(**yaml.safe_load((ROOT / "conf" / "model" / f"{model}.yaml").read_text()))
     with torch.device("meta"):
@@ -176,9 +176,9 @@ def updates(found: Any) -> collections.Counter:
     """The distinct compiled updates of a step, (paths, leaves), and how many units have each."""
     import torch
 
-    from fnshard.compiler.fused_update import Leaf, form_of
-    from fnshard.compiler.schedule import Update
-    from fnshard.spec import block_shape
+    from fnshard.compiler.schedule.instructions import Update
+    from fnshard.layout.spec import block_shape
+    from fnshard.runtime.executor.fused_update import Leaf, form_of
 
     schedule, optimizer, out, names = found.schedule, found.optimizer, collections.Counter(), {}
     for line in schedule.instructions:
@@ -201,7 +201,7 @@ def inspect(asked: argparse.Namespace) -> dict[str, Any]:
     """Lower, write, assemble and count."""
     import torch
 
-    from fnshard.compiler.fused_update import update_graph
+    from fnshard.runtime.executor.fused_update import update_graph
 
     found = lowered(asked.model, asked.rows, asked.ranks)
     runs = collections.Counter(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experiments.command import main
-from experiments.config import TrainConfig
-from experiments.form import Form, Help, Job
+from experiments.cli.command_spec import Form, Help, Job
+from experiments.cli.main import main
+from experiments.configs.train import TrainConfig
 
 if TYPE_CHECKING:
-    from experiments.resume import Run
-    from fnshard.rank import Stop
+    from experiments.training.resume import Run
+    from fnshard.launcher.rank import Stop
 
 HELP = Help(
     about="Train a small language model from text, sharded over ranks: as many as there are GPUs, or two on "
@@ -54,15 +54,15 @@ def prepare(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError: they are not, or not as the model needs them.
     """
-    from experiments.reading import reading_of
+    from experiments.training.dataset import reading_of
 
     reading_of(config)
     return config
 
 
 def work(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> None:
-    """What a rank does, see `experiments.loop.train`."""
-    from experiments.loop import train
+    """What a rank does, see `experiments.training.loop.train`."""
+    from experiments.training.loop import train
 
     train(config, run, overrides, stop)
 

@@ -5,46 +5,32 @@ nn.Module ─make_functional→ fn, params ─match_specs→ specs
                            Program  Segments   Kernels      Schedule             Step
 state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 
-The map; a module imports only from lines above its own (`tests/test_house.py` holds it):
+The map; a folder imports only from those above it (`tests/test_house.py` holds it):
 
-ground        errors, tree (pytrees), arguments (a batch as passed), process_group (joining, leaving), mesh
-              (ranks on named axes), reachable (what `fn` can read and write), guard (what it has read)
-what you say  deferred_init (with recorder, tape, host_random), functional, spec (LayoutSpec, P), rules
-              (match_specs), units, presets, codecs, lora, losses (with fused), optim, transform (the
-              optimizer's contract), scaling, schedules, state
-runtime/      how bytes move: collectives (gloo, NCCL, shared memory, simulated), tiers, checkpoints' files
-on paper      compiler/: trace, split, remat, differentiate, schedule, passes/, verify, lower; hardware and
-              measure, cost and timeline; footprint, walk, ledger: bytes of a step before it runs
-in earnest    compiler/: kernels (the only one that calls Inductor), movement, fused_update, update,
-              execute, cudagraph
-the step      shards, blank, init, batches, programs (those kept), agree, runner, step, make_step
-              (shard_step), forward, options, lowered, lowering, lockstep; fit with choice; checkpoint with
-              held and saving; reshard; hf; adapters
-around it     rank, launcher and nodes (processes, machines), post_mortem (why ranks died), compiles and
-              debug (check, bisect, nan_hunt), profile (what a trace says of the schedule's lines), plot
-              (pictures, in a terminal too)
+front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them), functional
+layout/      spec (LayoutSpec, P), rules (match_specs), presets, units, codecs
+losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
+compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
+             rewrites (Program to Program), kernels (split, remat, differentiate, Inductor), schedule
+             (instructions, build, passes, verify), lower (the list of stages)
+runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop over
+             a schedule's instructions
+analysis/    memory (the ledger), cost, timeline, traffic, flops, hardware: before a step runs
+step/        step (shard_step), lowered, runner, state, init, shards, agreement, fit
+checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
+debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
 
-A change to what a step does is a pass over `compiler.schedule`; a new strategy is a function in `presets`; a
-new optimizer a `transform.Optimizer`; a new storage format a codec: none of them touches the rest.
+A change to what a step does is a pass over `compiler.schedule.instructions.instructions`; a new strategy is a
+function in `layout.presets`; a new optimizer an `optim.Optimizer`; a new storage format a codec: none of them
+touches the rest.
 """
 
-from fnshard import (
-    adapters,
-    checkpoint,
-    codecs,
-    debug,
-    errors,
-    hf,
-    losses,
-    optim,
-    plot,
-    presets,
-    profile,
-    schedules,
-    tree,
-    units,
-)
-from fnshard.deferred_init import deferred
+from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
+from fnshard.adapters.lora import lora
+from fnshard.analysis.hardware import Hardware
+from fnshard.checkpoint.reshard import reshard, reshard_cost
+from fnshard.compiler.deferred.deferred_init import deferred
+from fnshard.debug import profile
 from fnshard.errors import (
     AgreementError,
     BudgetError,
@@ -58,24 +44,23 @@ from fnshard.errors import (
     StateError,
     TraceError,
 )
-from fnshard.fit import fit
-from fnshard.forward import shard_forward
 from fnshard.functional import make_functional
-from fnshard.hardware import Hardware
-from fnshard.launcher import launch
-from fnshard.lockstep import lockstep
-from fnshard.lora import lora
-from fnshard.losses import Mean, Whole
-from fnshard.lowered import diff
-from fnshard.make_step import shard_step
+from fnshard.launcher.local import launch
+from fnshard.launcher.rank import run_rank
+from fnshard.layout import codecs, presets, units
+from fnshard.layout.rules import match_specs
+from fnshard.layout.spec import LayoutSpec, P
+from fnshard.losses.objectives import Mean, Whole
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.rank import run_rank
-from fnshard.reshard import reshard, reshard_cost
-from fnshard.rules import match_specs
-from fnshard.runtime.simulated import simulate
-from fnshard.shards import shard, unshard
-from fnshard.spec import LayoutSpec, P
-from fnshard.state import TrainState
+from fnshard.optim import schedules
+from fnshard.runtime.collectives.simulated import simulate
+from fnshard.step.fit import fit
+from fnshard.step.forward import shard_forward
+from fnshard.step.lockstep import lockstep
+from fnshard.step.lowered import diff
+from fnshard.step.make_step import shard_step
+from fnshard.step.shards import shard, unshard
+from fnshard.step.state import TrainState
 
 __version__ = "0.1.0"
 

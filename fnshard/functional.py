@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fnshard.deferred_init import on_paper, recipe_of
+from fnshard.compiler.deferred.deferred_init import on_paper, recipe_of
+from fnshard.compiler.ir.reachable import Numbers, Reachable, is_plain
 from fnshard.errors import StateError, TraceError, leaves, report
-from fnshard.reachable import Numbers, Reachable, is_plain
 
 __all__ = ["make_functional"]
 

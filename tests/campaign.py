@@ -1,6 +1,7 @@
 """Fuzz by hand: `python tests/campaign.py 5000 --seed 1`; what fails is shrunk and printed as a test.
 
-One rank by default, `--layouts` any layout of simulated ranks, `--ranks` two processes; `--units 50` lets
+Needs PYTHONPATH=.:tests:tests/support. One rank by default, `--layouts` any layout of simulated ranks,
+`--ranks` two processes; `--units 50` lets
 a loop have so many units. Beside failures it counts which rows of the grammar, and operators of ATen, ran.
 """
 

@@ -12,7 +12,7 @@ import pytest
 
 import fnshard as fs
 from experiments import train
-from experiments.asked import ask
+from experiments.cli.validate import ask
 from experiments.finetune import job as finetune
 
 README = Path(__file__).parent.parent / "README.md"

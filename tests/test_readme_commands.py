@@ -20,9 +20,9 @@ import pytest
 from commands import ROOT, Warm, commands, readmes
 
 from experiments import train
-from experiments.asked import ask
 from experiments.bench import form as bench
 from experiments.chaos import config as chaos
+from experiments.cli.validate import ask
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
@@ -51,7 +51,7 @@ class Row:
 
 FORMS = {
     "experiments.train": train.FORM,
-    "experiments.loader_speed": train.FORM,
+    "experiments.micro.loader_speed": train.FORM,
     "experiments.finetune": finetune.JOB.form,
     "experiments.explain": explain.FORM,
     "experiments.bench": bench.FORM,
@@ -68,7 +68,7 @@ TUNE = Row(
 )
 TINY = Row(
     TUNE.short.removeprefix("model=/models/llama data.context=96 "),
-    patches=(("experiments.finetune.bases.STEPS", 2),),
+    patches=(("experiments.finetune.base_models.STEPS", 2),),
 )
 PAPER = Row("model.layers=2")
 TWICE = Row(
@@ -167,8 +167,8 @@ TABLE = {
     # -- data
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
-    "python -m experiments.loader_speed data=shards data.root=shards model.vocab=264": Row(SMALL, quick=True),
-    "python -m experiments.loader_speed data=shards data.root=shards model.vocab=264 model=5m": Row(SMALL),
+    "python -m experiments.micro.loader_speed data=shards data.root=shards model.vocab=264": Row(SMALL, quick=True),
+    "python -m experiments.micro.loader_speed data=shards data.root=shards model.vocab=264 model=5m": Row(SMALL),
     # -- on paper
     "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2", quick=True),
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
@@ -176,10 +176,10 @@ TABLE = {
     "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
     # -- measuring
-    "python -m experiments.watch_overhead": (
+    "python -m experiments.micro.watch_overhead": (
         Row("ranks=1 rounds=2 block=1 backend=eager trackers=tensorboard", quick=True)
     ),
-    "python -m experiments.watch_overhead model=5m": Row("rounds=2 block=1 backend=eager"),
+    "python -m experiments.micro.watch_overhead model=5m": Row("rounds=2 block=1 backend=eager"),
     "python -m experiments.bench": Row(TWICE.short, quick=True),
     "python -m experiments.bench size=85m dtype=bf16 rounds=20": TWICE,
     "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
@@ -194,10 +194,10 @@ TABLE = {
     "python -m experiments.memory part=sizes": PARTS,
     "python -m experiments.memory part=targets": Row(f"{PARTS.short} rounds=1"),
     "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": Row(f"{PARTS.short} rounds=1"),
-    "python -m experiments.collectives": Row("--world 2 --mb 0.01 --dtype float32 --repeats 1", quick=True),
-    "python -m experiments.chunked_loss": Row("--tokens 64 --width 16 --vocabulary 512 --repeats 1", quick=True),
-    "python -m experiments.executor": Row("--blocks 2 --repeats 2", quick=True),
-    "python -m experiments.executor --blocks 12": Row("--repeats 2"),
+    "python -m experiments.micro.collectives": Row("--world 2 --mb 0.01 --dtype float32 --repeats 1", quick=True),
+    "python -m experiments.micro.chunked_loss": Row("--tokens 64 --width 16 --vocabulary 512 --repeats 1", quick=True),
+    "python -m experiments.micro.executor": Row("--blocks 2 --repeats 2", quick=True),
+    "python -m experiments.micro.executor --blocks 12": Row("--repeats 2"),
     "python -m experiments.checkpoint": Row("--size tiny --rounds 1 --ranks 1 --backend eager"),
     "python -m experiments.checkpoint --part throughput --rounds 21": Row("--size tiny --rounds 1"),
     "python -m experiments.checkpoint --part async --ranks 2 --steps 4 --every 1 --rounds 9": (

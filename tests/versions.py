@@ -44,9 +44,9 @@ def suite(python: Path, files: list[str], only: str = "", long: bool = False) ->
     command = [
         python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short",
         "-o", f"addopts=-p no:logging{marks}",
-        *(HERE / f"test_{name}.py" for name in files), "-k", only,
+        *(next(HERE.rglob(f"test_{name}.py")) for name in files), "-k", only,
     ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}:{HERE / 'support'}", "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, cwd=HERE.parent, env=env, stdout=subprocess.PIPE, text=True).stdout
     (python.parents[1] / "pytest.log").write_text(out)
     return out.strip().splitlines()[-1], re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", out)

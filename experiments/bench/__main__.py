@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.bench.config import BenchConfig, build
 from experiments.bench.form import FORM
-from experiments.command import answer
-from experiments.form import ROOT
-from fnshard.launcher import launch
+from experiments.cli.command_spec import ROOT
+from experiments.cli.main import answer
+from fnshard.launcher.local import launch
 
 
 def main() -> None:

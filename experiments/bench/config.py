@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from experiments.bench.contenders import CONTENDERS, GRAPH
-from experiments.checks import refusal
-from experiments.config import DecoderConfig
-from experiments.sizes import decoder, names
+from experiments.configs.checks import refusal
+from experiments.configs.decoders import decoder, names
+from experiments.configs.train import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What `null` means, by device. On a GPU a 1B-class decoder at its full context.

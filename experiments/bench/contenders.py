@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import fnshard as fs
-from experiments.model import Decoder, next_token_loss
-from fnshard.runtime.connect import connection
+from experiments.training.decoder import Decoder, next_token_loss
+from fnshard.runtime.collectives.connect import connection
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.bench.config import BenchConfig, build
-from experiments.form import Form, Help
+from experiments.cli.command_spec import Form, Help
 
 HELP = Help(
     about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",

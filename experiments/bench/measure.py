@@ -30,7 +30,7 @@ from experiments.bench.contenders import (
 )
 from experiments.bench.memory import live_bytes
 from experiments.bench.phases import watched
-from experiments.model import Decoder
+from experiments.training.decoder import Decoder
 
 Batch = tuple[Tensor, Tensor]
 PHASE_STEPS = 10

@@ -1,7 +1,7 @@
 """Where fnshard's step goes: milliseconds by instruction, and what the executor itself costs.
 
 The schedule's actions are timed from outside, and inside them what they call: kernels, collectives,
-packing, the optimizer's kernel. What of a step is left is the executor's own (`experiments.executor`
+packing, the optimizer's kernel. What of a step is left is the executor's own (`experiments.micro.executor`
 measures that by itself). Host time, so it says something on a CPU alone.
 """
 
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from fnshard.compiler import execute
-from fnshard.compiler.context import Context
+from fnshard.runtime.executor import execute
+from fnshard.runtime.executor.context import Context
 
 Seconds = dict[str, float]
 KERNELS, PACKING, COLLECTIVES, OPTIMIZER = "kernels", "packing", "collectives", "optimizer"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from experiments.bench import measure, report
 from experiments.bench.config import BenchConfig, build
-from fnshard.launcher import run_rank
-from fnshard.process_group import make_group
+from fnshard.launcher.local import run_rank
+from fnshard.mesh.process_group import make_group
 
 
 def bench(config: BenchConfig, folder: Path) -> None:

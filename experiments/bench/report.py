@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from experiments.bench.config import BenchConfig
-from fnshard.hardware import Hardware, mfu
+from fnshard.analysis.hardware import Hardware, mfu
 
 BASELINES = ("limit", "ddp", "fsdp2", "fsdp2_compiled")
 RESULT = "bench.json"
@@ -78,7 +78,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def model_flops(config: BenchConfig) -> float:
-    """Of one rank's step, as `fnshard.hardware.mfu` counts them."""
+    """Of one rank's step, as `fnshard.analysis.hardware.mfu` counts them."""
     return config.model.flops_per_token(config.length) * config.tokens / config.ranks
 
 

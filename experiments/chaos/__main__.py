@@ -14,7 +14,7 @@ from experiments.chaos.campaign import Campaign
 from experiments.chaos.config import FORM, ChaosConfig, build
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
-from experiments.command import answer
+from experiments.cli.main import answer
 
 
 def main() -> None:

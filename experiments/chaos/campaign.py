@@ -14,9 +14,9 @@ from typing import Any
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
 from experiments.chaos.job import ROOT, SLOW_S, STOPPED, Job, gone, rows_of
-from experiments.record import VARIES
-from experiments.result import read_result
-from experiments.resume import CHECKPOINTS
+from experiments.training.result import read_result
+from experiments.training.resume import CHECKPOINTS
+from experiments.training.run_record import VARIES
 from fnshard.errors import CheckpointError
 
 TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in

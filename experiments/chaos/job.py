@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.report import METRICS
-from experiments.resume import CHECKPOINTS
+from experiments.training.report import METRICS
+from experiments.training.resume import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S, SLOW_S = 0.001, 0.02

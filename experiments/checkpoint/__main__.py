@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 from experiments.checkpoint.job import Job
-from experiments.checks import count
-from fnshard.launcher import launch
-from fnshard.presets import PRESETS
+from experiments.configs.checks import count
+from fnshard.launcher.local import launch
+from fnshard.layout.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))

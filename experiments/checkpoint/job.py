@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fnshard as fs
 from experiments.bench.contenders import global_batch
-from experiments.model import Decoder, DecoderConfig, next_token_loss
+from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 

@@ -13,7 +13,7 @@ import torch
 
 from experiments.checkpoint import report, throughput, training
 from experiments.checkpoint.job import Job, world
-from fnshard.launcher import run_rank
+from fnshard.launcher.local import run_rank
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[int, dict[str, Any]], str]]] = {
     "throughput": (throughput.measure, report.throughput),

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 import fnshard as fs
 from experiments.bench.measure import largest
 from experiments.checkpoint.job import Job, as_dtensors, nbytes, training
-from fnshard.held import held_state, wanted
-from fnshard.runtime.dcp import load
-from fnshard.runtime.together import group_of
-from fnshard.shards import spec_paths
+from fnshard.checkpoint.coordination import group_of
+from fnshard.checkpoint.dcp import load
+from fnshard.checkpoint.state_leaves import held_state, wanted
+from fnshard.step.shards import spec_paths
 
 Seconds = dict[str, list[float]]
 

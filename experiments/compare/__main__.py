@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.checks import ConfigError, unmakeable
-from experiments.command import concluded
+from experiments.cli.main import concluded
 from experiments.compare.files import write
 from experiments.compare.outcome import found
-from experiments.report import HELD_OUT
+from experiments.configs.checks import ConfigError, unmakeable
+from experiments.training.report import HELD_OUT
 
 OUT = "outputs/compare"
 

@@ -16,7 +16,7 @@ def write(
     """Write `text` (the table), `STEM.csv` and `STEM.png`; give what a person is told, and the order.
 
     Raises:
-        experiments.config.ConfigError: see `ranked`.
+        experiments.configs.train.ConfigError: see `ranked`.
     """
     ranking = ranked(outcomes, metric)
     table = as_text(ranking)

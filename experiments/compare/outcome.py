@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from experiments.config import ConfigError
-from experiments.report import HELD_OUT, METRICS, read_rows
-from experiments.result import RESULT, STOPPED, read_result
+from experiments.configs.train import ConfigError
+from experiments.training.report import HELD_OUT, METRICS, read_rows
+from experiments.training.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
 
 IDENTITY, JOB, OVERRIDES = "identity.json", "job.json", Path(".hydra", "overrides.yaml")

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from experiments.compare.outcome import FAILED, OK, Outcome
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 
 COLUMNS = {
     "loss": ".3f",

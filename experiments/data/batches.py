@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experiments.data.packing import pack
 from experiments.data.prepared import Prepared
-from fnshard.losses import IGNORE
+from fnshard.losses.objectives import IGNORE
 
 Batch = dict[str, Tensor]
 MULTIPLE = 32  # of padded widths

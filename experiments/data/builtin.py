@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from experiments.text import is_held_out, source_files, standard_library
+from experiments.data.stdlib_text import is_held_out, source_files, standard_library
 
 HELD_OUT_PERCENT = 10
 MOST = {False: 2000, True: 200}  # functions, held out or not

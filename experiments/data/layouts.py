@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
+from experiments.data.files import size_of
 from experiments.data.lines import MARK, read_lines
-from experiments.files import size_of
 from fnshard.errors import MissingExtraError
 
 OPENING = 4096  # bytes of a file that are looked at to tell its layout

@@ -15,13 +15,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data.arrays import ARRAYS
+from experiments.data.files import size_of
 from experiments.data.layouts import blocks_of, files_of, is_saved
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import Tokenizer
 from experiments.data.writer import BROKEN, LISTED, TOO_LONG, Policy, Writer
-from experiments.files import size_of
 from fnshard.errors import report
 
 FORMAT = 3  # a change of what the files mean makes another key

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data.lines import LineError
 from experiments.data.pieces import Piece
 from experiments.data.tokenizer import Tokenizer

@@ -23,10 +23,10 @@ from uuid import uuid4
 
 import numpy as np
 
-from experiments.config import ConfigError
-from experiments.schema import options_of
+from experiments.cli.schema import options_of
+from experiments.configs.train import ConfigError
 from fnshard.errors import report
-from fnshard.runtime.tensorfile import open_regular
+from fnshard.runtime.files.tensorfile import open_regular
 
 HEADER = "shards.json"
 FORMAT = 1

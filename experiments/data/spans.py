@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from experiments.data.sources import Source
+from experiments.data.text_files import Source
 
 REACH = 2**12  # bytes a cut of text looks for an end of line
 BLOCK = 2**16

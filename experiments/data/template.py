@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data import renderer
 from experiments.data.pieces import Piece
 from experiments.data.rendering import Messages, Rendering, rendered

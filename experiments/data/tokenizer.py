@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data.bytelevel import TEMPLATE, ByteTokenizer, tokenizer_json
 from experiments.data.control import Controls, Spelled, behind_others, controls_of
+from experiments.data.files import size_of
 from experiments.data.pieces import CONTROL, NOTHING, TEXT, Piece
 from experiments.data.template import Plain, Template
-from experiments.files import size_of
 from fnshard.errors import MissingExtraError, report
 
 FILE = "tokenizer.json"

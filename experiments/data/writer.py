@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data.arrays import Arrays
 from experiments.data.layouts import lines_of
 from experiments.data.lines import LineError, parse

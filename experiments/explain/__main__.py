@@ -8,12 +8,12 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.command import answer
+from experiments.cli.main import answer
+from experiments.cli.schema import build
 from experiments.explain import words
 from experiments.explain.config import FORM, ExplainConfig
 from experiments.explain.page import page
 from experiments.explain.paper import explain
-from experiments.schema import build
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.checks import above
-from experiments.config import (
+from experiments.cli.command_spec import Form, Help
+from experiments.configs.checks import above
+from experiments.configs.train import (
     AUTO,
     AdamWConfig,
     DecoderConfig,
@@ -15,7 +16,6 @@ from experiments.config import (
     SGDConfig,
     StrategyConfig,
 )
-from experiments.form import Form, Help
 
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.config import AUTO, ScheduleConfig
+from experiments.configs.plan import dtypes_of
+from experiments.configs.train import AUTO, ScheduleConfig
 from experiments.explain.config import ExplainConfig
-from experiments.model import Decoder, next_token_loss
-from experiments.plan import dtypes_of
-from experiments.steps import make_optimizer
-from fnshard.compiler.ledger import MemoryAnalysis, MemoryTimeline
-from fnshard.compiler.timeline import Timeline
-from fnshard.compiler.traffic import Traffic
-from fnshard.lowered import Lowered
+from experiments.training.decoder import Decoder, next_token_loss
+from experiments.training.steps import make_optimizer
+from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
+from fnshard.analysis.timeline import Timeline
+from fnshard.analysis.traffic import Traffic
+from fnshard.step.lowered import Lowered
 
 UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
 

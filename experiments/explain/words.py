@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.config import AUTO
+from experiments.configs.train import AUTO
 from experiments.explain.config import PER_PARAMETER
 from experiments.explain.paper import Paper
 from fnshard import plot
-from fnshard.compiler.program import short_dtype
-from fnshard.compiler.tables import columns
+from fnshard.analysis.tables import columns
+from fnshard.compiler.ir.program import short_dtype
 from fnshard.plot.scales import byte_text, digits, time_text
 
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))

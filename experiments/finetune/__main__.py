@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.command import main
+from experiments.cli.main import main
 from experiments.finetune.job import JOB
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What a fine-tuning job is told; `experiments.config` has the groups that it shares with the main job."""
+"""What a fine-tuning job is told; `experiments.configs.train` has the groups it shares with the main job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from experiments.checks import above, at_least, fraction, one_of
-from experiments.config import (
+from experiments.configs.checks import above, at_least, fraction, one_of
+from experiments.configs.train import (
     AUTO,
     AdamWConfig,
     HardwareConfig,

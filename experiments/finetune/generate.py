@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.finetune.cache import Filling, Held, Kept
 from experiments.finetune.lm import LanguageModel
 from fnshard.errors import report
-from fnshard.forward import Forward
-from fnshard.runtime.collectives import Collectives
-from fnshard.runtime.connect import connection
+from fnshard.runtime.collectives.base import Collectives
+from fnshard.runtime.collectives.connect import connection
+from fnshard.step.forward import Forward
 
 SHORTEST = 16  # tokens of a prompt are padded to this, or to the next power of two
 PROGRAMS = 32  # that are kept compiled: prompts of other lengths, other numbers of rows

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.config import ConfigError
+from experiments.cli.command_spec import CONF, Form, Help, Job
+from experiments.configs.train import ConfigError
 from experiments.finetune.config import FinetuneConfig
-from experiments.form import CONF, Form, Help, Job
 
 if TYPE_CHECKING:
-    from experiments.resume import Run
-    from fnshard.rank import Stop
+    from experiments.training.resume import Run
+    from fnshard.launcher.rank import Stop
 
 HELP = Help(
     about="Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses "
@@ -57,8 +57,8 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         ConfigError: see `bases.directory_of`, `materials.prepared`.
     """
     from experiments.data.prepared import readable
-    from experiments.finetune.bases import PRETRAINED, directory_of
-    from experiments.finetune.materials import prepared
+    from experiments.finetune.base_models import PRETRAINED, directory_of
+    from experiments.finetune.dataset import prepared
 
     wrong, model, data = [], config.model, config.data
     try:  # before a base is made
@@ -77,9 +77,9 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
 
 def _pretrain(config: FinetuneConfig, folder: Path) -> None:
     """Make a base by a job of its own."""
-    from experiments.job import start
-    from experiments.result import STOPPED
-    from fnshard.launcher import under_launcher
+    from experiments.cli.job import start
+    from experiments.training.result import STOPPED
+    from fnshard.launcher.local import under_launcher
 
     if under_launcher():
         raise ConfigError(

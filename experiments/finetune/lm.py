@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.config import ConfigError
-from experiments.finetune.anatomy import check_decoder, is_plain, no_decoder, windows_of
+from experiments.configs.train import ConfigError
+from experiments.finetune.architecture import check_decoder, is_plain, no_decoder, windows_of
 from experiments.finetune.cache import Passing
 from fnshard.errors import MissingExtraError, report
 from fnshard.functional import aliases
-from fnshard.losses import IGNORE, linear_token_losses
+from fnshard.losses.objectives import IGNORE, linear_token_losses
 
 Mask = Tensor | dict[str, Tensor] | None
 

@@ -17,27 +17,27 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.config import AUTO
-from experiments.files import write_json, write_text
-from experiments.finetune.bases import WHOLE
-from experiments.finetune.choosing import Planned, planned
+from experiments.configs.plan import write_plan
+from experiments.configs.train import AUTO
+from experiments.data.files import write_json, write_text
+from experiments.finetune.base_models import WHOLE
 from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.dataset import Materials, opened
 from experiments.finetune.evaluate import accuracy, held_out_batches, mean_over
 from experiments.finetune.generate import Generator
 from experiments.finetune.lm import from_directory
-from experiments.finetune.materials import Materials, opened
+from experiments.finetune.method import Planned, planned
 from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
-from experiments.plan import write_plan
-from experiments.record import Spent, varying
-from experiments.report import Report, plot_losses
-from experiments.result import write_result
-from experiments.resume import Run
-from experiments.saver import Saver, restored
-from experiments.steps import Training, begin_report, run_steps, tell_resume, tell_stop
+from experiments.training.checkpoints import Saver, restored
+from experiments.training.report import Report, plot_losses
+from experiments.training.result import write_result
+from experiments.training.resume import Run
+from experiments.training.run_record import Spent, varying
+from experiments.training.steps import Training, begin_report, run_steps, tell_resume, tell_stop
 from fnshard.hf.files import read_config
-from fnshard.rank import Stop
+from fnshard.launcher.rank import Stop
 
 CHOICES = 4  # rows of a rank's batch of choices
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from experiments.config import RunConfig
+from experiments.configs.train import RunConfig
 from experiments.data.pieces import Piece, encode_all
 from experiments.data.tokenizer import Tokenizer
+from experiments.finetune.dataset import Example
 from experiments.finetune.generate import Generator
-from experiments.finetune.materials import Example
-from experiments.sample import safe
+from experiments.training.sample import safe
 
 SHOWN = 4  # held-out prompts
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 import fnshard as fs
-from experiments.checks import count
-from experiments.config import PrecisionConfig
+from experiments.configs.checks import count
+from experiments.configs.train import PrecisionConfig
 from experiments.finetune.config import MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_config
 from experiments.finetune.objectives import sft
 from experiments.finetune.tuning import CODECS, Tuning
 from fnshard import tree
-from fnshard.lora import lora
+from fnshard.adapters.lora import lora
 
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
              "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from experiments.text import is_held_out, source_files, standard_library
+from experiments.data.stdlib_text import is_held_out, source_files, standard_library
 
 HELD_OUT_PERCENT = 10
 MOST = {False: 12_000, True: 400}  # functions

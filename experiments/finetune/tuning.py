@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.config import ConfigError, PrecisionConfig
+from experiments.configs.plan import dtypes_of
+from experiments.configs.train import ConfigError, PrecisionConfig
 from experiments.finetune.config import ALL_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
-from experiments.plan import dtypes_of
 from fnshard import tree
+from fnshard.adapters.lora import Lora, matched, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
-from fnshard.lora import Lora, matched, with_adapters
 
 Fn = Callable[..., Any]
 CODECS = {"qlora8": "int8", "qlora4": "nf4"}  # of the frozen matrices, by method

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from experiments.checks import count
+from experiments.configs.checks import count
+from experiments.configs.decoders import names
 from experiments.gpu.parts import PARTS
 from experiments.gpu.setup import Setup
 from experiments.gpu.table import markdown
-from experiments.sizes import names
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = "table.md", "results.json"

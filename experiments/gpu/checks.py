@@ -68,7 +68,7 @@ def _small(setup: Setup) -> Setup:
 
 def tests(setup: Setup) -> Found:
     """The tests that need a GPU, but for the bench, which is parts of its own."""
-    return _pytest(["tests/test_gpu.py", "-m", "gpu", "-k", "not bench"])
+    return _pytest(["tests/runtime/test_gpu.py", "-m", "gpu", "-k", "not bench"])
 
 
 def core(setup: Setup) -> Found:

@@ -17,7 +17,7 @@ import fnshard as fs
 from experiments.bench.config import BenchConfig, build
 from experiments.bench.contenders import Task, sharded
 from experiments.bench.measure import batches, make_task
-from fnshard.process_group import make_group
+from fnshard.mesh.process_group import make_group
 
 PRESET = "full_shard"
 

@@ -13,8 +13,8 @@ import torch
 import fnshard as fs
 from experiments.bench.report import model_flops
 from experiments.gpu.setup import Setup, Training
-from fnshard.hardware import mfu
-from fnshard.profile import DEVICE, LAUNCHES, PREFIX
+from fnshard.analysis.hardware import mfu
+from fnshard.debug.profile import DEVICE, LAUNCHES, PREFIX
 
 KINDS = ("products", "attention", "elementwise", "update", "casts", "communication", "other", "idle")
 STEPS = 3  # that are traced

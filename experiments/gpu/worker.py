@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.gpu.parts import PARTS
 from experiments.gpu.setup import Setup, join
-from fnshard.process_group import leave_group
+from fnshard.mesh.process_group import leave_group
 
 
 def work(part: str, setup: Setup, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.command import answer
+from experiments.cli.main import answer
 from experiments.memory import recipe, sizes, targets, zero
 from experiments.memory.config import FORM, MemoryConfig, build
 

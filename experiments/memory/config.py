@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from experiments.checks import refusal
-from experiments.form import Form, Help
+from experiments.cli.command_spec import Form, Help
+from experiments.configs.checks import refusal
 from experiments.memory.plans import LLAMA
-from experiments.model import DecoderConfig
+from experiments.training.decoder import DecoderConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 TARGETS = ("remat", "offload", "resident", "fit")

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from experiments.memory.plans import Job
-from fnshard.launcher import launch
+from fnshard.launcher.local import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "measured.json"

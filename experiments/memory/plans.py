@@ -11,10 +11,10 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.contenders import CONTENDERS, Task, global_batch
-from experiments.model import Decoder, DecoderConfig, next_token_loss
+from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard import tree
-from fnshard.lowered import Lowered
-from fnshard.runtime.connect import connection
+from fnshard.runtime.collectives.connect import connection
+from fnshard.step.lowered import Lowered
 
 # Meta's Llama 3.2 1B, Llama 3.1 8B and 70B: shapes alone.
 LLAMA = {

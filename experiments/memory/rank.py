@@ -20,7 +20,7 @@ from experiments.bench.measure import largest, release
 from experiments.bench.memory import live_bytes
 from experiments.memory.measured import MEASURED
 from experiments.memory.plans import Job, Plan, Running, choose, start
-from fnshard.launcher import run_rank
+from fnshard.launcher.local import run_rank
 
 
 def measure(job: Job, folder: Path) -> None:

@@ -16,7 +16,7 @@ from experiments.memory.config import MemoryConfig
 from experiments.memory.measured import markdown
 from experiments.memory.plans import LLAMA, MIXED, loss_of
 from fnshard.errors import BudgetError
-from fnshard.fit import Search
+from fnshard.step.fit import Search
 
 BUDGETS = {24: "a100", 80: "h100", 141: "h200"}  # GB, and whose speed the times are predicted for
 SEARCHED_FOR = "h100"

@@ -13,9 +13,9 @@ import os
 import sys
 from pathlib import Path
 
-from experiments.checks import count
+from experiments.configs.checks import count
 from experiments.predict.plans import PLANS
-from fnshard.launcher import launch
+from fnshard.launcher.local import launch
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.model import Decoder, DecoderConfig, next_token_loss
+from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
 
 MODELS = {
     "5m": DecoderConfig(width=256, layers=6, heads=8, kv_heads=4, context=256),

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.predict.plans import PLANS, Trained
 from experiments.predict.report import write
-from fnshard.compiler.timeline import Timeline
-from fnshard.launcher import run_rank
+from fnshard.analysis.timeline import Timeline
+from fnshard.launcher.local import run_rank
 
 WARMUP = 3
 

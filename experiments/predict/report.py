@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
-from fnshard.compiler.timeline import Timeline
+from fnshard.analysis.timeline import Timeline
 
 TARGET, APART = 0.25, 0.10  # how far off a prediction may be; how far apart plans must be to be ordered
 

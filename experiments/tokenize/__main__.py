@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.command import answer
+from experiments.cli.main import answer
 from experiments.tokenize.config import FORM, build
 from experiments.tokenize.job import tokenize
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.checks import refusal
-from experiments.form import Form, Help
+from experiments.cli.command_spec import Form, Help
+from experiments.configs.checks import refusal
 
 BROKEN = ("refuse", "skip")
 

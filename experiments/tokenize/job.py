@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data.crew import CrewError, work
 from experiments.data.shardfolder import HEADER, Shard, Shards, open_shards, write_header
 from experiments.data.shardwriter import PARTIAL, SHOWN, Advance, Made, Recipe, dtype_of, write_shard
-from experiments.data.sources import Source, find, split
 from experiments.data.spans import Span, spans_of
+from experiments.data.text_files import Source, find, split
 from experiments.data.tokenizer import SETTINGS, Tokenizer, byte_tokenizer, load_tokenizer, save_tokenizer
 from experiments.data.writer import Progress
 from experiments.tokenize.config import TokenizeConfig

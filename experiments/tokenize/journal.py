@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.config import ConfigError
+from experiments.configs.train import ConfigError
 from experiments.data.shardwriter import Made
 from fnshard.errors import report
 

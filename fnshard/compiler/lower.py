@@ -9,10 +9,15 @@ from typing import Any
 import torch
 
 from fnshard import tree
-from fnshard.arguments import Arguments
-from fnshard.compiler.build import Plan, build
-from fnshard.compiler.differentiate import Kernel, differentiate_all, kernel_key
-from fnshard.compiler.passes import (
+from fnshard.compiler.frontend.trace import trace
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
+from fnshard.compiler.kernels.remat import Remat, policies
+from fnshard.compiler.kernels.split import Segments, split
+from fnshard.compiler.schedule.build import Plan, build
+from fnshard.compiler.schedule.instructions import Schedule
+from fnshard.compiler.schedule.passes import (
     insert_frees,
     offload,
     overlap,
@@ -21,15 +26,10 @@ from fnshard.compiler.passes import (
     update_in_backward,
     updates_last,
 )
-from fnshard.compiler.program import Program
-from fnshard.compiler.remat import Remat, policies
-from fnshard.compiler.schedule import Schedule
-from fnshard.compiler.split import Segments, split
-from fnshard.compiler.trace import trace
-from fnshard.compiler.verify import verify
+from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import TraceError
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.spec import LayoutSpec
 
 PlanOf = Callable[[Program], Plan]
 
@@ -51,7 +51,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What segments keep for their backward; see `compiler.remat`."""
+    """What segments keep for their backward; see `compiler.kernels.remat`."""
 
     remat: Remat = "none"
     save: tuple[str, ...] = ()

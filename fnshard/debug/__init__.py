@@ -5,15 +5,15 @@
     nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
     assert_max_compiles(n)                      a `with` in which one compilation too many is an error
 
-All of them run schedules on the eager backend with a `Watch` on the executor (`compiler.context`), which a
-step has none of otherwise.
+All of them run schedules on the eager backend with a `Watch` on the executor (`runtime.executor.context`),
+which a step has none of otherwise.
 """
 
 from __future__ import annotations
 
-from fnshard.compiles import assert_max_compiles
 from fnshard.debug.hunt import nan_hunt
 from fnshard.debug.layouts import bisect
 from fnshard.debug.truth import check
+from fnshard.step.compiles import assert_max_compiles
 
 __all__ = ["assert_max_compiles", "bisect", "check", "nan_hunt"]

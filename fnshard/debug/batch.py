@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.arguments import Arguments, signature_of
-from fnshard.batches import check_leaves, micro_batch
+from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.errors import SpecError, StateError, report
-from fnshard.losses import Whole
+from fnshard.layout.spec import LayoutSpec, block_slices
+from fnshard.losses.objectives import Whole
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.shards import leaf_paths, resolve_specs
-from fnshard.spec import LayoutSpec, block_slices
-from fnshard.state import TrainState
+from fnshard.step.batches import check_leaves, micro_batch
+from fnshard.step.shards import leaf_paths, resolve_specs
+from fnshard.step.state import TrainState
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 

@@ -10,22 +10,22 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard import agree
-from fnshard.arguments import Arguments
-from fnshard.batches import batch_key, micro_batch
-from fnshard.codecs import decoding
-from fnshard.compiler.context import Action, Env, Watch
+from fnshard.compiler.frontend.trace import without_autocast
+from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.lower import trace_and_split
-from fnshard.compiler.schedule import Instruction, Run, Schedule, Wait
-from fnshard.compiler.trace import without_autocast
+from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
 from fnshard.debug.batch import as_arguments
 from fnshard.debug.nodes import Origin, find
 from fnshard.debug.values import Health, count, health, in_words, tensors, worst
 from fnshard.errors import DebugError, FnshardError, StateError, report
-from fnshard.lowered import Lowered
-from fnshard.runner import Runner, items_of
-from fnshard.state import TrainState
-from fnshard.step import Step
+from fnshard.layout.codecs import decoding
+from fnshard.runtime.executor.context import Action, Env, Watch
+from fnshard.step import agreement
+from fnshard.step.batches import batch_key, micro_batch
+from fnshard.step.lowered import Lowered
+from fnshard.step.runner import Runner, items_of
+from fnshard.step.state import TrainState
+from fnshard.step.step import Step
 
 _WORD = {"nan": "NaN", "inf": "inf"}
 
@@ -282,7 +282,7 @@ def _agree_like(before: Runner, after: Runner, lowered: Lowered) -> None:
     """What ranks have agreed on holds for the replay. Replicas are not compared: one may hold the NaN."""
     rank = after.rank
     agreed = before.rank.agreement
-    rank.agreement = agreed or agree.reach(rank.comm, lowered.schedule, dict, items_of(lowered.program))
+    rank.agreement = agreed or agreement.reach(rank.comm, lowered.schedule, dict, items_of(lowered.program))
 
 
 def _with_sources(step: Step, batch: Arguments, found: list[Arose]) -> list[Arose]:

@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard.compiler.schedule import COLLECTIVES, Cast, Instruction, Run, Schedule, Wait, leaf_of
+from fnshard.compiler.schedule.instructions import (
+    COLLECTIVES,
+    Cast,
+    Instruction,
+    Run,
+    Schedule,
+    Wait,
+    leaf_of,
+)
 from fnshard.debug.batch import (
     as_arguments,
     assemble,
@@ -20,10 +28,10 @@ from fnshard.debug.batch import (
     tolerance,
 )
 from fnshard.debug.record import Entry, Key, Recording, record
-from fnshard.make_step import shard_step
 from fnshard.mesh import Mesh
-from fnshard.runtime.simulated import Adversary
-from fnshard.transform import Optimizer
+from fnshard.optim.contract import Optimizer
+from fnshard.runtime.collectives.simulated import Adversary
+from fnshard.step.make_step import shard_step
 
 
 @dataclass(frozen=True)

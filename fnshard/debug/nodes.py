@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.differentiate import Kernel
-from fnshard.compiler.program import describe, replay
+from fnshard.compiler.ir.program import describe, replay
+from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.debug.values import Health, health, tensors, worst
 
 

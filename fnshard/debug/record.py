@@ -13,10 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard.arguments import Arguments
-from fnshard.batches import batch_key
-from fnshard.compiler.context import Action, Env, Reduced, Watch
-from fnshard.compiler.schedule import (
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Add,
     Cast,
@@ -30,11 +28,13 @@ from fnshard.compiler.schedule import (
 )
 from fnshard.debug.values import tensors
 from fnshard.errors import CollectiveError
-from fnshard.lowered import Lowered
-from fnshard.runner import data_rank
-from fnshard.runtime.simulated import Adversary, simulate
-from fnshard.spec import P
-from fnshard.step import Step
+from fnshard.layout.spec import P
+from fnshard.runtime.collectives.simulated import Adversary, simulate
+from fnshard.runtime.executor.context import Action, Env, Reduced, Watch
+from fnshard.step.batches import batch_key
+from fnshard.step.lowered import Lowered
+from fnshard.step.runner import data_rank
+from fnshard.step.step import Step
 
 Key = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", path), ...
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.arguments import Arguments
-from fnshard.codecs import is_coded
+from fnshard.compiler.ir.arguments import Arguments
 from fnshard.debug.batch import (
     as_arguments,
     cut,
@@ -25,14 +24,15 @@ from fnshard.debug.batch import (
     unwrapped,
 )
 from fnshard.errors import DebugError, StateError, report
-from fnshard.losses import Mean
-from fnshard.make_step import shard_step
+from fnshard.layout.codecs import is_coded
+from fnshard.layout.spec import LayoutSpec
+from fnshard.losses.objectives import Mean
 from fnshard.mesh import Mesh
-from fnshard.runner import data_rank
-from fnshard.runtime.simulated import simulate
-from fnshard.shards import leaf_paths, unshard
-from fnshard.spec import LayoutSpec
-from fnshard.step import Step
+from fnshard.runtime.collectives.simulated import simulate
+from fnshard.step.make_step import shard_step
+from fnshard.step.runner import data_rank
+from fnshard.step.shards import leaf_paths, unshard
+from fnshard.step.step import Step
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fnshard.compiler.context import Reduced
-from fnshard.compiler.schedule import leaf_of
+from fnshard.compiler.schedule.instructions import leaf_of
+from fnshard.runtime.executor.context import Reduced
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
 ORDER: tuple[Health, ...] = ("", "inf", "nan")

@@ -24,20 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.codecs import Unfit, check_codecs
+from fnshard.checkpoint.rows import all_or_none
 from fnshard.errors import StateError, leaves, report
 from fnshard.hf.files import opened, read_config
 from fnshard.hf.match import filled, match
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, family_of, said_by
 from fnshard.hf.plan import Plan, deliver
 from fnshard.hf.write import Folder, SingleFile, StateDict, Target, beside, split_files
+from fnshard.layout.codecs import Unfit, check_codecs
+from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
-from fnshard.runner import default_mesh, laid_out
-from fnshard.runtime.connect import connection
-from fnshard.runtime.memory import check_directory
-from fnshard.runtime.rows import all_or_none
-from fnshard.shards import check_blocks, compare_paths, leaf_paths, spec_paths
-from fnshard.spec import LayoutSpec, check_specs
+from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.tiers import check_directory
+from fnshard.step.runner import default_mesh, laid_out
+from fnshard.step.shards import check_blocks, compare_paths, leaf_paths, spec_paths
 
 __all__ = ["FAMILIES", "Family", "Transposed", "export", "load", "save"]
 

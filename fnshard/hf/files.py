@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fnshard.errors import StateError, report
-from fnshard.runtime.tensorfile import Corrupt, Header, HEADER_LIMIT_bytes, open_regular, read_exactly
+from fnshard.runtime.files.tensorfile import Corrupt, Header, HEADER_LIMIT_bytes, open_regular, read_exactly
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

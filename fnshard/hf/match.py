@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnshard.codecs import Unfit, is_coded
 from fnshard.errors import StateError, report
 from fnshard.hf.files import Saved
 from fnshard.hf.names import Family, Names, Transposed, buffers_of, candidates, name_of
+from fnshard.layout.codecs import Unfit, is_coded
+from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
 from fnshard.mesh import Mesh
-from fnshard.runtime.buckets import local_block
-from fnshard.runtime.fileblocks import read_block
-from fnshard.runtime.memory import allocate
-from fnshard.runtime.tensorfile import Corrupt, read_exactly
-from fnshard.shards import stored_at_rest
-from fnshard.spec import LayoutSpec, block_shape, block_slices
+from fnshard.runtime.files.fileblocks import read_block
+from fnshard.runtime.files.tensorfile import Corrupt, read_exactly
+from fnshard.runtime.packing import local_block
+from fnshard.runtime.tiers import allocate
+from fnshard.step.shards import stored_at_rest
 
 SHOWN = 40  # lines of each kind of a problem
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fnshard.deferred_init import recipe_of
+from fnshard.compiler.deferred.deferred_init import recipe_of
 from fnshard.errors import SpecError, StateError, report
 from fnshard.functional import aliases, make_functional
-from fnshard.shards import compare_paths
+from fnshard.step.shards import compare_paths
 
 
 @dataclass(frozen=True)

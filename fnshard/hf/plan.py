@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fnshard.codecs import block_of
+from fnshard.checkpoint.rows import all_or_none, whole_rows
 from fnshard.errors import AgreementError, StateError, leaves, report
 from fnshard.hf.names import Family, Names, Transposed, check_names, name_of
 from fnshard.hf.write import Target
+from fnshard.layout.codecs import block_of
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives import Collectives
-from fnshard.runtime.rows import all_or_none, whole_rows
-from fnshard.runtime.tensorfile import NAMES, Entry
-from fnshard.spec import LayoutSpec
+from fnshard.runtime.collectives.base import Collectives
+from fnshard.runtime.files.tensorfile import NAMES, Entry
 
 
 @dataclass(frozen=True)

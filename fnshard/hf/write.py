@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fnshard.hf.files import INDEX, SINGLE
-from fnshard.runtime.folder import flush
-from fnshard.runtime.memory import allocate
-from fnshard.runtime.tensorfile import Entry, arrange, bytes_of
+from fnshard.runtime.files.folder import flush
+from fnshard.runtime.files.tensorfile import Entry, arrange, bytes_of
+from fnshard.runtime.tiers import allocate
 
 FORMAT = {"format": "pt"}  # without it transformers refuses a file
 COPIED = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from fnshard.errors import SpecError, report
+from fnshard.layout.spec import LayoutSpec, P, block_shape
 from fnshard.mesh import Mesh
-from fnshard.spec import LayoutSpec, P, block_shape
 
 FIELDS = ("storage", "gradient", "optimizer")
 WRAP = 32  # ranks in a row, where the mesh has but one axis

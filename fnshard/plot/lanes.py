@@ -11,7 +11,7 @@ from fnshard.plot.canvas import COLOURS, figure_of, legend, save
 from fnshard.plot.scales import time_text, time_unit
 
 if TYPE_CHECKING:
-    from fnshard.compiler.timeline import Span, Timeline
+    from fnshard.analysis.timeline import Span, Timeline
 
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
 REST = "packing and the rest"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fnshard.compiler.program import short_dtype
+from fnshard.compiler.ir.program import short_dtype
 from fnshard.errors import SpecError, report
+from fnshard.layout.spec import LayoutSpec, block_shape, check_specs
 from fnshard.mesh import Mesh
-from fnshard.shards import resolve_specs, spec_paths
-from fnshard.spec import LayoutSpec, block_shape, check_specs
+from fnshard.step.shards import resolve_specs, spec_paths
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -63,7 +63,7 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
 def label_of(spec: LayoutSpec) -> str:
     """A spec in a few words: what is not said is as it is by default.
 
-    >>> from fnshard.spec import P
+    >>> from fnshard.layout.spec import P
     >>> import torch
     >>> spec = LayoutSpec(P(), gradient=P("shard"), optimizer=P("shard"), compute_dtype=torch.bfloat16)
     >>> label_of(spec.resolve(torch.ones(4), "unit"))

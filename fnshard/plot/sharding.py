@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
 from fnshard.plot.blocks import Grid, grid_of, layouts_of, mesh_rows, padding_text
 from fnshard.plot.canvas import colour_map, figure_of, save, text_on
 from fnshard.plot.scales import ranks_text
-from fnshard.spec import LayoutSpec, P
 
 PALE = "#f2f2f2"
 TICKS = 12  # block borders that are numbered

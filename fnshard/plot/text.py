@@ -23,13 +23,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fnshard.errors import leaves as count_of
+from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
 from fnshard.plot.blocks import Grid, grid_of, layouts_of, mesh_rows, padding_text
 from fnshard.plot.lanes import busy_lanes, check, headline, what
 from fnshard.plot.leaves import leaves_of, together
 from fnshard.plot.scales import byte_text, byte_unit, digits, ranks_text, time_unit
 from fnshard.plot.steps import memory_series, phase_runs, totals_of, traffic_rows
-from fnshard.spec import LayoutSpec, P
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 PARTS = " ▏▎▍▌▋▊▉█"

@@ -1,0 +1,1 @@
+"""The command line: what it may say, checked before Hydra composes and torch loads."""

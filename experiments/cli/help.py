@@ -1,0 +1,80 @@
+"""Help: what `--help` prints: the groups and their choices, the keys that matter most, examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.cli.command_spec import Form
+from experiments.cli.validate import groups_of, loader_of
+
+WIDTH = 100
+FLAGS = {
+    "--multirun, -m": "a run for every combination of values: KEY=A,B",
+    "--cfg job": "show the whole configuration, with every key, and run nothing",
+    "--info defaults": "show which files it is made of",
+    "--config-dir DIR": "take files of groups from there, too",
+    "--hydra-help": "Hydra's own flags, and completion for the shell",
+}
+
+
+def help_of(form: Form) -> str:
+    """The text for a job."""
+    form.register()
+    with loader_of(form) as loader:
+        chosen = loader.compute_defaults_list(form.name, [], RunMode.RUN).overrides.known_choices
+        choices = {g: c for g, c in groups_of(form, loader).items() if not g.startswith("hydra/")}
+        composed = loader.load_configuration(form.name, [], RunMode.RUN)
+    groups = {group: _marked(names, chosen.get(group)) for group, names in choices.items()}
+    options = {f"{key}={_shown(_raw(composed, key))}": told for key, told in form.help.options.items()}
+    parts = [
+        textwrap.fill(form.help.about, WIDTH),
+        f"    python -m {form.module} [GROUP=CHOICE] [KEY=VALUE] ...",
+        _table("Groups (GROUP=CHOICE; * is taken where nothing is said)", groups),
+        _table("Keys, as they are where nothing is said (KEY=VALUE)", options),
+        "Examples",
+        *(f"  {told}\n    {command}" for command, told in form.help.examples.items()),
+        _table("Flags", FLAGS),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _marked(names: list[str], default: str | None) -> str:
+    return "  ".join(f"*{name}" if name == default else name for name in names)
+
+
+def _table(title: str, rows: Mapping[str, str]) -> str:
+    if not rows:
+        return ""
+    wide = max(map(len, rows))
+    lines = [
+        textwrap.fill(told, WIDTH, initial_indent=f"  {name:<{wide}}  ", subsequent_indent=" " * (wide + 4))
+        for name, told in rows.items()
+    ]
+    return "\n".join([title, *lines])
+
+
+def _raw(composed: DictConfig, key: str) -> Any:
+    """As it is written: a folder that the clock names has no name yet."""
+    node, _, last = key.rpartition(".")
+    value = OmegaConf.to_container(OmegaConf.select(composed, node) if node else composed, resolve=False)[
+        last
+    ]
+    return re.sub(r"\$\{now:[^}]*\}", "NOW", value) if isinstance(value, str) else value
+
+
+def _shown(value: Any) -> str:
+    """As a command line would say it.
+
+    >>> [_shown(value) for value in (None, True, 600, 4e-3, "def ")]
+    ['null', 'true', '600', '0.004', '"def "']
+    """
+    if isinstance(value, str) and value.strip() == value and value:
+        return value
+    return json.dumps(value)

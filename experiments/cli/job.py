@@ -1,0 +1,257 @@
+"""Job: what a command line starts that ranks do together: `python -m experiments.train`, `.finetune`.
+
+`experiments.cli.validate` has looked at the command line, Hydra composes the configuration; then this process
+starts the ranks and waits for them, or is one itself where `torchrun` started it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from experiments.cli import schema
+from experiments.cli.application import application
+from experiments.cli.command_spec import ROOT, Job
+from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
+from experiments.cli.mistakes import is_mistake, is_outside, message
+from experiments.cli.sweep import TABLE, objective, tell
+from experiments.cli.validate import Asked
+from experiments.cli.worker import REFUSAL, refused, run_job
+from experiments.compare.outcome import jobs_of
+from experiments.configs.budget import check_memory
+from experiments.configs.machine import place, ranks_of
+from experiments.configs.train import NEVER, ConfigError
+from experiments.data.files import write_json
+from experiments.training.result import RESULT, STOPPED, read_result, write_result
+from experiments.training.resume import finished, sweep_taken, taken
+from fnshard.launcher.local import LaunchError, launch, under_launcher
+from fnshard.launcher.nodes import Nodes, under_slurm
+from fnshard.launcher.rank import end_with_parent
+
+BY_SLURM = "hydra.run.dir=outputs/slurm/"
+
+
+def run(job: Job, asked: Asked) -> None:
+    """What the command line asks for, once it has been looked at."""
+    if under_launcher():
+        record(be_a_rank)(job, sys.argv[1:], asked)  # torchrun shows the error, whichever rank ends first
+        return
+    where = _on_nodes(sys.argv[1:])
+    if asked.config is not None and not where:
+        with asked.told():  # before Hydra makes a folder
+            placed(asked.config)
+    with (
+        sweep_taken(sys.argv[1:], job.name) as arguments,
+        every_job_awaited(arguments),
+        _table_in_any_case(arguments),
+    ):
+        sys.argv[1:] = [*arguments, *where]
+        application(job.form, lambda composed: _one(job, composed))()
+
+
+@contextmanager
+def _table_in_any_case(arguments: list[str]) -> Iterator[None]:
+    """What breaks a whole sweep (a launcher, a search in which every trial failed) hides none of its runs."""
+    try:
+        yield
+    except Exception:
+        named = [a.partition("=")[2].strip("'") for a in arguments if a.startswith("hydra.sweep.dir=")]
+        if named and Path(named[-1]).is_dir() and not Path(named[-1], TABLE).exists():
+            sweep = Path(named[-1]).resolve()
+            jobs = jobs_of(sweep)
+            if jobs:
+                tell(sweep, finished=False)
+            if jobs and all(read_result(job)["status"] == "failed" for job in jobs):
+                raise SystemExit(1) from None  # a search without a single result; the table says why
+        raise
+
+
+def _on_nodes(arguments: list[str]) -> list[str]:
+    """Where a single run on several nodes goes if nobody says so: their clocks differ."""
+    nodes = under_slurm(os.environ, Path())
+    if nodes is None:
+        return []
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(
+            f"a sweep inside of a job step on {nodes.count} nodes. Fix: the same command with launcher=slurm "
+            f"hydra.launcher.nodes={nodes.count} outside of srun: each job gets nodes of its own."
+        )
+    if any(a.startswith("hydra.run.dir=") for a in arguments):
+        return []
+    return [f"{BY_SLURM}{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"]
+
+
+def _one(job: Job, composed: DictConfig) -> float | None:
+    """One run; called once for each run of a `--multirun`, wherever it runs, and then gives what a search is
+    after.
+    """
+    here = HydraConfig.get()
+    folder = Path(here.runtime.output_dir).resolve()
+    overrides, launcher = list(here.overrides.task), here.runtime.choices["hydra/launcher"]
+    if here.mode != RunMode.MULTIRUN:
+        check_used(launcher)
+        start(job, asked_of(job, composed), folder, overrides, chosen=_names_folder(here.overrides.hydra))
+        return None
+    if launcher == SIDE_BY_SIDE:
+        end_with_parent(signal.SIGTERM)  # a worker would finish its job, unseen
+    try:  # a run that fails must not take the table of all runs with it
+        asked = asked_of(job, composed)
+        if asked.run.resume != NEVER and finished(folder, asked):
+            print(f"resume: {folder} is finished", flush=True)
+        elif start(job, asked, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
+            raise SystemExit(0)  # so is the sweep
+    except Exception as error:
+        _note_failure(error, folder, overrides)
+    return objective(folder, here.callbacks.table.metric)
+
+
+def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
+    known = is_mistake(error) or is_outside(error)
+    told = message(error) if known else "".join(traceback.format_exception(error))
+    print(told, file=sys.stderr, flush=True)
+    reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
+    with suppress(OSError):  # on a full disk
+        write_result(folder, status="failed", overrides=overrides, error=told, reason=reason)
+
+
+def _names_folder(overrides: Iterable[str]) -> bool:
+    return any(o.startswith("hydra.run.dir=") and not o.startswith(BY_SLURM) for o in overrides)
+
+
+def asked_of(job: Job, composed: DictConfig) -> Any:
+    """The composed configuration as dataclasses, as the command says it.
+
+    Raises:
+        ConfigError: see `experiments.cli.schema.build`.
+    """
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error)) from None
+    return schema.build(values, job.config)
+
+
+def accelerators() -> dict[str, int]:
+    """Devices by type: `{"cuda": 8}`, or empty."""
+    if not torch.accelerator.is_available():
+        return {}
+    return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
+
+
+def placed(asked: Any, *, world: int | None = None, nodes: int = 1) -> Any:
+    """The configuration on this machine.
+
+    Args:
+        world, nodes: see `experiments.configs.machine.place`.
+
+    Raises:
+        ConfigError: see there; or it takes more memory than there is.
+    """
+    config = place(asked, accelerators=accelerators(), world=world, nodes=nodes)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world else ranks_of(config) // nodes
+    check_memory(config, here)
+    return config
+
+
+def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
+    """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
+
+    Args:
+        chosen: the command names the folder.
+
+    Returns:
+        The result's status, "ok" or "stopped".
+
+    Raises:
+        ConfigError: what cannot be on this machine, see `experiments.configs.machine.place`; what
+        `job.prepare` finds;
+            no checkpoint where `run.resume` says; and nothing was started. Or ranks found that no plan fits
+            into `run.device_gb`, or that a checkpoint could not be read or written.
+        LaunchError: a rank failed.
+    """
+    nodes = under_slurm(os.environ, fresh / "nodes")
+    if nodes is not None:
+        return _start_on_nodes(job, asked, fresh, overrides, nodes, chosen=chosen)
+    config = job.prepare(placed(asked))
+    with taken(asked, fresh, chosen=chosen) as run:
+        folder = Path(run.folder)
+        told = folder / "job.json"
+        write_json(told, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
+        for name in (REFUSAL, RESULT):
+            (folder / name).unlink(missing_ok=True)
+        try:
+            _launch(job, config, told, folder / "ranks", ranks_of(config))
+        except LaunchError as error:
+            known = refused(folder) or error
+            with suppress(OSError):  # the disk may be what failed
+                write_result(folder, status="failed", overrides=overrides, error=str(known))
+            raise known from None
+        return read_result(folder)["status"]
+
+
+def _start_on_nodes(
+    job: Job, asked: Any, fresh: Path, overrides: list[str], nodes: Nodes, *, chosen: bool
+) -> str:
+    """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
+    config = placed(asked, nodes=nodes.count)
+    told = fresh / f"job.{nodes.number}.json"
+    values = {**job_values(config, overrides), "asked": dataclasses.asdict(asked)}
+    write_json(told, {**values, "fresh": str(fresh), "chosen": chosen})
+    for name in (REFUSAL, RESULT) if nodes.number == 0 else ():
+        (fresh / name).unlink(missing_ok=True)  # nobody writes them before all nodes have met
+    try:
+        _launch(job, config, told, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
+    except LaunchError as error:
+        raise refused(fresh) or error from None
+    return read_result(fresh)["status"]
+
+
+def _launch(job: Job, config: Any, told: Path, logs: Path, ranks: int, nodes: Nodes | None = None) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    launch(
+        [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(told)],
+        ranks=ranks,
+        logs=logs,
+        env={"PYTHONPATH": path},
+        max_restarts=config.run.max_restarts,
+        grace_s=config.run.stop_grace_s,
+        nodes=nodes,
+    )
+
+
+def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
+    """What every rank is told, as JSON."""
+    return {"config": dataclasses.asdict(config), "overrides": overrides}
+
+
+def be_a_rank(job: Job, arguments: list[str], looked_at: Asked) -> NoReturn:
+    """Compose without Hydra's command line: every rank would make a folder of its own."""
+    flags = [a for a in arguments if a.startswith("-")]
+    if flags:
+        raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.form.conf)):
+        composed = hydra.compose(job.name, overrides=arguments, return_hydra_config=True)
+    check_used(composed.hydra.runtime.choices["hydra/launcher"])
+    fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
+    with_hydra = OmegaConf.to_container(composed, resolve=False)
+    with_hydra.pop("hydra")
+    asked = asked_of(job, OmegaConf.create(with_hydra))
+    with looked_at.told():
+        config = placed(asked, world=int(os.environ["WORLD_SIZE"]))
+    values = {**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)}
+    run_job(job, values)

@@ -1,0 +1,162 @@
+"""One rank of a job: `python -m experiments.cli.worker MODULE job.json`, which the launcher starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+
+from experiments.cli.mistakes import is_mistake
+from experiments.cli.schema import build
+from experiments.configs.train import ConfigError
+from experiments.data.files import write_json
+from experiments.training.resume import Run, taken
+from experiments.training.watchdog import DivergedError
+from fnshard.errors import (
+    BudgetError,
+    CheckpointError,
+    LaunchError,
+    OptimizerError,
+    SpecError,
+    TraceError,
+    report,
+)
+from fnshard.launcher.rank import LOGS, Stop, run_rank
+from fnshard.mesh.process_group import leave_group
+
+if TYPE_CHECKING:
+    from experiments.cli.command_spec import Job
+
+ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on what all ranks are told alike
+REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
+
+
+def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
+    """Join the other ranks, do the job's work, leave.
+
+    Args:
+        values: `config` (nested dicts of a placed configuration), `overrides`; and `run` (of a `Run`), or
+            what finds it: `asked` (the configuration before it was placed), `fresh`, `chosen`.
+    """
+    placed = build(values["config"], job.config)
+    stop = Stop()
+
+    def main() -> None:
+        try:
+            with _run_of(job, values) as run:
+                if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
+                    _refusal().unlink(missing_ok=True)  # an earlier attempt's
+                config = placed if "run" in values else _prepared(job, placed)
+                job.work(config, run, list(values["overrides"]), stop)
+        except BudgetError as error:
+            _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", mistake=True)
+        except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
+            _end_together(str(error), mistake=is_mistake(error))
+        except OSError as error:  # here alone: the others end when this rank does
+            if error.errno not in FULL:
+                raise
+            sys.exit(no_room(error))
+
+    run_rank(main, device_type=placed.run.device, timeout_s=placed.run.timeout_s, stop=stop)
+
+
+def _prepared(job: Job, config: Any) -> Any:
+    """What `job.prepare` makes of the configuration, where no process of ours stands above the ranks: the
+    first of each machine prepares, the others find it done.
+    """
+    problem = ""
+    for local in (True, False):
+        if local == (os.environ.get("LOCAL_RANK", "0") == "0"):
+            try:
+                config = job.prepare(config)
+            except ConfigError as error:
+                problem = str(error)
+        told = [problem]
+        if dist.is_initialized():
+            told = [""] * dist.get_world_size()
+            dist.all_gather_object(told, problem)
+        if any(told):
+            raise ConfigError(next(filter(None, told)))
+    return config
+
+
+@contextmanager
+def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
+    """The run that this rank works on: as told, or (under `torchrun`, on many nodes) as rank 0 finds it."""
+    if "run" in values:
+        yield Run(**values["run"])
+        return
+    told: list[Any] = [None, ""]
+    with ExitStack() as stack:
+        if int(os.environ.get("RANK", "0")) == 0:
+            try:
+                found = taken(
+                    build(values["asked"], job.config), Path(values["fresh"]), chosen=values["chosen"]
+                )
+                told[0] = dataclasses.asdict(stack.enter_context(found))
+            except ConfigError as error:
+                told[1] = str(error)
+        if dist.is_initialized():
+            dist.broadcast_object_list(told, src=0)
+        if told[0] is None:
+            _end_together(told[1], mistake=True)
+        yield Run(**told[0])
+
+
+def no_room(error: OSError) -> str:
+    """An error of a disk in words: step, path, and the way out.
+
+    >>> full = OSError(28, "No space left on device", "run/metrics.jsonl")
+    >>> full.add_note("step 7")
+    >>> print(no_room(full))
+    step 7: cannot write run/metrics.jsonl: No space left on device.
+    Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
+    """
+    at = next(iter(getattr(error, "__notes__", [])), "before the first step")
+    fix = "make room, or another hydra.run.dir; the same command goes on from the newest checkpoint."
+    return report(f"{at}: cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
+
+
+def refused(folder: Path) -> Exception | None:
+    """Why the ranks of a run's folder ended together, if they did: a mistake, or a failure."""
+    try:
+        told = json.loads((folder / REFUSAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return (ConfigError if told["mistake"] else LaunchError)(told["message"])
+
+
+def _end_together(message: str, *, mistake: bool) -> NoReturn:
+    """All ranks know the reason, and end with exit code 1; it is left to who started this rank, or said here
+    where nobody of ours did."""
+    code: int | str = 1
+    if int(os.environ.get("RANK", "0")) == 0:
+        if LOGS in os.environ:
+            try:
+                write_json(_refusal(), {"message": message, "mistake": mistake})
+            except OSError:  # on a full disk
+                code = message
+        else:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+    leave_group()  # nobody ends before it has been told
+    sys.exit(code)
+
+
+def _refusal() -> Path:
+    """Beside the ranks' logs."""
+    return Path(os.environ[LOGS]).parent / REFUSAL
+
+
+if __name__ == "__main__":
+    named, file = sys.argv[1:]
+    run_job(importlib.import_module(named).JOB, json.loads(Path(file).read_text(encoding="utf-8")))

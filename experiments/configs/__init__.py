@@ -1,0 +1,1 @@
+"""Configurations as frozen dataclasses, and what they come to on this machine."""

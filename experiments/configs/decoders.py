@@ -1,0 +1,30 @@
+"""The decoders of `conf/model` by name, read without Hydra or a YAML library, which a bare machine lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from experiments.configs.train import DecoderConfig
+
+MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
+
+
+def names() -> list[str]:
+    """What there is.
+
+    >>> "1b" in names()
+    True
+    """
+    return sorted(path.stem for path in MODELS.glob("*.yaml"))
+
+
+def decoder(name: str) -> DecoderConfig:
+    """The file of that name: lines of `key: number`, and comments.
+
+    >>> decoder("8b").layers
+    32
+    """
+    lines = (MODELS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("#")[0].split(":") for line in lines if line.split("#")[0].strip()]
+    return DecoderConfig(**{key.strip(): json.loads(value) for key, value in pairs})

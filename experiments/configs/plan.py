@@ -1,0 +1,150 @@
+"""What a strategy comes to: specs and options of the step; `strategy=auto` lets `fnshard.fit` choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fnshard as fs
+from experiments.configs.train import AUTO, PrecisionConfig, RunConfig, StrategyConfig
+from experiments.data.files import append, write_json, write_text
+from fnshard.analysis.hardware import TABLE
+from fnshard.errors import report
+from fnshard.launcher.rank import expect_memory
+from fnshard.step.lowered import Lowered
+
+PLAN, MEMORY = "plan.json", "memory.txt"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`shard_step(fn, specs, mesh=..., optimizer=..., **options)`.
+
+    `found`: the search, if there was one; `hardware`: what it planned for.
+    """
+
+    specs: Any
+    options: Mapping[str, Any]
+    found: fs.Fit | None = None
+    hardware: fs.Hardware | None = None
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self.options["accumulate"]
+
+
+def dtypes_of(precision: PrecisionConfig) -> dict[str, torch.dtype]:
+    """The dtypes of a `LayoutSpec`, by field."""
+    return {f"{field}_dtype": getattr(torch, name) for field, name in vars(precision).items()}
+
+
+def plan_of(
+    strategy: StrategyConfig,
+    run: RunConfig,
+    fn: Callable[..., Any],
+    params: Any,
+    mesh: fs.Mesh,
+    optimizer: fs.optim.Optimizer,
+    *,
+    batch: tuple[Any, ...],
+    specs: Callable[..., Any],
+    hardware: str = AUTO,
+) -> Plan:
+    """A strategy as specs and options of the step; the same on every rank, as its inputs are.
+
+    Args:
+        batch: this rank's of one step; may be meta.
+        specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
+        hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
+
+    Raises:
+        BudgetError: `strategy=auto`, and nothing fits.
+        AgreementError: `strategy=auto`, and ranks planned differently.
+    """
+    options = {
+        "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
+        "grad_norm": True,
+    }  # fmt: skip
+    exact = {"deterministic": run.deterministic}
+    if strategy.name == AUTO:
+        planned_for = hardware_of(hardware, mesh)
+        found = _agreed(
+            fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
+            optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
+        )  # fmt: skip
+        return Plan(found.specs, {**found.options, **exact}, found, planned_for)
+    tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    options |= {
+        "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
+        "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
+    }  # fmt: skip
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options | exact)
+
+
+def _agreed(*args: Any, **options: Any) -> fs.Fit:
+    """`fs.fit` on every rank, and each hears what the others found: none acts, or gives up, alone."""
+    try:
+        found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
+        mine = str(found.chosen.choice)
+    except fs.BudgetError as error:
+        found, mine = error, str(error)
+    if dist.is_initialized():
+        told: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        if len(set(told)) > 1:
+            raise fs.AgreementError(
+                report("ranks planned differently:", [f"rank {i}: {each}" for i, each in enumerate(told)])
+            )
+    if isinstance(found, fs.BudgetError):
+        raise found
+    return found
+
+
+def hardware_of(name: str, mesh: fs.Mesh) -> fs.Hardware:
+    """Whose speed to plan for: by name, measured together by all ranks, or by what the device is called."""
+    if name == "measure":
+        return fs.Hardware.measure(mesh)
+    if name != AUTO:
+        return fs.Hardware.named(name)
+    if mesh.device_type == "cpu":
+        return fs.Hardware.named("cpu")
+    called = torch.cuda.get_device_name().lower() if mesh.device_type == "cuda" else ""
+    return fs.Hardware.named(next((known for known in TABLE if known in called), "h100"))
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Print what was chosen and why, and leave it in `plan.json`; nothing where nothing was chosen."""
+    if plan.found is None:
+        return
+    values = {"hardware": plan.hardware.name, **plan.found.as_dict()}
+    write_json(folder / PLAN, values)
+    print(f"planned for {plan.hardware.name}: {plan.found}", flush=True)
+
+
+def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:
+    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen and for the launcher."""
+    analysis = lowered.memory_analysis()
+    write_text(folder / MEMORY, f"{analysis}\n")
+    beside = [
+        f"{size / 1e6:.1f} MB on the {tier}"
+        for tier, size in (("host", analysis.host_bytes), ("disk", analysis.disk_bytes))
+        if size
+    ]
+    told = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *beside])
+    print(f"a rank's predicted peak: {told} (details: {MEMORY})", flush=True)
+    on_device = analysis.peak_bytes if device_type == "cpu" else 0
+    expect_memory(on_device + analysis.host_bytes)
+
+
+def append_compiled(lowered: Lowered, folder: Path) -> None:
+    """Behind the first step: what the generated kernels take, if there are any."""
+    analysis = lowered.memory_analysis()
+    if analysis.kernels == "eager":
+        return
+    append(folder / MEMORY, f"\nwith the kernels that were compiled:\n{analysis}\n")

@@ -1,0 +1,400 @@
+"""The main job's configuration: frozen dataclasses, checked whole before any rank starts.
+
+Torch is not imported here: a mistake in a command line is told before that has loaded.
+`experiments.cli.schema` makes these from plain values, `experiments.cli.validate` from a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.configs.checks import ConfigError as ConfigError
+from experiments.configs.checks import above, at_least, fraction, one_of
+
+AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
+NEVER = "never"  # of run.resume
+STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard", AUTO)
+TIERS = ("device", "host", "disk")
+HARDWARE = (AUTO, "cpu", "a100", "h100", "h200", "measure")  # `fnshard.analysis.hardware.TABLE`, and two more
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
+
+
+# ------------------------------------------------------------------ one dataclass per group
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of a `Decoder`.
+
+    Args:
+        width: D, features per position.
+        layers: number of blocks.
+        heads: H; D / H is the head size and must be even (rotary turns pairs).
+        kv_heads: G; divides H. G = H is multi-head, G = 1 multi-query attention.
+        context: longest T the model is trained for.
+        vocab: V; 256 for bytes.
+        mlp: M; 0 means 8/3 D, rounded up to a multiple of 32.
+        tied: the output projection is the embedding.
+        theta: base of the rotary wavelengths.
+
+    >>> DecoderConfig(width=64, layers=2, heads=4, kv_heads=2, context=128).hidden
+    192
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    context: int
+    vocab: int = 256
+    mlp: int = 0
+    tied: bool = False
+    theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "context", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1.")
+        if self.mlp < 0:
+            raise ValueError(f"model.mlp={self.mlp}: must be 0 (8/3 of the width) or more.")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ValueError(f"model.theta={self.theta}: must be a positive number.")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"model.width={self.width} and model.heads={self.heads}: the head size, width / heads, "
+                "must be a whole even number."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} and model.kv_heads={self.kv_heads}: kv_heads must divide heads."
+            )
+
+    @property
+    def head(self) -> int:
+        """K, features per head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """M, features inside the MLP."""
+        return self.mlp or math.ceil(8 * self.width / 3 / 32) * 32
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, a tied one counted once."""
+        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+        block = attention + 3 * self.width * self.hidden + 2 * self.width
+        return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)
+
+    def flops_per_token(self, length: int = 0) -> int:
+        """Model FLOPs of a token, forward and backward: 6 N + 6 L T D; see `fnshard.analysis.hardware.mfu`.
+
+        N counts the parameters of matrices that multiply, the head among them and an embedding that is only
+        looked up not. Scores and their weighted sum read T / 2 positions on average (PaLM, appendix B,
+        halved for the causal mask).
+
+        Args:
+            length: T; 0 is `context`.
+        """
+        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
+        matrices = self.layers * (attention + 3 * self.width * self.hidden) + self.vocab * self.width
+        return 6 * matrices + 6 * self.layers * (length or self.context) * self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Ranks by axis; `shard: null` means all that are left."""
+
+    replicate: int = 1
+    shard: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "replicate", "shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
+
+    `remat`, `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto`
+    is no preset: all of these are found by `fnshard.fit`.
+    """
+
+    name: str = "full_shard"
+    prefetch_forward: int = 1
+    prefetch_backward: int = 1
+    remat: Any = "none"
+    memory: str = "device"
+    optimizer_memory: str = "device"
+    update_on: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of(STRATEGIES, self, "name")
+        at_least(0, self, "prefetch_forward", "prefetch_backward")
+        one_of(TIERS, self, "memory", "optimizer_memory")
+        one_of(TIERS[:2], self, "update_on")
+        _check_remat(self.remat)
+        if self.update_on == "host" and self.optimizer_memory == "device":
+            raise ValueError("strategy.update_on='host': needs strategy.optimizer_memory=host or disk.")
+        chosen = [f.name for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default]
+        if self.name == AUTO and chosen:
+            raise ValueError(f"strategy=auto chooses {' and '.join(chosen)} by itself; leave the default.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """dtypes of the stored parameters, of compute, of gradients on the wire, of the optimizer."""
+
+    storage: str = "float32"
+    compute: str = "float32"
+    reduce: str = "float32"
+    optimizer: str = "float32"
+
+    def __post_init__(self) -> None:
+        one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing; `lr: null` is for
+    fine-tuning, which has defaults."""
+
+    name: str = "adamw"
+    lr: float | None = 4e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        one_of(("adamw",), self, "name")
+        above(0, self, "lr", "eps", "clip")
+        at_least(0, self, "weight_decay")
+        fraction(self, "b1", "b2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """`fnshard.optim.sgd`; no decay on norms and embeddings. `clip: null` clips nothing."""
+
+    name: str = "sgd"
+    lr: float | None = 0.3
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        one_of(("sgd",), self, "name")
+        above(0, self, "lr", "clip")
+        at_least(0, self, "weight_decay")
+        fraction(self, "momentum")
+        if self.nesterov and not self.momentum:
+            raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The rate by step: a name of `fnshard.schedules`.
+
+    `warmup` and `decay` (for `wsd` alone) are fractions of the run's steps, `floor` of the peak rate.
+    """
+
+    name: str = "warmup_cosine"
+    warmup: float = 0.0
+    decay: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of(SCHEDULES, self, "name")
+        fraction(self, "warmup", "decay", "floor")
+        if self.warmup + self.decay > 1:
+            raise ValueError("schedule: warmup + decay is more than the whole run; make it at most 1.")
+        takes = {"constant": (), "wsd": ("warmup", "decay", "floor")}.get(self.name, ("warmup", "floor"))
+        idle = [n for n in ("warmup", "decay", "floor") if getattr(self, n) and n not in takes]
+        if idle:
+            raise ValueError(f"schedule: {self.name} does nothing with {' and '.join(idle)}; leave 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Files below `root` (null: Python's standard library); `rows` of the global batch."""
+
+    name: str = "text"
+    root: str | None = None
+    suffix: str = ".py"
+    held_out_percent: int = 10
+    rows: int = 8
+    held_out_rows: int = 128
+
+    def __post_init__(self) -> None:
+        one_of(("text",), self, "name")
+        at_least(1, self, "held_out_percent", "rows", "held_out_rows")
+        if self.held_out_percent > 99:
+            raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsConfig:
+    """Shards of tokens in `root`/train and `root`/held_out, as `python -m experiments.tokenize` writes them;
+    `rows` of the global batch."""
+
+    name: str = "shards"
+    root: str | None = None
+    rows: int = 8
+    held_out_rows: int = 128
+
+    def __post_init__(self) -> None:
+        one_of(("shards",), self, "name")
+        at_least(1, self, "rows", "held_out_rows")
+        if not self.root:
+            raise ValueError(
+                "data=shards: needs the folder that experiments.tokenize wrote. Fix: data.root=FOLDER."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig:
+    """Who is told of a run beside its `metrics.jsonl`; several may be: `tracker=[tensorboard,wandb]`.
+
+    `project`: what wandb calls the project, MLflow the experiment; `store`: MLflow's, a folder below the one
+    that the job is started in, or a URI.
+    """
+
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+    project: str = "fnshard"
+    store: str = "mlruns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, on what, and what is told of it.
+
+    `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
+    on disk. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
+
+    Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
+    `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
+    `resume`: "auto" goes on with the unfinished run of the same configuration, "never" begins anew, a path
+    (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
+    what SIGTERM leaves the ranks to finish a step and save.
+
+    `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
+    and says where it arose, "stop" only ends it, "off" does nothing, nor tells of spikes and slow ranks.
+    """
+
+    steps: int = 600
+    accumulate: int = 1
+    accumulate_mode: str = "reduce"
+    seed: int = 0
+    backend: str = "inductor"
+    device: str = "auto"
+    held_out_every: int = 200
+    sample_tokens: int = 256
+    prompt: str | None = "def "
+    timeout_s: float = 600.0
+    device_gb: float | None = None
+    disk_dir: str | None = None
+    deterministic: bool = False
+    save_every: int = 100
+    async_save: bool = False
+    keep: int = 2
+    keep_every: int | None = None
+    keep_best: int = 0
+    resume: str = AUTO
+    max_restarts: int = 2
+    stop_grace_s: float = 120.0
+    profile: int = 0
+    watch: str = "hunt"
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every")
+        above(0, self, "device_gb", "stop_grace_s")
+        at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile")
+        if not self.resume:
+            raise ValueError("run.resume='': must be auto, never, or a path.")
+        above(0, self, "timeout_s")
+        one_of(("inductor", "eager"), self, "backend")
+        one_of(("hunt", "stop", "off"), self, "watch")
+        one_of(("reduce", "local"), self, "accumulate_mode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """Whose speed is planned for and compared with: a name of `analysis.hardware.TABLE`; "auto" is what the
+    job runs on, "measure" takes a few seconds to find out.
+
+    `price_per_hour`: of one device, in a currency of your own; null leaves costs out.
+    """
+
+    name: str = AUTO
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of(HARDWARE, self, "name")
+        at_least(0, self, "price_per_hour")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything the main job is told."""
+
+    model: DecoderConfig
+    mesh: MeshConfig
+    strategy: StrategyConfig
+    precision: PrecisionConfig
+    optimizer: AdamWConfig | SGDConfig
+    schedule: ScheduleConfig
+    data: DataConfig | ShardsConfig
+    run: RunConfig
+    hardware: HardwareConfig
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        wrong = misfits(self.strategy, self.run)
+        if self.optimizer.lr is None:
+            wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
+        if isinstance(self.data, DataConfig) and self.model.vocab < 256:
+            wrong.append(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
+        if not self.run.prompt:
+            wrong.append(f"run.prompt={self.run.prompt!r}: a sample needs at least one byte to start from.")
+        if wrong:
+            raise ValueError("\n  ".join(wrong))
+
+
+def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False) -> list[str]:
+    """Options of `run` that the strategy has no use for, or lacks.
+
+    Args:
+        budgeted: something else than the strategy looks at `run.device_gb`, too.
+    """
+    wrong = []
+    auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
+    if auto and run.device_gb is None:
+        wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
+    if auto and run.accumulate != 1:
+        wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
+    if not (auto or budgeted) and run.device_gb is not None:
+        wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
+    if "disk" in tiers and run.disk_dir is None:
+        wrong.append("run.disk_dir=None: what rests on disk needs a directory. Fix: run.disk_dir=/fast/disk.")
+    if "disk" not in tiers and run.disk_dir is not None:
+        wrong.append(f"run.disk_dir={run.disk_dir!r}: nothing rests on disk (strategy.optimizer_memory).")
+    return wrong
+
+
+def _check_remat(remat: Any) -> None:
+    if remat == "none":  # nothing to look up, and no torch to wait for
+        return
+    from fnshard.compiler.kernels.remat import check
+
+    wrong = check(remat, ())
+    if wrong:
+        raise ValueError(f"strategy.{wrong[0]}.")

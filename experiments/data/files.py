@@ -1,0 +1,79 @@
+"""Files: written whole or not at all; an error of the system in the middle of it names the file. Read if they
+are files: a device or a pipe that a configuration names has no end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError in here that names no file names this one: `write` and `flush` do not say what they fill."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def size_of(path: Path, limit: int) -> int:
+    """Bytes of a regular file.
+
+    Raises:
+        OSError: it is none, or longer than `limit`; `strerror` says so.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    if found.st_size > limit:
+        raise OSError(errno.EFBIG, f"has {found.st_size} bytes, the most is {limit}", str(path))
+    return found.st_size
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write aside, then rename: who reads the file finds all of it, or what was there before.
+
+    Args:
+        durable: it outlives a power cut, too.
+
+    Raises:
+        OSError: names the file; what was written aside is gone.
+    """
+    from fnshard.runtime.files.folder import (  # and with it torch, which this module does not wait for
+        flush,
+        make,
+    )
+
+    make(path.parent)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with naming(path), partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        flush(path.parent)
+
+
+def write_json(path: Path, values: Any, *, durable: bool = False) -> None:
+    """`write_text` of values as JSON."""
+    write_text(path, json.dumps(values, indent=1) + "\n", durable=durable)
+
+
+def append(path: Path, text: str) -> None:
+    """Write behind what is there."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)

@@ -1,0 +1,111 @@
+"""Real text that every machine has: the Python standard library's own source files, as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from experiments.data.files import size_of
+from fnshard.errors import report
+
+# Tests repeat themselves and tables of them; what is installed beside the library differs by machine.
+SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+MOST_bytes = 2**33  # of all files: each rank holds them
+SHOWN = 8
+SEPARATOR = 0  # one byte that no source file holds ends every file
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files joined in the order of their names, split by file.
+
+    `train`, `held_out`: uint8 [bytes], each file followed by `SEPARATOR`. `train_files`,
+    `held_out_files`: names relative to the root.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    train_files: tuple[str, ...]
+    held_out_files: tuple[str, ...]
+
+    @property
+    def checksum(self) -> str:
+        """Equal for equal text."""
+        return " ".join(f"{crc32(stream.numpy()):08x}" for stream in (self.train, self.held_out))
+
+
+def standard_library() -> Path:
+    """Where this interpreter's own `*.py` lie."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def source_files(root: Path, suffix: str = ".py") -> list[str]:
+    """Names below `root` with `suffix`, with forward slashes, sorted; `SKIP`ped folders left out."""
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in SKIP]
+        names += [(Path(folder) / f).relative_to(root).as_posix() for f in files if f.endswith(suffix)]
+    return sorted(names)
+
+
+def is_held_out(name: str, percent: int) -> bool:
+    """Whether a file is held out: by a hash of its name, so that other files never move it.
+
+    >>> is_held_out("asyncio/runners.py", 0), is_held_out("asyncio/runners.py", 100)
+    (False, True)
+    """
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 100 < percent
+
+
+def load_corpus(
+    root: Path | None = None, *, suffix: str = ".py", held_out_percent: int = 10, least: int = 1
+) -> Corpus:
+    """Read and split the files below `root` (default: the standard library).
+
+    Raises:
+        ValueError: no such folder, or one side of the split holds fewer than `least` bytes.
+    """
+    root = root or standard_library()
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder. Fix: name one as data.root.")
+    names = source_files(root, suffix)
+    _check_sizes(root, names)
+    held = [n for n in names if is_held_out(n, held_out_percent)]
+    train = [n for n in names if not is_held_out(n, held_out_percent)]
+    corpus = Corpus(_join(root, train), _join(root, held), tuple(train), tuple(held))
+    sizes = corpus.train.numel(), corpus.held_out.numel()
+    if min(sizes) < least:
+        raise ValueError(
+            f"{root}: the files that end in {suffix!r} hold {sizes[0]} bytes to train on "
+            f"({len(train)} files) and {sizes[1]} held out ({len(held)} files); each side needs {least}. "
+            "Fix: name a folder with more text as data.root, or change data.held_out_percent."
+        )
+    return corpus
+
+
+def _check_sizes(root: Path, names: list[str]) -> None:
+    """Refuse what is no text: devices, pipes, links to nothing; and more than belongs into memory."""
+    wrong, left = [], MOST_bytes
+    for name in names:
+        try:
+            left -= size_of(root / name, max(left, 0))
+        except OSError as error:
+            wrong.append(f"{name}: {error.strerror}")
+    if wrong:
+        fix = f"other files, {MOST_bytes} bytes at most; more text: python -m experiments.tokenize."
+        raise ValueError(report(f"{root}: not read:", wrong[:SHOWN], fix))
+
+
+def _join(root: Path, names: list[str]) -> Tensor:
+    joined = bytearray()
+    for name in names:
+        joined += (root / name).read_bytes()
+        joined.append(SEPARATOR)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)

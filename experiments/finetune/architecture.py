@@ -1,0 +1,135 @@
+"""Anatomy: what a model of transformers is made of. Seen where it can be: names differ by architecture."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from experiments.configs.train import ConfigError
+from fnshard.errors import report
+
+KINDS = ("full_attention", "sliding_attention")  # of layers that can be masked by hand
+
+
+def no_decoder(name: str, *why: str) -> ConfigError:
+    """The error for a model that is none of ours."""
+    return ConfigError(
+        report(
+            f"{name} is no causal language model that can be tuned here:",
+            why,
+            "take a dense decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2).",
+        )
+    )
+
+
+def check_decoder(model: nn.Module) -> None:
+    """Refuse what is no causal decoder, or none that can be masked and cached by hand.
+
+    Raises:
+        ConfigError: names all that is in the way.
+    """
+    config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
+    trunk = getattr(model, prefix, None) if prefix else None
+    if config is None or not isinstance(trunk, nn.Module) or model.get_output_embeddings() is None:
+        raise no_decoder(type(model).__name__, "it is no trunk with a head over a vocabulary")
+    wrong = []
+    causal = [m.is_causal for m in trunk.modules() if hasattr(m, "is_causal")]
+    if getattr(config, "is_encoder_decoder", False):
+        wrong.append("it is an encoder with a decoder")
+    elif not all(causal) or not getattr(config, "is_causal", True):
+        wrong.append("it is an encoder: tokens see those behind them")
+    elif len(causal) < config.num_hidden_layers:
+        wrong.append(f"{config.num_hidden_layers - len(causal)} of its layers have no causal attention")
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
+    wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
+    taken = inspect.signature(trunk.forward).parameters
+    wrong += [
+        f"its trunk takes no {name}"
+        for name in ("attention_mask", "position_ids", "past_key_values")
+        if name not in taken
+    ]
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
+    if getattr(config, "alibi", False):
+        wrong.append("its positions are slopes of attention (ALiBi)")
+    wrong += _experts(trunk)
+    if wrong:
+        raise no_decoder(type(model).__name__, *wrong)
+
+
+def _experts(trunk: nn.Module) -> list[str]:
+    """Weights that only some tokens meet: one leaf for all experts of a layer, or a module for each."""
+    leaves = [
+        f"{name}.{key} {list(leaf.shape)}"
+        for name, module in trunk.named_modules()
+        for key, leaf in module.named_parameters(recurse=False)
+        if "experts" in name.split(".") or (leaf.dim() > 2 and not isinstance(module, nn.Conv1d))
+    ]
+    if not leaves:
+        return []
+    others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+    return [
+        f"it is a mixture of experts ({leaves[0]}{others}): which of them a token meets is known in the step "
+        "alone, and adapters and codecs are for matrices that all tokens meet"
+    ]
+
+
+def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
+    """{kind of layers: how many keys, its own included, a query sees}; None: all behind it.
+
+    Configurations have windows that their models never look at: what counts is whether it makes such masks.
+    """
+    names = inspect.unwrap(type(trunk).forward).__code__.co_names
+    window = getattr(config, "sliding_window", None) if _WINDOWED in names else None
+    if window is None:
+        return {KINDS[0]: None}
+    kinds = getattr(config, "layer_types", None) or KINDS[1:]
+    return {kind: window if kind == KINDS[1] else None for kind in sorted(set(kinds))}
+
+
+_WINDOWED = "create_sliding_window_causal_mask"  # of transformers
+
+
+class _Watch(TorchFunctionMode):
+    """Which results are `F.linear` of some values and a weight, without a bias."""
+
+    def __init__(self, given: Tensor, weight: Tensor):
+        super().__init__()
+        self.weight = weight
+        self.given = [given]  # and its slices; kept, so that an id is never used twice
+        self.products: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and any(args[0] is g for g in self.given):
+            self.given.append(out)
+        if func is F.linear and any(args[0] is g for g in self.given) and args[1] is self.weight:
+            if len(args) < 3 or args[2] is None:
+                self.products.append(out)
+        elif func is Tensor.__getitem__ and any(args[0] is p for p in self.products):
+            self.products.append(out)
+        return out
+
+
+def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
+    """Whether logits are the product of hidden states and the head, and nothing more: seen, not guessed.
+
+    Softcaps, scales and biases have other names in every architecture.
+
+    Args:
+        rest: all behind the trunk, as a function of the leaves.
+        leaves: on meta.
+        head: the path of the head.
+    """
+    weight = leaves[head]
+    given = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
+    with torch.no_grad(), _Watch(given, weight) as watch:
+        logits = rest(leaves, inputs_embeds=given, use_cache=False).logits
+    return any(logits is product for product in watch.products)

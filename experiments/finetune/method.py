@@ -1,0 +1,127 @@
+"""Choosing: the method and the plan of a job; `method=auto` takes the first method whose plan fits."""
+
+from __future__ import annotations
+
+import glob
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import fnshard as fs
+from experiments.configs.plan import Plan, plan_of
+from experiments.configs.train import AUTO
+from experiments.finetune.config import METHODS, FinetuneConfig
+from experiments.finetune.lm import LanguageModel
+from experiments.finetune.objectives import OBJECTIVES
+from experiments.finetune.rates import default_rate
+from experiments.finetune.tuning import Tuning, tuning_of
+from experiments.training.steps import make_optimizer
+from fnshard import tree
+from fnshard.errors import BudgetError, report
+from fnshard.step.plan import size
+
+EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What trains, by which plan, and why; `rate`: the peak, as it was named or by default."""
+
+    tuning: Tuning
+    optimizer: fs.optim.Optimizer
+    plan: Plan
+    why: str
+    rate: float
+
+
+def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any) -> Planned:
+    """The configuration's method and strategy; the same on every rank.
+
+    Raises:
+        BudgetError: no method fits into `run.device_gb`, or not this one.
+        ConfigError: see `tuning.tuning_of`.
+    """
+    if config.method.name != AUTO:
+        tuning = tuning_of(config, lm)
+        optimizer = _optimizer(config, tuning)
+        plan = _plan(config, tuning, mesh, optimizer, batch)
+        told = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
+        return Planned(tuning, optimizer, plan, told, rate_of(config, tuning))
+    passed: list[str] = []
+    for name in METHODS if config.export in (AUTO, "merged", "none") else METHODS[1:]:
+        tuning = tuning_of(config, lm, name)
+        optimizer = _optimizer(config, tuning)
+        try:
+            plan = _plan(config, tuning, mesh, optimizer, batch)
+        except BudgetError as error:
+            passed.append(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        peak = _peak(config, tuning, plan, mesh, optimizer, batch)
+        budget = int(config.run.device_gb * 1e9)
+        if peak <= budget:
+            told = f"method=auto: {name}, whose step takes {size(peak)} of {size(budget)}; {_counts(tuning)}"
+            told = f"{report(told, passed)}\n{_rate_in_words(config, tuning)}"
+            return Planned(tuning, optimizer, plan, told, rate_of(config, tuning))
+        passed.append(f"{name}: {config.strategy.name} takes {size(peak)} of {size(budget)}")
+    fix = "a larger run.device_gb, a shorter data.context, fewer data.rows, more ranks, or strategy=auto."
+    raise BudgetError(report("method=auto: none fits:", passed, fix))
+
+
+def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
+    """Norms, biases and embeddings do not decay."""
+    named = tree.flatten_with_paths(tuning.params)[0]
+    trained = {p: v for p, v in named.items() if v.requires_grad}
+    still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
+    chosen = replace(config.optimizer, lr=rate_of(config, tuning))
+    if len(still) == len(trained):  # a rule for the rest would match nothing
+        chosen, still = replace(chosen, weight_decay=0.0), []
+    return make_optimizer(chosen, config.schedule, config.run.steps, tuple(glob.escape(p) for p in still))
+
+
+def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:
+    """The peak rate: the configuration's, or the default of this method, objective and base."""
+    if config.optimizer.lr is not None:
+        return config.optimizer.lr
+    return default_rate(config.objective.name, tuning.method.name, _size_of_base(tuning))
+
+
+def _size_of_base(tuning: Tuning) -> int:
+    return sum(leaf.numel() for leaf in tuning.lm.params.values())
+
+
+def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
+    told = f"optimizer.lr={rate_of(config, tuning):g}"
+    if config.optimizer.lr is not None:
+        return told
+    what = f"objective={config.objective.name} method={tuning.method.name}"
+    return f"{told}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
+
+
+def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any, batch: Any) -> Plan:
+    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
+    specs = partial(tuning.specs, mesh, config.precision)
+    return plan_of(
+        config.strategy, config.run, loss, tuning.params, mesh, optimizer,
+        batch=(batch,), specs=specs, hardware=config.hardware.name,
+    )  # fmt: skip
+
+
+def _peak(
+    config: FinetuneConfig, tuning: Tuning, plan: Plan, mesh: fs.Mesh, optimizer: Any, batch: Any
+) -> int:
+    """Bytes of a rank's device, predicted."""
+    if plan.found is not None:
+        return plan.found.peak_bytes
+    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
+    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+    return step.lower(tuning.params, batch).memory_analysis().peak_bytes
+
+
+def _counts(tuning: Tuning) -> str:
+    named = tree.flatten_with_paths(tuning.params)[0]
+    trains = sum(v.numel() for v in named.values() if v.requires_grad)
+    whole = sum(v.numel() for v in named.values())
+    coded = sum(named[p].numel() for p in tuning.coded)
+    kept = f", {coded:,} of them as codes" if coded else ""
+    return f"{trains:,} of {whole:,} parameters train{kept}"

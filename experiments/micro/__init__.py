@@ -1,0 +1,1 @@
+"""Micro-benchmarks, a module each."""

@@ -1,0 +1,167 @@
+"""Feed: a tracker's rows, on a thread of its own: training never waits for it, and survives it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.data.files import write_json
+from experiments.trackers.base import At, Row, Told, Tracker
+
+FOLDER = "trackers"  # of the run's folder: a file each, of what the next process must know
+EVERY_s = 1.0  # between two hand-overs: many rows at once cost less
+MOST = 100_000  # rows that wait; a tracker that falls behind so far has failed
+
+
+def say(text: str) -> None:
+    """Where people look."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Feed:
+    """One tracker's thread, from `start` to `close`; dropped, with a line, where the tracker raises or hangs.
+
+    What was told is noted behind each hand-over. A process that goes on tells what is missing, from the
+    run's rows, and nothing twice.
+    """
+
+    tracker: Tracker
+    folder: Path
+    tell: Callable[[str], None] = say
+    every_s: float = EVERY_s
+    dropped: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Condition()
+        self._waiting: list[Row] = []
+        self._artifacts: list[Path] = []
+        self._end: tuple[str, Mapping[str, Any]] | None = None
+        self._hurry = False
+        self._idle = False
+        self._thread: threading.Thread | None = None
+        self._known: Mapping[str, Any] = {}
+        self._at = At()
+
+    def start(self, facts: Mapping[str, Any], rows: Iterable[Row]) -> None:
+        """Begin with the rows that the run has already; the thread makes the tracker start."""
+        self._waiting.extend(rows)
+        work = threading.Thread(target=self._work, args=(facts,), name=f"tracker {self.tracker.name}")
+        work.daemon = True  # one that hangs does not keep the process
+        self._thread = work
+        work.start()
+
+    def row(self, row: Row) -> None:
+        """One more."""
+        with self._lock:
+            if not self.dropped:
+                self._waiting.append(row)
+
+    def artifact(self, path: Path) -> None:
+        """A file, behind the rows so far."""
+        with self._lock:
+            self._artifacts.append(path)
+
+    def flush(self, until: float) -> None:
+        """Wait until all rows are told; behind a moment of `time.monotonic` it is dropped."""
+        with self._lock:
+            self._hurry = True
+            self._idle = False
+            self._lock.notify_all()
+            done = self._lock.wait_for(
+                lambda: self.dropped or (self._idle and not self._waiting), max(0.0, until - time.monotonic())
+            )
+        if not done:
+            self._drop("it does not answer")
+
+    def close(self, status: str, summary: Mapping[str, Any]) -> None:
+        """Tell the end; does not wait for it."""
+        with self._lock:
+            self._end = (status, summary)
+            self._lock.notify_all()
+
+    def join(self, until: float) -> None:
+        """Wait for the thread, at the latest until a moment of `time.monotonic`."""
+        if self._thread is not None and not self.dropped:
+            self._thread.join(max(0.0, until - time.monotonic()))
+            if self._thread.is_alive():
+                self._drop("it does not answer")
+
+    # -------------------------------------------------------------- the thread
+
+    def _work(self, facts: Mapping[str, Any]) -> None:
+        try:
+            self._begin(facts)
+            while self._hand_over():
+                pass
+        except Exception as error:  # whatever a library of others' does
+            self._drop(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def _begin(self, facts: Mapping[str, Any]) -> None:
+        known = _read(self._note)
+        at = At(*known.get("at", (0, True)))
+        told = Told(self.folder, facts, known.get("known", {}), at)
+        self._known, self._at = self.tracker.start(told)
+        self._write()
+
+    def _hand_over(self) -> bool:
+        """What has come since; False behind the end."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._hurry or self._end is not None or self.dropped, self.every_s)
+            rows, self._waiting = self._waiting, []
+            artifacts, self._artifacts = self._artifacts, []
+            end, self._hurry = self._end, False
+            if self.dropped:
+                return False
+        if len(rows) > MOST:
+            raise RuntimeError(f"{len(rows)} rows behind")
+        new = [row for row in rows if place_of(row) > self._at]
+        if new:
+            self.tracker.log(new)
+            self._at = place_of(new[-1])
+            self._write()
+        for path in artifacts:
+            self.tracker.artifact(path)
+        if end is not None:
+            self.tracker.finish(*end)
+        with self._lock:
+            self._idle = True
+            self._lock.notify_all()
+        return end is None
+
+    def _drop(self, why: str) -> None:
+        with self._lock:
+            told, self.dropped = self.dropped, True
+            self._waiting = []
+            self._lock.notify_all()
+        if not told:
+            self.tell(
+                f"tracker {self.tracker.name} is told no more, training goes on: {why} "
+                "(all numbers are in metrics.jsonl)"
+            )
+
+    @property
+    def _note(self) -> Path:
+        return self.folder / FOLDER / f"{self.tracker.name}.json"
+
+    def _write(self) -> None:
+        values = {"known": dict(self._known), "at": [self._at.step, self._at.held_out]}
+        write_json(self._note, values)
+
+
+def place_of(row: Row) -> At:
+    """Where a row stands among all of its run."""
+    return At(int(row["step"]), "loss" not in row)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

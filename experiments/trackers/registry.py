@@ -1,0 +1,38 @@
+"""Registry: the trackers by name; a new one is a file and a row here, and a field of `TrackerConfig`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+from experiments.configs.train import ConfigError, TrackerConfig
+from experiments.trackers.base import Tracker
+from experiments.trackers.mlflow import MLflow
+from experiments.trackers.tensorboard import TensorBoard
+from experiments.trackers.wandb import WandB
+from fnshard.errors import report
+
+# By the package's name, which is also the extra's and the field's of TrackerConfig.
+TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
+    "tensorboard": lambda config: TensorBoard(),
+    "wandb": lambda config: WandB(config.project),
+    "mlflow": lambda config: MLflow(config.project, config.store),
+}
+
+
+def chosen(config: TrackerConfig) -> list[Tracker]:
+    """The trackers that a configuration asks for; none of them has started."""
+    return [make(config) for name, make in TRACKERS.items() if getattr(config, name)]
+
+
+def check_installed(config: TrackerConfig) -> None:
+    """Refuse trackers whose packages are not there, before a rank starts.
+
+    Raises:
+        ConfigError: names each, and how it is installed.
+    """
+    missing = [n for n in TRACKERS if getattr(config, n) and importlib.util.find_spec(n) is None]
+    if missing:
+        asked = [f"tracker={name}: the package {name} is not installed." for name in missing]
+        fix = f"pip install 'fnshard[{','.join(missing)}]'; metrics.jsonl is written in any case."
+        raise ConfigError(report("trackers are asked for that are not here:", asked, fix))

@@ -1,0 +1,78 @@
+"""Weights & Biases: offline runs in the run's folder, for `wandb sync` from where there is a network."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.trackers.base import At, Row, Told, numbers
+
+EXIT_CODES = {"ok": 0, "stopped": 0}
+
+
+class WandB:
+    """One run; a process that goes on adds a folder of its own with the same id.
+
+    Offline unless `WANDB_MODE` says otherwise: no login, no network, no question.
+
+    Args:
+        project: of wandb.
+    """
+
+    name = "wandb"
+
+    def __init__(self, project: str):
+        self._project = project
+
+    def start(self, told: Told) -> tuple[Mapping[str, Any], At]:
+        """A new id, or the one that is known."""
+        import wandb
+
+        known = dict(told.known) or {"id": uuid.uuid4().hex[:8]}
+        settings = wandb.Settings(
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            silent=True,
+            console="off",  # output is in ranks/rank0.log
+            disable_git=True,  # the facts say it
+            save_code=False,
+            x_save_requirements=False,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            symlink=False,  # files are copied
+            root_dir=str(told.folder),
+        )
+        facts = dict(told.facts)
+        self._run = wandb.init(
+            project=self._project,
+            id=known["id"],
+            name=told.folder.name,
+            dir=str(told.folder),
+            resume="allow",
+            reinit="create_new",
+            config={**facts.pop("config", {}), "facts": facts},
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric="step")
+        return known, told.at
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """`step` is a number among the others: a row of a held-out loss has the step of the row before."""
+        for row in rows:
+            self._run.log({**numbers(row), "step": row["step"]})
+
+    def artifact(self, path: Path) -> None:
+        """A copy among the run's files, and a picture among its media."""
+        import wandb
+
+        if path.suffix == ".png":
+            self._run.log({f"pictures/{path.stem}": wandb.Image(str(path))})
+        else:
+            self._run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        """The run's summary and exit code."""
+        self._run.summary.update({"status": status, **summary})
+        self._run.finish(exit_code=EXIT_CODES.get(status, 1))

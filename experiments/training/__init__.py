@@ -1,0 +1,1 @@
+"""Training jobs: loops, steps, reports, checkpoints, resume."""

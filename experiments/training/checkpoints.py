@@ -1,0 +1,101 @@
+"""Saver: when a run's checkpoints are written, which of them stay, and what happens when one cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fnshard as fs
+from experiments.configs.train import ConfigError
+from fnshard.errors import CheckpointError
+
+METRIC = "held_out"
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Writes the checkpoints of one run below `root`; all ranks call it together."""
+
+    config: Any
+    root: Path
+    rank: int
+
+    def due(self, number: int) -> bool:
+        """Whether step `number` is to be saved; the last one always is."""
+        every = self.config.run.save_every
+        return number == self.config.run.steps or (every > 0 and number % every == 0)
+
+    def save(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
+        """Step `number`, with a held-out loss if there is one for it.
+
+        What cannot be written, and is not the last, is said and left: training goes on, and what was saved
+        before is still there.
+
+        Raises:
+            CheckpointError: the last step cannot be written: nobody would write it again. In the background
+                `fs.checkpoint.wait` raises it.
+        """
+        run = self.config.run
+        self._or_tell(fs.checkpoint.wait)
+        save = fs.checkpoint.save_async if run.async_save else fs.checkpoint.save
+        write = partial(save, self.root / str(number), state, **self._how(loader, held_out))
+        if number == run.steps:
+            write()
+        else:
+            self._or_tell(write)
+
+    def save_last(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
+        """Step `number`, behind which the process may end.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._or_tell(fs.checkpoint.wait)
+        fs.checkpoint.save(self.root / str(number), state, **self._how(loader, held_out))
+
+    def _how(self, loader: Any, held_out: float | None) -> dict[str, Any]:
+        run = self.config.run
+        return {
+            "data": loader,
+            "config": dataclasses.asdict(self.config),
+            "metrics": {} if held_out is None else {METRIC: held_out},
+            "keep": fs.checkpoint.Keep(
+                last=run.keep, every=run.keep_every, best=run.keep_best, metric=METRIC
+            ),
+            "timeout": run.timeout_s,
+        }
+
+    def _or_tell(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except CheckpointError as error:  # on all ranks
+            if self.rank == 0:
+                print(f"not saved, training goes on: {error}", file=sys.stderr, flush=True)
+
+
+def restored(
+    root: Path, source: str | None, step: Any, mesh: fs.Mesh, loader: Any
+) -> tuple[fs.TrainState | None, str]:
+    """The state to go on from, and the directory it was found in; None where there is no checkpoint.
+
+    The newest of `root`, else of `source`. The loader goes where it stood.
+
+    Raises:
+        CheckpointError: none there is whole, or fits the model and the optimizer.
+        ConfigError: what was saved has seen other batches.
+    """
+    own = root if fs.checkpoint.latest(root) is not None else None
+    found = step.gather_text(str(own or source or ""))[0]  # what rank 0 sees counts
+    if not found:
+        return None, ""
+    state = fs.checkpoint.restore(found, step, mesh)
+    try:
+        loader.load_state_dict(state.data or {**loader.state_dict(), "step": int(state.step)})
+    except ValueError as error:
+        raise ConfigError(f"cannot go on from {found}: {error}") from None
+    return state, found

@@ -1,0 +1,231 @@
+"""Reading: what a run trains on and what its held-out loss is measured on: text as bytes, or token shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
+from experiments.data import windows
+from experiments.data.shardfolder import Shards, check_vocab, open_shards
+from experiments.data.shards import ShardLoader, cut
+from experiments.data.stdlib_text import Corpus
+from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from experiments.training import ngram
+from experiments.training.sample import printable, safe
+
+TOKENIZER = "tokenizer"  # a folder beside the shards
+MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
+Batch = tuple[Tensor, Tensor]
+
+
+class Reading(Protocol):
+    """What the training loop knows of its data.
+
+    `unit`: what a token is, "byte" or "token". `checksum`: equal for equal data. `starts`: where the held-out
+    windows begin; int64 [rows].
+    """
+
+    unit: str
+    checksum: str
+    starts: Tensor
+
+    def loader(self, mesh: fs.Mesh) -> Any:
+        """This rank's batches, from the first step on."""
+
+    def held_out(self, starts: Tensor) -> Batch:
+        """The held-out windows at `starts`; int64 [starts, T] twice."""
+
+    def tables(self) -> dict[str, float]:
+        """Losses of n-gram tables at exactly the targets of the held-out windows, nats; none where tokens are
+        no bytes.
+
+        They see the bytes before a window too, the model does not: the comparison favours the tables.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Tokens as text that is safe to show."""
+
+
+def reading_of(config: TrainConfig) -> Reading:
+    """What a configuration names.
+
+    Raises:
+        ConfigError: it is not there, is not whole, or too little for one window; or holds tokens that the
+            model does not know.
+    """
+    if isinstance(config.data, ShardsConfig):
+        return open_tokens(config)
+    try:
+        return Bytes(config, windows.corpus_of(config.data, config.model.context))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def place_of(mesh: fs.Mesh) -> dict[str, int]:
+    """Which part of a batch is this rank's; ranks that differ along other axes get the same."""
+    return {"rank": mesh.group_ranks(mesh.data_axes).index(mesh.rank), "ranks": mesh.data_size}
+
+
+def _drawn_by(config: TrainConfig) -> dict[str, int]:
+    return {"rows": config.data.rows, "context": config.model.context, "seed": config.run.seed}
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Files of text, whole in memory."""
+
+    config: TrainConfig
+    corpus: Corpus
+    unit: str = field(default="byte", init=False)
+
+    @property
+    def checksum(self) -> str:
+        """Equal for equal text."""
+        return self.corpus.checksum
+
+    @property
+    def starts(self) -> Tensor:
+        """Where the held-out windows begin."""
+        rows, context = self.config.data.held_out_rows, self.config.model.context
+        return windows.held_out_starts(self.corpus.held_out.numel(), rows, context)
+
+    def loader(self, mesh: fs.Mesh) -> windows.Loader:
+        """Random windows of the text."""
+        return windows.Loader(self.corpus.train, **_drawn_by(self.config), **place_of(mesh))
+
+    def held_out(self, starts: Tensor) -> Batch:
+        """Windows of the text that is held out."""
+        return windows.cut_windows(self.corpus.held_out, starts, self.config.model.context)
+
+    def tables(self) -> dict[str, float]:
+        """Counted on all the training text."""
+        targets = self.starts[:, None] + torch.arange(1, self.config.model.context + 1)
+        return _table_losses(self.corpus.train, self.corpus.held_out, targets.flatten())
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8."""
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """What cannot be printed shows as a replacement sign."""
+        return printable(tokens)
+
+
+def _table_losses(stream: Tensor, held_out: Tensor, targets: Tensor) -> dict[str, float]:
+    trigram = ngram.fit(stream, 3)
+    tables = {"bigram": trigram.shortened(2), "trigram": trigram}
+    return {name: table.loss(held_out, targets) for name, table in tables.items()}
+
+
+# ------------------------------------------------------------------ tokens
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Shards, mapped. `tokenizer`: of the shards, None where nobody knows it."""
+
+    config: TrainConfig
+    train: Shards
+    held: Shards
+    tokenizer: Tokenizer | None
+
+    @property
+    def unit(self) -> str:
+        """What the loss is told by."""
+        return "byte" if self._bytes else "token"
+
+    @property
+    def checksum(self) -> str:
+        """Equal for equal tokens."""
+        return f"{self.train.key} {self.held.key}"
+
+    @property
+    def starts(self) -> Tensor:
+        """Where the held-out windows begin."""
+        rows, context = self.config.data.held_out_rows, self.config.model.context
+        return windows.held_out_starts(self.held.tokens, rows, context)
+
+    def loader(self, mesh: fs.Mesh) -> ShardLoader:
+        """Every window once an epoch."""
+        return ShardLoader(self.train, **_drawn_by(self.config), **place_of(mesh))
+
+    def held_out(self, starts: Tensor) -> Batch:
+        """Windows of the shards that are held out."""
+        return cut(self.held, starts.numpy(), self.config.model.context)
+
+    def tables(self) -> dict[str, float]:
+        """Counted on the first `MOST_COUNTED` training tokens; an end token counts as the byte 0."""
+        if not self._bytes:
+            return {}
+        width = self.config.model.context + 3  # each window and the two tokens before its first target
+        stream = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
+        held = self.held.windows(self.starts.numpy() - 2, width)
+        targets = torch.arange(held.size).reshape(held.shape)[:, 3:]
+        return _table_losses(_as_bytes(stream), _as_bytes(held), targets.flatten())
+
+    def encode(self, text: str) -> list[int]:
+        """As the shards' tokenizer does; without it, the first held-out token stands for any text."""
+        found = self.tokenizer.encode(text) if self.tokenizer else []
+        return found or self.held.windows(np.zeros(1, np.int64), 1)[0].tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        """As the shards' tokenizer does; without it, numbers."""
+        return safe(self.tokenizer.decode(tokens)) if self.tokenizer else " ".join(map(str, tokens))
+
+    @property
+    def _bytes(self) -> bool:
+        return self.train.tokenizer == self.held.tokenizer == byte_tokenizer().key
+
+
+def _as_bytes(tokens: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.where(tokens < ngram.VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
+
+
+def open_tokens(config: TrainConfig) -> Tokens:
+    """The shards below `data.root`, and the tokenizer beside them.
+
+    Raises:
+        ConfigError: see `reading_of`; all problems of both folders.
+    """
+    root, least = Path(config.data.root), config.model.context + 3
+    wrong: list[str] = []
+    opened = [_try(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
+    found = [shards for shards in opened if shards is not None]
+    wrong += [
+        f"{s.folder}: {s.tokens} tokens; one window of model.context={config.model.context} needs {least}."
+        for s in found
+        if s.tokens < least
+    ]
+    _try(lambda: check_vocab(found, config.model.vocab), wrong)
+    if len({s.tokenizer for s in found}) > 1:
+        wrong.append(f"{root}: train and held_out are of two tokenizers. Fix: write them together.")
+    tokenizer = None
+    if (root / TOKENIZER).is_dir():
+        tokenizer = _try(lambda: load_tokenizer(root / TOKENIZER), wrong)
+    if tokenizer and any(s.tokenizer not in (None, tokenizer.key) for s in found):
+        wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return Tokens(config, *found, tokenizer)
+
+
+def _try(make: Callable[[], Any], wrong: list[str]) -> Any:
+    try:
+        return make()
+    except ConfigError as error:
+        wrong.append(str(error))
+        return None

@@ -1,0 +1,196 @@
+"""The training loop of the main job, as one rank runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fnshard as fs
+from experiments.configs.plan import Plan, dtypes_of, plan_of, write_plan
+from experiments.configs.train import TrainConfig
+from experiments.data.files import write_json, write_text
+from experiments.training.checkpoints import Saver, restored
+from experiments.training.dataset import Reading, reading_of
+from experiments.training.decoder import Decoder, next_token_loss
+from experiments.training.report import Report, comparison, plot_losses
+from experiments.training.result import write_result
+from experiments.training.resume import Run
+from experiments.training.run_record import Spent, varying
+from experiments.training.sample import Sampler, last_logits
+from experiments.training.steps import (
+    Training,
+    begin_report,
+    make_optimizer,
+    run_steps,
+    tell_resume,
+    tell_stop,
+)
+from fnshard.launcher.rank import Stop
+
+TABLES = "tables.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change while training."""
+
+    config: TrainConfig
+    mesh: fs.Mesh
+    plan: Plan
+    reading: Reading
+    model: Decoder
+    step: Any
+    forward: Any
+    sampler: Sampler
+
+
+def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+    """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
+    prints where it lies.
+
+    Args:
+        stop: once it is asked on any rank, all finish the step, save, and return.
+    """
+    spent = Spent()
+    with spent.on("start"):
+        setup = prepare(config)
+        folder, mesh = Path(run.folder), setup.mesh
+        state, loader, found = begin(setup, run)
+        if mesh.rank == 0:
+            tell_resume(config.run, state, found)
+        report = begin_report(
+            "train", config, run, setup.step, overrides, int(state.step), found, spent=spent,
+            tokens=config.data.rows * config.model.context, tables=lambda: known_tables(setup, folder),
+        )  # fmt: skip
+        if mesh.rank == 0:
+            write_plan(setup.plan, folder)
+    saver = Saver(config, run.root, mesh.rank)
+    training = Training.of(
+        config, setup.plan, setup.step, lambda params: evaluate(setup, params), loader,
+        lambda: begin(setup, run)[:2], report, folder, spent,
+    )  # fmt: skip
+    with report:
+        state, held_out = run_steps(training, state, report, saver, stop)
+        report.close()
+        if held_out is None:
+            tell_stop(config.run, state, run, overrides, report)
+            return
+        seed = config.run.seed + mesh.rank
+        with spent.on("samples"):
+            sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
+        with spent.on("saves"):
+            fs.checkpoint.wait()
+        if isinstance(report, Report):
+            write_text(folder / "sample.txt", sampled)
+            tell_end(report, setup, run, overrides, held_out, sampled)
+
+
+def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
+    """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
+    loader = setup.reading.loader(setup.mesh)
+    state, found = restored(run.root, run.source, setup.step, setup.mesh, loader)
+    if state is None:
+        state = setup.step.init(setup.model, seed=setup.config.run.seed)
+    return state, loader, found
+
+
+def tell_end(
+    report: Report, setup: Setup, run: Run, overrides: list[str], held_out: float, sampled: str
+) -> None:
+    """What is left of a finished run."""
+    folder, unit = Path(run.folder), setup.reading.unit
+    with report.record.spent.on("reports"):
+        plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
+    summary = _summary(report, held_out)
+    artifacts = [folder / name for name in ("loss.png", "sample.txt", "config.yaml", "schedule.txt")]
+    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
+    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
+    run.finish()
+    said = comparison(held_out, report.tables, unit=unit)
+    print(f"\n{said}\n\n{sampled}\n\n{report.closing(totals)}\nresults: {folder}", flush=True)
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Mesh, specs, step: all of fnshard that the job uses."""
+    run = config.run
+    mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
+    with fs.deferred():
+        model = Decoder(config.model)
+    apply, params = fs.make_functional(model)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(apply(params, tokens), targets)
+
+    optimizer = make_optimizer(config.optimizer, config.schedule, run.steps, ("*norm*", "embed.*"))
+    rows = config.data.rows // mesh.size
+    tokens = torch.empty(rows, config.model.context, dtype=torch.int64, device="meta")
+    dtypes = dtypes_of(config.precision)
+    plan = plan_of(
+        config.strategy, run, loss_fn, params, mesh, optimizer,
+        batch=(tokens, tokens),
+        specs=lambda preset, **policy: preset(params, mesh, **dtypes, **policy),
+        hardware=config.hardware.name,
+    )  # fmt: skip
+    step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+    how = {"mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s}
+    forward = fs.shard_forward(loss_fn, plan.specs, **how)
+    reading = reading_of(config)
+    sampler = Sampler(
+        fs.shard_forward(last_logits(apply), plan.specs, **how),
+        config.model.context,
+        mesh.device,
+        encode=reading.encode,
+        decode=reading.decode,
+    )
+    return Setup(config, mesh, plan, reading, model, step, forward, sampler)
+
+
+def evaluate(setup: Setup, params: Any) -> float:
+    """Mean loss over all held-out windows, nats per token; all ranks call it together."""
+    config, mesh = setup.config, setup.mesh
+    mine = setup.reading.starts.chunk(mesh.size)[mesh.rank]
+    # As many rows at once as a training step holds: that much memory there is.
+    rows = math.gcd(len(mine), config.data.rows // mesh.size // setup.plan.accumulate)
+    losses = []
+    for starts in mine.split(rows):
+        batch = setup.reading.held_out(starts)
+        losses.append(setup.forward(params, *batch))  # which sends it to the device
+    mean = torch.stack(losses).double().mean().cpu()
+    if dist.is_initialized():  # every rank's mean is over equally many tokens
+        dist.all_reduce(mean)
+    return mean.item() / mesh.size
+
+
+def known_tables(setup: Setup, folder: Path) -> dict[str, float]:
+    """The reading's tables, counted once for a run: a restart is not to wait for it."""
+    path, config = folder / TABLES, setup.config
+    of = [setup.reading.checksum, config.data.held_out_rows, config.model.context]
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    if before.get("of") != of:
+        before = {"of": of, "losses": setup.reading.tables()}
+        write_json(path, before)
+    return before["losses"]
+
+
+def _summary(report: Report, held_out: float) -> dict[str, float]:
+    losses = [row["loss"] for row in report.rows if "loss" in row]
+    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
+    return {
+        "loss": sum(losses[-20:]) / len(losses[-20:]),
+        "held_out_loss": held_out,
+        **report.tables,
+        # Of the step in the middle: the first one after each start compiles.
+        "tokens_per_s": report.tokens / statistics.median(seconds),
+        "seconds": sum(seconds),
+    }

@@ -1,0 +1,307 @@
+"""What is seen of a run: a progress line, `metrics.jsonl`, trackers, `loss.png`, and the closing words."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from experiments.data.files import naming, write_text
+from experiments.trackers.base import Tracker
+from experiments.trackers.feed import Feed
+from experiments.training.progress import Progress
+from experiments.training.run_record import Record, Work, in_words, peak_memory
+from experiments.training.watchdog import Spikes
+
+METRICS = "metrics.jsonl"
+HELD_OUT = "held_out_loss"
+WINDOW = 20  # steps that the shown speed is a mean of
+FLUSH_s, FINISH_s = 20.0, 60.0  # what trackers get before a checkpoint, and at the end
+
+
+@dataclass
+class Silent:
+    """The report of every rank but 0: nothing but how far it is."""
+
+    made: int = 0
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+        """An error of the system is told with its step."""
+        _note_step(error, self.made)
+
+    def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
+        """Step `number` is done."""
+        self.made = number
+
+    def held_out(self, number: int, loss: float) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+@dataclass
+class Report:
+    """Rank 0's report: one row of `metrics.jsonl` a step, one live line on a terminal.
+
+    Where the output is no terminal, some 20 plain lines are printed instead.
+
+    Args:
+        folder: of the run.
+        steps: in the run.
+        tokens: per step, of all ranks.
+        tables: n-gram losses, nats per byte, to compare with.
+        made: steps that were made before; what an earlier process told of later ones is forgotten.
+        earlier: the file that tells of them.
+        record: `run.json`; it knows the facts that trackers are told.
+        trackers: who is told of all rows, too.
+        spikes: looks at every loss; what it finds is told, and in the row.
+        device_type: whose memory is measured.
+    """
+
+    folder: Path
+    steps: int
+    tokens: int
+    tables: Mapping[str, float]
+    made: int = 0
+    earlier: Path | None = None
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    record: Record | None = None
+    trackers: Sequence[Tracker] = ()
+    spikes: Spikes | None = None
+    device_type: str = "cpu"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    work: Work | None = field(default=None, init=False)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _seconds: list[float] = field(default_factory=list)
+    _loss: float = math.nan
+
+    def __post_init__(self) -> None:
+        self.rows.extend(read_rows(self.earlier, self.made))
+        path = self.folder / METRICS
+        write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._file = path.open("a", encoding="utf-8")
+        self._loss = next((r[HELD_OUT] for r in reversed(self.rows) if HELD_OUT in r), math.nan)
+        if self.spikes is not None:
+            self.spikes.remember([row["loss"] for row in self.rows if "loss" in row])
+        self._progress = Progress(self.stream, self.steps, self.made)
+        self._feeds = [Feed(tracker, self.folder, self.say) for tracker in self.trackers]
+        for feed in self._feeds:
+            feed.start(self.record.facts if self.record else {}, list(self.rows))
+        self._finished = False
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+        """A run that breaks off has failed; an error of the system is told with its step."""
+        _note_step(error, self._reached())
+        with (
+            suppress(OSError) if error is not None else nullcontext()
+        ):  # on a full disk, the first one counts
+            self.close()
+            if not self._finished:
+                self.finish("failed")
+
+    def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
+        """Step `number` (from 1) took `seconds` and gave `values`."""
+        speed = float(f"{self.tokens / seconds:.8g}")
+        spike = self.spikes.look(number, values["loss"]) if self.spikes is not None else None
+        marks = {} if spike is None else {"spike": spike.deviations}
+        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"), **marks)
+        if spike is not None and spike.told:
+            self.say(str(spike))
+        first = number == self.made + 1  # it compiles, and tells nothing of those to come
+        self._recent.append(seconds)
+        self._seconds.append(seconds)
+        self._progress.step(number, self._text(values))
+        if first:
+            self._recent.clear()
+
+    def held_out(self, number: int, loss: float) -> None:
+        """The held-out loss after step `number`, nats per byte."""
+        self._loss = loss
+        self._row(step=number, held_out_loss=loss)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._progress.say(text)
+
+    def sync(self) -> None:
+        """Make the rows outlive a power cut, as the checkpoint does that comes now; trackers hear all."""
+        with naming(self.folder / METRICS):
+            os.fsync(self._file.fileno())
+        until = time.monotonic() + FLUSH_s
+        for feed in self._feeds:
+            feed.flush(until)
+        self._write("running")
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        self._progress.close()
+        with naming(self.folder / METRICS):
+            self._file.close()
+
+    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
+        """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
+
+        Args:
+            artifacts: files that trackers are given.
+            summary: numbers that they are told beside the totals.
+
+        Returns:
+            What `run.json` says in total.
+        """
+        self._finished = True
+        totals = self._write(status)
+        for feed in self._feeds:
+            for path in artifacts:
+                feed.artifact(path)
+            feed.close(status, {**totals, **summary})
+        until = time.monotonic() + FINISH_s
+        for feed in self._feeds:
+            feed.join(until)
+        return totals
+
+    def closing(self, totals: Mapping[str, Any]) -> str:
+        """What a person is told of the totals."""
+        return in_words(totals, peak_memory(self.device_type)[1])
+
+    def _write(self, status: str) -> dict[str, Any]:
+        if self.record is None:
+            return {}
+        later = self._seconds[1:]
+        usual = statistics.median(later) if later else 0.0
+        speeds = [row["seconds"] for row in self.rows if "seconds" in row]
+        seconds = statistics.median(speeds) if speeds else None
+        return self.record.write(
+            status,
+            self._reached(),
+            max(0.0, self._seconds[0] - usual) if self._seconds else 0.0,
+            self.work and dict(self.work.attention),
+            tokens_per_s=seconds and self.tokens / seconds,
+            loss=next((row["loss"] for row in reversed(self.rows) if "loss" in row), None),
+            mfu=seconds and self.work and self.work.mfu(seconds),
+            flops_per_token=self.work and self.work.model_flops * self.work.ranks / self.tokens,
+            predicted_peak_bytes=self.work and self.work.peak_bytes,
+            measured_peak_bytes=peak_memory(self.device_type)[0],
+            spikes=sum("spike" in row for row in self.rows),
+        )
+
+    def _reached(self) -> int:
+        return max((row["step"] for row in self.rows), default=self.made)
+
+    def _row(self, **row: Any) -> None:
+        self.rows.append(row)
+        with naming(self.folder / METRICS):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()  # a run that dies leaves all its rows
+        for feed in self._feeds:
+            feed.row(row)
+
+    def _text(self, values: Mapping[str, float]) -> str:
+        shown = [f"loss {values['loss']:.3f}"]
+        if not math.isnan(self._loss):
+            shown.append(f"held-out {self._loss:.3f}")
+        shown += [f"lr {values['lr']:.1e}"]
+        if "grad_norm" in values:
+            shown.append(f"grad norm {values['grad_norm']:.2f}")
+        seconds = sum(self._recent) / len(self._recent)
+        mfu = self.work.mfu(seconds) if self.work is not None else None
+        shown.append(f"{self.tokens / seconds:,.0f} tokens/s")
+        return ", ".join(shown if mfu is None else [*shown, f"MFU {mfu:.1%}"])
+
+
+def _note_step(error: BaseException | None, number: int) -> None:
+    if isinstance(error, OSError):
+        error.add_note(f"step {number}")
+
+
+def read_rows(path: Path | None, made: int) -> list[dict[str, Any]]:
+    """The rows of a metrics file up to step `made`, without what was measured behind it: that is done again.
+
+    Anything behind a line that is torn, as a killed process leaves one, or no row, is gone.
+    """
+    rows: list[dict[str, Any]] = []
+    there = path is not None and path.exists()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+            break
+        if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
+            rows.append(row)
+    return rows
+
+
+def metrics_beside(folder: Path, found: str) -> Path | None:
+    """The metrics of the run whose checkpoint is gone on from: its own, or those of another folder.
+
+    Args:
+        found: a checkpoint, or the directory of a run's checkpoints.
+    """
+    places = [Path(found).parent, Path(found).parent.parent] if found else []
+    return next((p / METRICS for p in [folder, *places] if found and (p / METRICS).exists()), None)
+
+
+def plot_losses(
+    rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], path: Path, *, unit: str = "byte"
+) -> None:
+    """Draw training and held-out loss by step, and a level line for each n-gram table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = list(rows)
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for key, style in (("loss", {"lw": 0.8, "alpha": 0.7}), (HELD_OUT, {"marker": "o", "lw": 1.5})):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot([x for x, _ in points], [y for _, y in points], label=key.replace("_", "-", 1), **style)
+    for (name, loss), color in zip(tables.items(), ("tab:gray", "tab:brown"), strict=False):
+        axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table")
+    axes.set(xlabel="step", ylabel=f"nats per {unit}")
+    axes.legend()
+    with naming(path):
+        figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def comparison(held_out_loss: float, tables: Mapping[str, float], *, unit: str = "byte") -> str:
+    """The model beside the tables, one line.
+
+    >>> comparison(2.0, {"bigram": 2.4, "trigram": 1.8})
+    'held-out loss, nats per byte: model 2.000 (below the bigram table); bigram 2.400, trigram 1.800'
+    """
+    told = f"held-out loss, nats per {unit}: model {held_out_loss:.3f}"
+    if not tables:
+        return told
+    below = [name for name, loss in tables.items() if held_out_loss < loss]
+    said = f"below the {' and the '.join(below)} table" if below else "above every table"
+    others = ", ".join(f"{name} {loss:.3f}" for name, loss in tables.items())
+    return f"{told} ({said}); {others}"

@@ -1,0 +1,324 @@
+"""Steps: what every training job does between its first and its last one, as one rank does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import fnshard as fs
+from experiments.configs.plan import MEMORY, Plan, append_compiled, hardware_of, write_memory
+from experiments.configs.train import AUTO, AdamWConfig, RunConfig, ScheduleConfig, SGDConfig
+from experiments.data.files import append, write_text
+from experiments.trackers.registry import chosen
+from experiments.training.checkpoints import Saver
+from experiments.training.report import Report, Silent, metrics_beside
+from experiments.training.result import STOPPED, write_result
+from experiments.training.resume import Run
+from experiments.training.run_record import Record, Spent, Work, command_of, facts_of
+from experiments.training.tracing import Tracer
+from experiments.training.watchdog import Begin, Spikes, Watch
+from fnshard.analysis.hardware import TABLE
+from fnshard.launcher.rank import Stop
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that may be under way on the device, and what it will report."""
+
+    number: int
+    metrics: Any
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """What does not change from step to step.
+
+    Args:
+        run: the configuration's.
+        step: the compiled step, on `mesh`.
+        loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
+        evaluate: the held-out loss of parameters; all ranks call it together.
+        watch: looks at what every step gives.
+        tracer: of `run.profile` steps.
+        planned: whose hardware the step was planned for, if it was.
+        spent: where this process's time goes.
+        unread: the step that was launched last, until its numbers are read.
+    """
+
+    run: RunConfig
+    mesh: fs.Mesh
+    step: Any
+    loader: Iterator[tuple[Any, ...]]
+    evaluate: Callable[[Any], float]
+    watch: Watch
+    tracer: Tracer
+    planned: Plan
+    spent: Spent = field(default_factory=Spent)
+    unread: list[Launched] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        config: Any,
+        plan: Plan,
+        step: Any,
+        evaluate: Callable[[Any], float],
+        loader: Any,
+        begin: Begin,
+        report: Report | Silent,
+        folder: Path,
+        spent: Spent,
+    ) -> Training:
+        """As a job's configuration says.
+
+        Args:
+            begin: the state to go on from, and a loader that stands there, made anew.
+        """  # fmt: skip
+        run = config.run
+        tracer = Tracer(step, run.profile, folder, report.say, spent)
+        watch = Watch(step, run.watch, begin, report.say, tracer.range)
+        return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent)
+
+
+def run_steps(
+    training: Training, state: fs.TrainState, report: Report | Silent, saver: Saver, stop: Stop
+) -> tuple[fs.TrainState, float | None]:
+    """The run's steps that are left, with held-out losses and checkpoints between them.
+
+    Returns:
+        The last state, and its held-out loss: None if a rank was asked to stop.
+
+    Raises:
+        DivergedError: a step was not finite; on all ranks.
+    """
+    run, first = training.run, int(state.step) + 1
+    training.step.forget("stop")
+    held_out = None
+    if first > 1:  # it may have been killed before it had measured, or after
+        held_out = _held_out(training, state, report, first - 1)
+    try:
+        for number in range(first, run.steps + 1):
+            if stop.asked:
+                training.step.tell("stop")
+            state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
+            stops, saves = training.step.heard("stop"), saver.due(number)
+            if stops or saves or _measures(training, number):
+                tell(training, report, read(training))
+            if (stops or saves) and not training.watch.fault:
+                with training.spent.on("saves"):
+                    training.watch.before_save(state, number)
+            if training.watch.fault:
+                del state  # its memory is wanted
+                raise training.watch.diverged()
+            if stops:
+                with training.spent.on("saves"):
+                    report.sync()
+                    saver.save_last(number, state, training.loader, None)
+                return state, None
+            held_out = _held_out(training, state, report, number)
+            if saves:
+                with training.spent.on("saves"):
+                    report.sync()
+                    saver.save(number, state, training.loader, held_out)
+    finally:  # a run that breaks off has a row for every step whose numbers have arrived
+        with suppress(RuntimeError, OSError):
+            tell(training, report, read(training, wait=False))
+    training.tracer.close()
+    return state, held_out
+
+
+def one_step(
+    training: Training, state: fs.TrainState, report: Report | Silent, number: int, here: int, folder: Path
+) -> fs.TrainState:
+    """Step `number` of the run, the `here`th of this process; tells the numbers of the step before.
+
+    The device has this step to go on with while the host reads those, so it never waits for the host. The
+    seconds are those from the call of a step until the one before it is done: on a device that is behind,
+    what a step takes there.
+    """
+    mesh, step, spent = training.mesh, training.step, training.spent
+    began = time.perf_counter()
+    with spent.on("data"):
+        batch = next(training.loader)  # the step sends it to the device
+    waited = time.perf_counter() - began
+    tells = here == 1 and isinstance(report, Report)
+    if tells:
+        with spent.on("compile"):
+            lowered = step.lower(state, *batch)
+            write_text(folder / "schedule.txt", lowered.as_text() + "\n")
+            write_memory(lowered, folder, mesh.device_type)
+            planned = training.planned.hardware
+            report.work = Work.of(lowered, peak_of(planned, mesh))
+            training.tracer.know(lowered, planned or hardware_of(AUTO, mesh))
+    watched = here == 2 and mesh.device_type == "cuda"
+    if watched:
+        torch.cuda.reset_peak_memory_stats()
+    with training.watch.on(here), training.tracer.on(here), spent.on("steps"):
+        began = time.perf_counter()
+        state, metrics = step(state, *batch)
+        if training.watch.samples(here):  # the whole of it is timed
+            metrics.numbers()
+        before = read(training)
+        seconds = time.perf_counter() - began
+    tell(training, report, before)
+    training.unread.append(Launched(number, metrics, seconds))
+    training.watch.after(here, seconds, waited)
+    if tells:
+        with spent.on("compile"):
+            append_compiled(lowered, folder)
+    if watched and mesh.rank == 0:
+        _tell_peak(torch.cuda.max_memory_allocated(), folder)
+    return state
+
+
+Row = tuple[Launched, dict[str, float]]
+
+
+def read(training: Training, *, wait: bool = True) -> list[Row]:
+    """The numbers of the step that was launched last, once; without `wait`, only if they are there."""
+    rows = [(each, each.metrics.numbers()) for each in training.unread if wait or each.metrics.ready]
+    training.unread.clear()
+    return rows
+
+
+def tell(training: Training, report: Report | Silent, rows: list[Row]) -> None:
+    """What was read, to the report and to the watch."""
+    for launched, values in rows:
+        with training.spent.on("reports"):
+            report.step(launched.number, values, launched.seconds)
+        training.watch.look(launched.number, values)
+
+
+def _measures(training: Training, number: int) -> bool:
+    """Whether the held-out loss after step `number` is to be known."""
+    return number % training.run.held_out_every == 0 or number == training.run.steps
+
+
+def _held_out(training: Training, state: fs.TrainState, report: Report | Silent, number: int) -> float | None:
+    """The held-out loss after step `number`, if it is to be known there."""
+    if not _measures(training, number):
+        return None
+    with training.spent.on("evaluation"):
+        loss = training.evaluate(state.params)
+    report.held_out(number, loss)
+    return loss
+
+
+def _tell_peak(measured_bytes: int, folder: Path) -> None:
+    """What the allocator of rank 0's device saw of a step, beside the prediction."""
+    said = f"measured peak of a step: {measured_bytes / 1e6:.1f} MB"
+    append(folder / MEMORY, f"\n{said}\n")
+    print(said, flush=True)
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def make_optimizer(
+    chosen: AdamWConfig | SGDConfig, schedule: ScheduleConfig, steps: int, undecayed: tuple[str, ...]
+) -> fs.optim.Optimizer:
+    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay."""
+    rate = make_rate(schedule, chosen.lr, steps)
+    decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
+    if isinstance(chosen, AdamWConfig):
+        made = fs.optim.adamw(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay)
+    else:
+        made = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
+    return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)
+
+
+def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Schedule:
+    """The learning rate by step: the configuration's fractions as steps and rates."""
+    if shape.name == "constant":
+        return fs.schedules.constant(peak)
+    phases = {"warmup": math.floor(shape.warmup * steps), "total": steps, "floor": shape.floor * peak}
+    if shape.name == "wsd":
+        phases["decay"] = math.floor(shape.decay * steps)
+    return fs.schedules.SCHEDULES[shape.name](peak=peak, **phases)
+
+
+# ------------------------------------------------------------------ beginning and ending
+
+
+def start_folder(folder: Path, config: Any) -> None:
+    """A run's folder, with its configuration as it was placed on this machine."""
+    resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    write_text(folder / "config.yaml", resolved)
+
+
+def begin_report(
+    job: str,
+    config: Any,
+    run: Run,
+    step: Any,
+    overrides: list[str],
+    made: int,
+    found: str,
+    *,
+    tokens: int,
+    spent: Spent,
+    tables: Callable[[], Mapping[str, float]] = dict,
+) -> Report | Silent:
+    """A run's folder and what is told in it, on rank 0; all ranks call it together.
+
+    Args:
+        job: the module of `experiments` that was started.
+        made: steps that were made before.
+        found: the checkpoint that is gone on from, or nothing.
+        tokens: of one step, of all ranks.
+        spent: where this process's time goes.
+        tables: what the losses are compared with.
+    """  # fmt: skip
+    hosts, folder, mesh = step.gather_text(socket.gethostname()), Path(run.folder), step.mesh
+    if mesh.rank != 0:
+        return Silent(made)
+    start_folder(folder, config)
+    record = Record(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made, spent)
+    return Report(
+        folder, config.run.steps, tokens, tables(), made, metrics_beside(folder, found),
+        record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
+        spikes=None if config.run.watch == "off" else Spikes(),
+    )  # fmt: skip
+
+
+def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
+    """The hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table knows."""
+    if planned is not None and planned.name not in TABLE:
+        return planned
+    if mesh.device_type != "cuda":
+        return None  # the table's CPU is nobody's
+    return fs.Hardware.of_gpu(torch.cuda.get_device_name())
+
+
+def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
+    """Where the run goes on from."""
+    if found:
+        print(f"resume: step {int(state.step)} of {found}", flush=True)
+    elif run.resume == AUTO:
+        print("resume: nothing to go on from, a new run", flush=True)
+
+
+def tell_stop(
+    run: RunConfig, state: fs.TrainState, where: Run, overrides: list[str], report: Report | Silent
+) -> None:
+    """That the run has stopped before its end, and how it is gone on with."""
+    if not isinstance(report, Report):
+        return
+    number = int(state.step)
+    report.finish(STOPPED)
+    write_result(Path(where.folder), status=STOPPED, overrides=overrides, step=number)
+    print(
+        f"stopped: step {number} of {run.steps} is saved; the same command goes on from there, "
+        f"another one with run.resume={where.folder}",
+        flush=True,
+    )

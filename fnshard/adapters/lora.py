@@ -1,0 +1,266 @@
+"""LoRA: low-rank adapters beside frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
+
+Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. That is done to the operator,
+not to modules: any pure function will do, the merged weight is never formed, and W, which is frozen, has no
+gradient. W may be coded (`LayoutSpec(codec="nf4")`: QLoRA, Dettmers et al. 2023).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fnshard import tree
+from fnshard.errors import SpecError, TraceError, leaves, report
+from fnshard.layout.rules import check_tree
+from fnshard.layout.spec import is_buffer
+
+__all__ = ["lora"]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What was asked of the adapters.
+
+    Args:
+        rank: of A and B.
+        alpha: the update counts alpha / rank, or alpha / sqrt(rank) where `rank_stabilised` (rsLoRA,
+            Kalajdzievski 2023).
+        targets: paths of the leaves that have one.
+        transposed: those that `fn` multiplies by as they are, [in, out], as GPT-2 does.
+        dropout: of what goes into the adapters.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    transposed: tuple[str, ...] = ()
+    dropout: float = 0.0
+    rank_stabilised: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What the update counts."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+def lora(
+    fn: Callable[..., Any],
+    params: Any,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: str | Sequence[str] = "*.q_proj|*.v_proj",
+    transposed: str = "",
+    dropout: float = 0.0,
+    rank_stabilised: bool = False,
+    train: str = "",
+    seed: int = 0,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """`fn` with adapters, and its tree `{"base": params, frozen, "adapters": {path: {"a", "b"}}}`.
+
+    Args:
+        fn: a pure function of (params, *batch).
+        params: its tree; full leaves, which may be on meta. Adapters are real: A uniform, B zero, so that the
+            function is at first what it was.
+        rank, alpha, dropout, rank_stabilised: see `Lora`; the returned function has it as `.lora`.
+        targets: globs of leaves, with or without ".weight", joined by "|", or a list of them.
+        transposed: globs of those among them that are [in, out].
+        train: globs of base leaves that train all the same ("*norm*|lm_head*").
+        seed: of the adapters.
+
+    Raises:
+        SpecError: numbers that are out of range, globs that match nothing, leaves that are no matrices or
+            smaller than the rank.
+        TraceError: (of the new function) a target that `fn` does not multiply by.
+
+    >>> fn = lambda p, x: F.linear(x, p["w"]).sum()
+    >>> tuned, params = lora(fn, {"w": torch.ones(4, 3)}, rank=2, targets="w")
+    >>> [list(params["adapters"]["w"][n].shape) for n in "ab"], tuned(params, torch.ones(1, 3)).item()
+    ([[2, 3], [4, 2]], 12.0)
+    """
+    _check_numbers(rank, alpha, dropout)
+    named, structure = tree.flatten_with_paths(params)
+    check_tree(named)
+    chosen = matched("targets", targets, named)
+    turned = matched("transposed", transposed, chosen) if transposed else []
+    trained = matched("train", train, named) if train else []
+    wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained)]
+    if wrong:
+        fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
+        raise SpecError(report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix))
+    asked = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
+    base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
+    tuned = with_adapters(fn, asked)
+    return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(asked, named, seed)}
+
+
+def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    wrong = []
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        wrong.append(f"rank={rank!r}: a whole number from 1")
+    if not number(alpha) or alpha <= 0:
+        wrong.append(f"alpha={alpha!r}: a number above 0")
+    if not number(dropout) or not 0 <= dropout < 1:
+        wrong.append(f"dropout={dropout!r}: a share from 0, below 1")
+    if wrong:
+        raise SpecError(report("no such adapters:", wrong))
+
+
+def _misfits(path: str, leaf: Tensor, rank: int, trains: bool) -> list[str]:
+    """Why a leaf cannot have an adapter, if it cannot."""
+    of = f"params[{path!r}] {list(leaf.shape)}"
+    if trains:
+        return [f"{of} trains and has an adapter"]
+    if leaf.dim() != 2 or not leaf.is_floating_point():
+        return [f"{of} {leaf.dtype} is no matrix of floats"]
+    return [f"{of}: rank={rank} is more than {min(leaf.shape)}"] if rank > min(leaf.shape) else []
+
+
+def matched(what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Paths that one of the globs matches, with or without ".weight".
+
+    Raises:
+        SpecError: a glob that matches nothing, or no globs at all.
+    """
+    globs = "|".join(globs) if _are_texts(globs) else globs
+    if not isinstance(globs, str):
+        raise SpecError(f"{what}={globs!r}: globs of leaves, joined by '|', or a list of them.")
+    hits: dict[str, list[str]] = {g: [] for g in globs.split("|")}
+    for path in paths:
+        for pattern, found in hits.items():
+            if any(fnmatch.fnmatchcase(n, pattern) for n in (path, path.removesuffix(".weight"))):
+                found.append(path)
+    unused = [repr(g) for g, found in hits.items() if not found]
+    if unused:
+        shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
+        raise SpecError(report(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}"))
+    return [p for p in paths if any(p in found for found in hits.values())]
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+
+
+def init_adapters(asked: Lora, shapes: Mapping[str, Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """A as `nn.Linear` would have it, B zero; the same on every rank."""
+    out = {}
+    for number, path in enumerate(asked.targets):
+        rows, columns = shapes[path].shape[::-1] if path in asked.transposed else shapes[path].shape
+        dtype = shapes[path].dtype if shapes[path].dtype.itemsize > 2 else torch.float32
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        bound = 1 / math.sqrt(columns)
+        a = torch.empty(asked.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, asked.rank, dtype=dtype))}
+        for part in out[path].values():
+            part.beside = f"base.{path}"  # the leaf whose unit it joins
+    return out
+
+
+def _frozen(leaf: Tensor, trains: bool) -> Tensor:
+    """The same leaf, marked as one that does not train (or does)."""
+    if is_buffer(leaf) or not leaf.is_floating_point():
+        return leaf
+    made = nn.Parameter(leaf.detach(), requires_grad=trains)
+    if hasattr(leaf, "tied_names"):
+        made.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
+    return made
+
+
+def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
+    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` says what was asked, `.eval` is without dropout."""
+
+    @functools.wraps(fn)
+    def tuned(params: Any, *batch: Any, **keywords: Any) -> Any:
+        named = tree.flatten_with_paths(params["base"])[0]
+        adapters = {id(named[path]): path for path in asked.targets}
+        mode = _Adapted(asked, params["adapters"], adapters)
+        with mode:
+            result = fn(params["base"], *batch, **keywords)
+        _check_uses(asked, mode)
+        return result
+
+    tuned.lora = asked
+    # To evaluate: the same without dropout.
+    tuned.eval = with_adapters(fn, replace(asked, dropout=0.0)) if asked.dropout else tuned
+    return tuned
+
+
+def _check_uses(asked: Lora, mode: _Adapted) -> None:
+    """Refuse targets that `fn` uses in other ways: what is merged would be another function."""
+    wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in asked.targets if p not in mode.used]
+    wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
+    if wrong:
+        raise TraceError(
+            report(
+                f"{leaves(len(wrong))} cannot have an adapter:",
+                wrong,
+                "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in transposed=, "
+                "of the leaf itself: say its dtype by compute_dtype= rather than cast it in `fn`; leave out "
+                "others, such as a head that is tied to the embedding.",
+            )
+        )
+
+
+class _Adapted(TorchFunctionMode):
+    """Adds to what is multiplied by a target."""
+
+    def __init__(self, asked: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
+        super().__init__()
+        self.asked, self.adapters, self.targets = asked, adapters, targets
+        self.used: set[str] = set()
+        self.others: dict[str, dict[str, None]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not any(isinstance(o, Tensor) for o in tree.flatten(out)[0]):  # a shape, a dtype
+            return out
+        names, turned = _PLACES.get(func, ((), False))
+        given = dict(zip(names, args, strict=False)) | kwargs
+        path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
+        if path is None or (path in self.asked.transposed) != turned or given.keys() & _UNLIKE:
+            self._note(func, (args, kwargs))
+            return out
+        self._note(func, {k: v for k, v in given.items() if k != names[-1]})
+        self.used.add(path)
+        return out + self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
+
+    def _note(self, func: Any, given: Any) -> None:
+        """Targets that go elsewhere, in whatever they lie."""
+        for path in {self.targets.get(id(leaf)) for leaf in tree.flatten(given)[0]} - {None}:
+            self.others.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
+
+    def _update(self, x: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+        a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)
+        if self.asked.dropout:
+            x = F.dropout(x, self.asked.dropout, training=True)
+        return F.linear(F.linear(x, a), b) * self.asked.scale
+
+
+# By function: the names of its arguments up to the matrix, and whether that is [in, out] there.
+_PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
+    F.linear: (("input", "weight"), False),
+    torch.ops.aten.linear: (("input", "weight"), False),
+    torch.matmul: (("input", "other"), True),
+    torch.mm: (("input", "mat2"), True),
+    torch.addmm: (("bias", "input", "mat2"), True),
+    Tensor.matmul: (("input", "other"), True),
+    Tensor.__matmul__: (("input", "other"), True),
+    Tensor.mm: (("input", "mat2"), True),
+}
+_UNLIKE = {"alpha", "beta", "out"}  # what makes more of a product than the update would know of

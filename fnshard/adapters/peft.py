@@ -1,0 +1,265 @@
+"""Adapters: merged into their weights, and in and out of PEFT's files.
+
+A directory of PEFT's has `adapter_model.safetensors` and `adapter_config.json`; what is written here is read
+by `peft.PeftModel.from_pretrained` on the same base model, and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.adapters.lora import Lora
+from fnshard.checkpoint.rows import all_or_none
+from fnshard.errors import StateError, leaves, report
+from fnshard.hf.write import write_text
+from fnshard.layout.codecs import block_of, is_coded
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.files.folder import flush
+from fnshard.runtime.files.tensorfile import Corrupt, Entry, Header, open_regular, read_exactly, write
+from fnshard.runtime.packing import local_block
+from fnshard.step.runner import laid_out
+from fnshard.step.shards import leaf_paths, unshard
+
+__all__ = ["load", "merge", "save"]
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
+    """The base with its adapters written into it: W + s B A. A collective.
+
+    Args:
+        params: `{"base", "adapters"}` of stored blocks, or a state of them.
+        asked: the `.lora` of the function that was tuned.
+        specs, mesh: their layout; a state knows it.
+
+    Returns:
+        The base's blocks, coded leaves decoded, and their specs: what `fs.hf.save` takes.
+
+    >>> import fnshard as fs
+    >>> params = {"w": torch.zeros(2, 3)}
+    >>> linear = torch.nn.functional.linear
+    >>> fn, params = fs.lora(lambda p, x: linear(x, p["w"]), params, rank=1, alpha=2, targets="w")
+    >>> _ = params["adapters"]["w"]["a"].data.fill_(1), params["adapters"]["w"]["b"].data.fill_(3)
+    >>> specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    >>> merge(params, fn.lora, specs)[0]["w"]
+    tensor([[6., 6., 6.],
+            [6., 6., 6.]])
+    """
+    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    named, structure = leaf_paths(specs["base"])
+    stored = tree.flatten_with_paths(blocks["base"])[0]
+    adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
+    out = []
+    with torch.no_grad():
+        for path, spec in named.items():
+            block = block_of(stored, path, spec)
+            if path in asked.targets:
+                full = _update(adapters[path], asked, path)
+                update = local_block(full.to(block.device), spec.storage, mesh)
+                block = (block.to(update.dtype) + update).to(spec.storage_dtype)
+            out.append(block)
+    plain = [replace(s, codec=None) if is_coded(s) else s for s in named.values()]
+    return tree.unflatten(out, structure), tree.unflatten(plain, structure)
+
+
+def _update(adapter: Mapping[str, Tensor], asked: Lora, path: str) -> Tensor:
+    wide = torch.promote_types(adapter["b"].dtype, torch.float32)
+    update = asked.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
+    return update.t() if path in asked.transposed else update
+
+
+def save(
+    params: Any,
+    path: str | Path,
+    asked: Lora,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    base: str | None = None,
+) -> None:
+    """Write the adapters alone, as PEFT does. A collective; all ranks fail, or none.
+
+    Args:
+        params, asked, specs, mesh: as for `merge`.
+        path: of a directory; what is there of a former save is replaced.
+        base: what the files are to call the model that they were tuned for.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    trained = [f"params['base'][{p!r}]" for p, s in leaf_paths(specs["base"])[0].items() if s.trainable]
+    if trained or (asked.transposed and asked.transposed != asked.targets):
+        lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in asked.transposed]
+        fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
+        what = "train beside the adapters" if trained else "are transposed while others are not"
+        raise StateError(report(f"PEFT's files have no place for leaves that {what}:", lines, fix))
+    adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
+
+    def written() -> None:
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        entries = [
+            Entry(_peft_name(leaf, part), tuple(v.shape), v.dtype, lambda v=v: v)
+            for leaf, parts in adapters.items()
+            for part, v in parts.items()
+        ]
+        aside = folder / f".{WEIGHTS}.writing"
+        aside.unlink(missing_ok=True)
+        write(aside, entries, {"format": "pt"})
+        write_text(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
+        os.replace(aside, folder / WEIGHTS)
+        os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
+        flush(folder)
+
+    all_or_none(connection(mesh), f"saving adapters to {str(path)!r}", written if mesh.rank == 0 else None)
+
+
+def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str, dict[str, Tensor]]]:
+    """Adapters from PEFT's files: what was asked of them, and their full values by leaf.
+
+    Args:
+        path: of the directory.
+        shapes: the base's leaves by path, on any device.
+
+    Raises:
+        StateError: files that are missing or broken; adapters of other leaves or shapes, or of another kind.
+    """
+    folder = Path(path)
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        fd = open_regular(folder, WEIGHTS)
+        try:
+            values = {name: _read(fd, *entry) for name, entry in Header.read(fd).tensors.items()}
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, Corrupt) as error:
+        raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
+    rank, alpha, dropout, stabilised, turned = _numbers(config, f"{str(folder / CONFIG)!r}")
+    adapters: dict[str, dict[str, Tensor]] = {}
+    known = {_peft_name(leaf, part): (leaf, part) for leaf in shapes for part in "ab"}
+    wrong = [f"{name!r} {list(v.shape)}: no such leaf" for name, v in values.items() if name not in known]
+    for name in values.keys() & known.keys():
+        leaf, part = known[name]
+        adapters.setdefault(leaf, {})[part] = values[name]
+    targets = tuple(leaf for leaf in shapes if leaf in adapters)
+    # PEFT says it of all, or of none: where some are [in, out] and others are not, their shapes tell.
+    in_out = tuple(p for p in targets if _fits(adapters[p], shapes[p], rank, turned))
+    asked = Lora(rank, alpha, targets, in_out, dropout, stabilised)
+    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], asked)]
+    if wrong:
+        raise StateError(report(f"adapters of another model, {leaves(len(wrong))}:", wrong))
+    if not targets:
+        raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
+    return asked, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
+
+
+# Of PEFT's configuration: what is read; ways to begin that leave the base as it is; and what makes adapters
+# another function, and must be off.
+_READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
+    "lora_alpha": (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0"),
+    "lora_dropout": (lambda v: type(v) in (int, float) and 0 <= v < 1, "a share from 0, below 1"),
+    "use_rslora": (lambda v: type(v) is bool, "true or false"),
+    "fan_in_fan_out": (lambda v: type(v) is bool, "true or false"),
+    "init_lora_weights": (lambda v: v in _BEGINNINGS, "one that leaves the base's weights as they are"),
+}
+_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+_OFF = (
+    "use_dora", "rank_pattern", "alpha_pattern", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
+_DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "fan_in_fan_out": False}
+
+
+def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
+    """Rank, alpha, dropout, rsLoRA and [in, out] of a configuration.
+
+    Raises:
+        StateError: names all that is missing, of a wrong type, or cannot be done here.
+    """
+    kind = config.get("peft_type") if isinstance(config, Mapping) else type(config).__name__
+    if kind != "LORA":
+        raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
+    given = {**_DEFAULTS, **config}
+    wrong = [
+        f"{key} is {json.dumps(given[key]) if key in given else 'missing'}, wanted is {wanted}"
+        for key, (fits, wanted) in _READ.items()
+        if (key in given or key in ("r", "lora_alpha")) and not fits(given.get(key))
+    ]
+    wrong += [f"{key} is {json.dumps(given[key])}, which is not known here" for key in _OFF if given.get(key)]
+    if wrong:
+        fix = "merge such adapters with PEFT, merge_and_unload, and load the whole by fs.hf.load."
+        raise StateError(report(f"{name} is not one that can be read here:", wrong, fix))
+    return (
+        given["r"], float(given["lora_alpha"]), float(given["lora_dropout"]), given["use_rslora"],
+        given["fan_in_fan_out"],
+    )  # fmt: skip
+
+
+def _fits(parts: Mapping[str, Tensor], base: Tensor, rank: int, turned: bool) -> bool:
+    """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as was said of all."""
+    straight, other = (_shapes(base, rank, way) == _found(parts) for way in (False, True))
+    return turned if straight == other else other
+
+
+def _shapes(base: Tensor, rank: int, turned: bool) -> dict[str, tuple[int, ...]]:
+    """Of A and B, if it is a matrix."""
+    if len(base.shape) != 2:
+        return {}
+    rows, columns = base.shape[::-1] if turned else base.shape
+    return {"a": (rank, columns), "b": (rows, rank)}
+
+
+def _found(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {part: tuple(v.shape) for part, v in parts.items()}
+
+
+def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, asked: Lora) -> list[str]:
+    found, wanted = _found(parts), _shapes(base, asked.rank, leaf in asked.transposed)
+    of = f"params[{leaf!r}] {list(base.shape)}"
+    return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
+
+
+def _read(fd: int, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Tensor:
+    value = torch.empty(shape, dtype=dtype)
+    if value.numel():
+        read_exactly(fd, at, memoryview(value.view(-1).view(torch.uint8).numpy()))
+    return value
+
+
+def _peft_name(leaf: str, part: str) -> str:
+    return f"base_model.model.{leaf.removesuffix('.weight')}.lora_{part.upper()}.weight"
+
+
+def _peft_config(asked: Lora, base: str | None) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
+        "inference_mode": True, "r": asked.rank, "lora_alpha": asked.alpha, "lora_dropout": asked.dropout,
+        "use_rslora": asked.rank_stabilised, "fan_in_fan_out": bool(asked.transposed),
+        "target_modules": sorted(path.removesuffix(".weight") for path in asked.targets),
+    }  # fmt: skip
+
+
+def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, Mesh]:
+    blocks, specs, mesh = laid_out(params, specs, mesh)
+    if specs is None or not isinstance(blocks, Mapping) or set(blocks) != {"base", "adapters"}:
+        raise StateError(
+            report(
+                "these are not the base and adapters of fs.lora, with their specs.",
+                fix="pass a state of a tuned step, or its params with specs= and mesh=.",
+            )
+        )
+    return blocks, specs, mesh

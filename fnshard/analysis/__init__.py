@@ -1,0 +1,1 @@
+"""Analysis: bytes, FLOPs and seconds of a step before it runs."""

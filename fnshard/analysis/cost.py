@@ -1,0 +1,347 @@
+"""Cost: what every instruction of a schedule takes on a `Hardware`, in seconds and by lane.
+
+Kernels are counted by `flops`; packing, casts and updates by their bytes; collectives by the algorithm
+bandwidth of rings: (n - 1) / n of a buffer for a gather or a scatter, twice that for a sum (Patarasuk and
+Yuan, JPDC 2009), within a node or between nodes as the group lies. Transfers go by the bytes that the ledger
+counts. The disk tier is mapped files, which are pageable memory: a copy from or to it holds the host up until
+it is done (CUDA stages such copies), so nothing is issued beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fnshard.analysis.flops import GraphCost, kernel_cost
+from fnshard.analysis.hardware import Hardware, Link
+from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.schedule.instructions import (
+    Accumulate,
+    Add,
+    AllReduce,
+    Cast,
+    Free,
+    Gather,
+    Instruction,
+    Local,
+    Norms,
+    Publish,
+    ReduceScalars,
+    ReduceScatter,
+    Run,
+    Schedule,
+    ToDevice,
+    ToHost,
+    Update,
+    Wait,
+    Zeros,
+)
+from fnshard.layout.spec import block_shape
+
+COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "transfer", "host")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one instruction takes.
+
+    `device_seconds`: on the compute lane (on the host's, where `on_host`), before what it sends off.
+    `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line;
+    where `blocking`, the host then waits for the flight too.
+    """
+
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+    lane: str = ""
+    flight_seconds: float = 0.0
+    on_host: bool = False
+    flops: float = 0.0
+    blocking: bool = False
+
+
+@dataclass
+class Pricer:
+    """Prices the lines of one schedule.
+
+    Args:
+        fused: kernels are compiled by Inductor; else every operator runs by itself.
+        slots: tensors of optimizer state per leaf, beside a master copy (AdamW's two).
+        moved: bytes of transfers, by the number of their instruction (`Ledger.moved`); without it they are
+            added up from the sizes of what is named, state counted as `slots` tensors of a block each.
+        fused_update: an update is compiled, and moves gradients, state and stored copies once.
+    """
+
+    schedule: Schedule
+    hardware: Hardware
+    fused: bool = True
+    slots: int = 2
+    moved: Mapping[int, int] | None = None
+    fused_update: bool = False
+
+    def __post_init__(self) -> None:
+        self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
+        self._kernels: dict[tuple[str, bool], Price] = {}
+        self._sums: dict[tuple[str, str], float] = {}
+        self._sizes = self._value_bytes()
+        lines = self.schedule.instructions
+        self._moved = {lines[i].writes[0]: float(size) for i, size in (self.moved or {}).items()}
+
+    def of(self, line: Instruction) -> Price:
+        """Of one line."""
+        return _PRICES[type(line)](self, line)
+
+    # -------------------------------------------------------------- kernels
+
+    def counted(self, line: Run) -> GraphCost:
+        """The work of a kernel, one way."""
+        return kernel_cost(self.schedule.kernels[line.kernel], backward=line.backward, fused=self.fused)
+
+    def kernel(self, line: Run) -> Price:
+        """Device and host seconds of a kernel, once per kernel and way."""
+        key = (line.kernel, line.backward)
+        if key not in self._kernels:
+            cost, h = self.counted(line), self.hardware
+            host = h.instruction_seconds + cost.host_seconds(h)
+            self._kernels[key] = Price(cost.seconds(h), host, flops=cost.flops)
+        return self._kernels[key]
+
+    # -------------------------------------------------------------- bytes
+
+    def blocks_bytes(self, bucket: Bucket, dtype: Callable[[Any], torch.dtype]) -> float:
+        """This rank's blocks of a bucket's leaves."""
+        return self._once(bucket, "blocks", dtype, lambda p: p.numel)
+
+    def fulls_bytes(self, bucket: Bucket, dtype: Callable[[Any], torch.dtype]) -> float:
+        """The whole leaves of a bucket."""
+        return self._once(bucket, "fulls", dtype, lambda p: math.prod(p.shape))
+
+    def _once(self, bucket: Bucket, what: str, dtype: Any, numel: Callable[[Any], int]) -> float:
+        key = (bucket.name, f"{what} {dtype.__name__}")
+        if key not in self._sums:
+            specs = self.schedule.specs
+            self._sums[key] = float(sum(numel(p) * dtype(specs[p.path]).itemsize for p in bucket.pieces))
+        return self._sums[key]
+
+    def bytes_of(self, names: tuple[str, ...]) -> float:
+        """Of values, by name; what cannot be known here (the batch) counts nothing."""
+        return sum(self._bytes(n) for n in names)
+
+    def _bytes(self, name: str) -> float:
+        if name in self._sizes or name[:2] not in ("h:", "t:"):
+            return self._sizes.get(name, 0.0)
+        # A copy is as large as what it is a copy of; those on the device are numbered.
+        return self._bytes(name[2:] if name.startswith("h:") else name[2:].rpartition("#")[0])
+
+    def _value_bytes(self) -> dict[str, float]:
+        """Of stored shards, slots, kernels' results and reduced gradients."""
+        mesh, sizes = self.schedule.mesh, dict[str, float]()
+        for path, spec in self.schedule.specs.items():
+            sizes[f"s:{path}"] = (
+                math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
+            )
+            optimizer = (
+                math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
+            )
+            sizes[f"o:{path}"] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
+            sizes[f"h:s:{path}"] = optimizer  # the master copy that the host has updated
+        of_kernel: dict[tuple[str, bool], list[float]] = {}
+        for line in self.schedule.instructions:
+            if isinstance(line, Run):
+                key = (line.kernel, line.backward)
+                if key not in of_kernel:
+                    kernel = self.schedule.kernels[line.kernel]
+                    graph = (kernel.backward if line.backward else kernel.forward).graph
+                    values = [n.meta["val"] for n in graph.output_node().args[0]]
+                    of_kernel[key] = [float(v.numel() * v.dtype.itemsize) for v in values]
+                sizes |= zip(line.writes, of_kernel[key], strict=True)
+            elif isinstance(line, Add):
+                sizes[line.writes[0]] = sizes.get(line.reads[0], 0.0)
+            elif isinstance(line, Zeros):
+                sizes[line.writes[0]] = math.prod(line.like.shape) * line.like.dtype.itemsize
+            elif isinstance(line, Wait | Local) and line.writes and line.writes[0].startswith("r:"):
+                sizes[line.writes[0]] = float(self.schedule.buckets[line.bucket].row_bytes)
+            elif isinstance(line, Accumulate) and line.writes[0].startswith(("r:", "h:r:")):
+                sizes[line.writes[0]] = self.blocks_bytes(self.schedule.buckets[line.bucket], _summed)
+        return sizes
+
+    # -------------------------------------------------------------- moving
+
+    def copy(self, size: float, **more: Any) -> Price:
+        """Packing and unpacking, of bytes read and written."""
+        return self.compute(self.hardware.copy.seconds(size), size, **more)
+
+    def streamed(self, size: float) -> Price:
+        """A cast, a sum: bytes read and written."""
+        return self.compute(self.hardware.memory.seconds(size), size)
+
+    def compute(self, seconds: float, size: float, **more: Any) -> Price:
+        """One small operator on the device."""
+        h = self.hardware
+        launch = h.launch_seconds if size else 0.0
+        floor = h.floor_seconds if size else 0.0
+        return Price(max(seconds, floor), h.instruction_seconds + launch, **more)
+
+    def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
+        """The flight of `size` bytes, the whole buffer."""
+        if axes not in self._links:
+            ranks = self.schedule.mesh.group_ranks(axes, 0)
+            self._links[axes] = self.hardware.link(ranks, axes), len(ranks)
+        link, n = self._links[axes]
+        if n == 1:
+            return {}
+        share = (2 if verb == "all_reduce" else 1) * (n - 1) / n
+        rate = getattr(link, verb)
+        # Meeting takes as long as a tree is deep; what is carried does not depend on it.
+        seconds = link.latency_seconds * math.ceil(math.log2(n)) + rate.seconds(share * size)
+        return {"lane": COMMUNICATION, "flight_seconds": seconds}
+
+    def transfer_bytes(self, line: ToDevice | ToHost) -> float:
+        """What a transfer moves."""
+        counted = self._moved.get(line.writes[0])
+        return self.bytes_of(line.reads) if counted is None else counted
+
+    def transfer(self, line: ToDevice | ToHost) -> Price:
+        """Over the host link; what rests on disk over the disk, too, and with the host waiting."""
+        h, size = self.hardware, self.transfer_bytes(line)
+        seconds = size / h.host_link_bytes_per_s
+        # Where state is written `into`, each value read goes to one home; a master copy rests with its slots.
+        homes = line.into if isinstance(line, ToHost) and line.into else line.reads
+        disk = [n for n, home in zip(line.reads, homes, strict=True) if self.rests_on_disk(home)]
+        known = self.bytes_of(line.reads)
+        if disk:
+            seconds += size * (self.bytes_of(tuple(disk)) / known if known else 1.0) / h.disk_bytes_per_s
+        pageable = bool(disk) or any(self.rests_on_disk(f"o:{n[4:]}") for n in line.reads if n[:4] == "h:s:")
+        host = h.instruction_seconds + h.launch_seconds
+        return Price(0.0, host, TRANSFER, seconds, blocking=pageable)
+
+    def rests_on_disk(self, name: str) -> bool:
+        """Whether a state value's home is the disk."""
+        spec = self.schedule.specs.get(name[2:]) if name.startswith(("s:", "o:")) else None
+        if spec is None:
+            return False
+        return (spec.memory if name.startswith("s:") else spec.optimizer_memory) == "disk"
+
+    def update_bytes(self, line: Update) -> float:
+        """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
+        bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
+        size = 0.0
+        for path in bucket.paths:
+            spec = specs[path]
+            count = math.prod(block_shape(spec.shape, spec.optimizer, mesh))
+            own, stored = spec.optimizer_dtype.itemsize, spec.storage_dtype.itemsize
+            if self.fused_update and spec.updated_on == "device":
+                size += count * (
+                    bucket.dtype.itemsize + 2 * own * (1 + self.slots) + stored * spec.has_master
+                )
+                continue
+            size += count * own * (1 + 2 * (1 + self.slots))
+            if spec.optimizer_dtype != spec.storage_dtype:
+                size += count * (own + stored)
+            if spec.optimizer_dtype != bucket.dtype:
+                size += count * (own + bucket.dtype.itemsize)
+        return size
+
+    def update(self, line: Update) -> Price:
+        """Of the optimizer on one bucket."""
+        size, h = self.update_bytes(line), self.hardware
+        if self.schedule.specs[line.paths[0]].updated_on == "host":
+            disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))
+            seconds = size / h.host_update_bytes_per_s + disk / h.disk_bytes_per_s
+            return Price(seconds, h.instruction_seconds, on_host=True)
+        return self.compute(h.update.seconds(size), size)
+
+
+# ------------------------------------------------------------------ the table
+
+
+def _storage(spec: Any) -> torch.dtype:
+    return spec.storage_dtype
+
+
+def _computed(spec: Any) -> torch.dtype:
+    return spec.compute_dtype
+
+
+def _summed(spec: Any) -> torch.dtype:
+    return spec.sum_dtype
+
+
+def _gather(p: Pricer, line: Gather | Publish) -> Price:
+    bucket = p.schedule.buckets[line.bucket]
+    rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
+    packed = p.blocks_bytes(bucket, _storage) + bucket.row_bytes
+    return p.copy(packed, **p.collective("gather", bucket.axes, rows))
+
+
+def _reduce_scatter(p: Pricer, line: ReduceScatter) -> Price:
+    bucket = p.schedule.buckets[line.bucket]
+    rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
+    packed = p.fulls_bytes(bucket, _computed) + rows
+    return p.copy(packed, **p.collective("reduce_scatter", bucket.axes, rows))
+
+
+def _all_reduce(p: Pricer, line: AllReduce) -> Price:
+    bucket = p.schedule.buckets[line.bucket]
+    packed = 0.0 if line.reads[0].startswith("r:") else p.fulls_bytes(bucket, _computed) + bucket.row_bytes
+    return p.copy(packed, **p.collective("all_reduce", line.axes, bucket.row_bytes))
+
+
+def _reduce_scalars(p: Pricer, line: ReduceScalars) -> Price:
+    axes = p.schedule.mesh.ordered(p.schedule.mesh.data_axes)
+    size = 8.0 * p.schedule.scalars
+    return p.copy(size, **p.collective("all_reduce", axes, size))
+
+
+def _wait(p: Pricer, line: Wait) -> Price:
+    if line.of not in ("gather", "publish"):
+        return p.compute(0.0, 0.0)
+    bucket = p.schedule.buckets[line.bucket]
+    rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
+    return p.copy(rows + p.fulls_bytes(bucket, _computed if line.of == "gather" else _storage))
+
+
+def _cast(p: Pricer, line: Cast) -> Price:
+    bucket = p.schedule.buckets[line.bucket]
+    same = all(s.storage_dtype == s.compute_dtype for s in (p.schedule.specs[n] for n in bucket.paths))
+    return p.streamed(0.0 if same else p.fulls_bytes(bucket, _storage) + p.fulls_bytes(bucket, _computed))
+
+
+def _local(p: Pricer, line: Local) -> Price:
+    bucket = p.schedule.buckets[line.bucket]
+    same = all(p.schedule.specs[n].compute_dtype == bucket.dtype for n in bucket.paths)
+    return p.streamed(0.0 if same else p.fulls_bytes(bucket, _computed) + bucket.row_bytes)
+
+
+def _accumulate(p: Pricer, line: Accumulate) -> Price:
+    bucket = p.schedule.buckets[line.bucket]
+    size = (p.fulls_bytes if line.writes[0].startswith("a:") else p.blocks_bytes)(bucket, _summed)
+    price = p.streamed((2.0 if line.first else 3.0) * size)
+    return _where(p, line, price, (2.0 if line.first else 3.0) * size)
+
+
+def _norms(p: Pricer, line: Norms) -> Price:
+    size = float(p.schedule.buckets[line.bucket].row_bytes)
+    return _where(p, line, p.streamed(size), size)
+
+
+def _where(p: Pricer, line: Instruction, price: Price, size: float) -> Price:
+    """The same on the host, if what it reads rests there."""
+    if not any(n.startswith("h:") for n in line.reads):
+        return price
+    h = p.hardware
+    return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)
+
+
+_PRICES: Mapping[type, Callable[[Pricer, Any], Price]] = {
+    Run: Pricer.kernel, Gather: _gather, Publish: _gather, ReduceScatter: _reduce_scatter,
+    AllReduce: _all_reduce, ReduceScalars: _reduce_scalars, Wait: _wait, Cast: _cast, Local: _local,
+    Accumulate: _accumulate, Norms: _norms, Update: Pricer.update, ToDevice: Pricer.transfer,
+    ToHost: Pricer.transfer,
+    Add: lambda p, line: p.streamed(3 * p.bytes_of(line.reads[:1])),
+    Zeros: lambda p, line: p.streamed(p.bytes_of(line.writes)),
+    Free: lambda p, line: p.compute(0.0, 0.0),
+}  # fmt: skip

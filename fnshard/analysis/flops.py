@@ -1,0 +1,397 @@
+"""Work: what the operators of a kernel's graph do, counted: FLOPs, bytes, elementwise operations, launches.
+
+A graph is counted once, whatever the hardware; its seconds are a roofline per piece of work (Williams et
+al., CACM 2009). FLOPs of matmuls and convolutions are torch's own (`torch.utils.flop_counter`);
+causal attention counts half the scores, as kernels skip the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.analysis.hardware import Hardware
+from fnshard.compiler.ir.program import OpOverload, short_dtype
+from fnshard.compiler.kernels.differentiate import Kernel
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator, or a fused group of them.
+
+    `kind`: "matmul", "attention", "scatter" or "memory". `flops`: of matmuls and attention. `cheap`,
+    `costly`: elementwise operations, transcendental ones apart. `launches`: operators that are started.
+    `size`: what the rate goes by: a matmul's FLOPs, an attention's length; `head`: its heads'.
+    """
+
+    kind: str
+    dtype: str
+    flops: float
+    read_bytes: float
+    written_bytes: float
+    cheap: float = 0.0
+    costly: float = 0.0
+    launches: int = 1
+    size: float = 0.0
+    head: float = 0.0
+
+    @property
+    def moved_bytes(self) -> float:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+    def seconds(self, hardware: Hardware) -> float:
+        """On the device, the host's part apart."""
+        streamed = hardware.memory.seconds(self.moved_bytes)
+        if self.kind == "scatter":
+            worked = self.written_bytes / hardware.scatter
+        elif self.kind == "memory":
+            worked = self.cheap / hardware.elementwise + self.costly / hardware.transcendental
+        elif self.kind == "attention":
+            rate = hardware.rate_of(hardware.attention, self.dtype).at(self.size)
+            worked = self.flops / rate / hardware.rate_of(hardware.attention_heads, self.dtype).at(self.head)
+        else:
+            worked = self.flops / hardware.rate_of(hardware.flops, self.dtype).at(self.size)
+        return max(streamed, worked, self.launches * hardware.floor_seconds)
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """A graph's work, in order."""
+
+    work: tuple[Work, ...]
+
+    @property
+    def flops(self) -> float:
+        """Of matmuls, convolutions and attention."""
+        return sum(w.flops for w in self.work)
+
+    def flops_by_dtype(self) -> dict[str, float]:
+        """The same, by the dtype that is multiplied."""
+        out: dict[str, float] = {}
+        for w in self.work:
+            if w.flops:
+                out[w.dtype] = out.get(w.dtype, 0.0) + w.flops
+        return out
+
+    @property
+    def launches(self) -> int:
+        """Operators that are started."""
+        return sum(w.launches for w in self.work)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """On the device."""
+        return sum(w.seconds(hardware) for w in self.work)
+
+    def host_seconds(self, hardware: Hardware) -> float:
+        """To start it all."""
+        return hardware.kernel_seconds + self.launches * hardware.launch_seconds
+
+
+_COUNTED: weakref.WeakKeyDictionary[fx.GraphModule, dict[bool, GraphCost]] = weakref.WeakKeyDictionary()
+
+
+def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
+    """Count one graph of core ATen ops; remembered as long as the graph lives.
+
+    Args:
+        graph: every node has `meta["val"]`; None is no work.
+        fused: elementwise chains and reductions between heavier operators touch memory at their ends
+            alone (Inductor); else every operator reads and writes (the eager backend).
+    """
+    if graph is None:
+        return GraphCost(())
+    known = _COUNTED.setdefault(graph, {})
+    if fused not in known:
+        known[fused] = GraphCost(
+            tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager())
+        )
+    return known[fused]
+
+
+def kernel_cost(kernel: Kernel, *, backward: bool, fused: bool) -> GraphCost:
+    """Of one way through a kernel."""
+    return graph_cost(kernel.backward if backward else kernel.forward, fused=fused)
+
+
+# ------------------------------------------------------------------ what operators do
+
+
+def _flops_of_attention(args: tuple[Any, ...], causal: bool, matmuls: int) -> float:
+    query, key, value = args
+    *batch, rows, head = query.shape
+    columns, out = key.shape[-2], value.shape[-1]
+    # Forward: scores and their weighted sum. Backward: scores again, and four gradients.
+    pairs = math.prod(batch) * rows * columns * (0.5 if causal else 1.0)
+    scores, sums = ((1, 1), (3, 2))[matmuls > 2]
+    return 2.0 * pairs * (scores * head + sums * out)
+
+
+def _named(node: fx.Node, name: str, default: Any) -> Any:
+    """An argument of an operator, by name."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+    return default
+
+
+def _is_attention(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return "attention" in name and isinstance(node.target, OpOverload)
+
+
+def _attention(node: fx.Node) -> float:
+    backward = "backward" in node.target.__name__
+    tensors = tuple(_value(_named(node, n, None)) for n in ("query", "key", "value"))
+    if any(t is None for t in tensors):
+        tensors = tuple(_value(n) for n in node.args[:3])
+    return _flops_of_attention(tensors, bool(_named(node, "is_causal", False)), 5 if backward else 2)
+
+
+def flops_of(node: fx.Node) -> float:
+    """Of one node, by torch's formulas on its shapes; 0 for what neither multiplies matrices nor attends."""
+    if not isinstance(node.target, OpOverload):
+        return 0.0
+    if _is_attention(node):
+        return _attention(node)
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+_COSTLY = {
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sigmoid", "erf",
+    "erfc", "erfinv", "pow", "silu", "gelu", "softplus", "atan", "atan2", "acos", "asin", "sinh", "cosh",
+    "mish", "elu", "logit", "lgamma", "digamma",
+}  # fmt: skip
+_MOVERS = {
+    "cat", "clone", "gather", "index", "index_select", "embedding", "constant_pad_nd", "slice_scatter",
+    "select_scatter", "copy", "repeat", "_to_copy", "full", "full_like", "empty", "zeros", "ones", "iota",
+    "arange", "scalar_tensor", "_unsafe_index", "empty_strided", "new_zeros", "new_full", "rev", "flip",
+    "empty_permuted", "expand_copy", "where", "convert_element_type", "lift_fresh_copy", "masked_fill",
+}  # fmt: skip
+_REDUCTIONS = {
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "var_mean", "argmax", "argmin", "any", "all",
+    "logsumexp", "linalg_vector_norm", "count_nonzero", "_softmax", "_log_softmax", "native_layer_norm",
+}  # fmt: skip
+_SCATTERS = {
+    "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add", "index_add",
+    "embedding_dense_backward", "scatter_reduce",
+}  # fmt: skip
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target._opname if isinstance(target, OpOverload) else getattr(target, "__name__", "")
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True  # of a view or of what an operator returned: neither moves a byte
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def _kind(node: fx.Node) -> str:
+    """ "view", "matmul", "attention", "scatter", "pointwise", "reduction" or "other"."""
+    if _is_view(node):
+        return "view"
+    if _is_attention(node):
+        return "attention"
+    if flops_of(node):
+        return "matmul"
+    name, tags = _name(node), getattr(node.target, "tags", ())
+    if name in _SCATTERS:
+        return "scatter"
+    if name in _REDUCTIONS or torch.Tag.reduction in tags:
+        return "reduction"
+    return "pointwise" if torch.Tag.pointwise in tags or name in _MOVERS else "other"
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
+
+
+def _bytes(value: Any) -> float:
+    return float(sum(t.numel() * t.dtype.itemsize for t in _tensors(value)))
+
+
+def _numel(value: Any) -> int:
+    return max((t.numel() for t in _tensors(value)), default=0)
+
+
+def _across_rows(node: fx.Node) -> bool:
+    """Whether a reduction sums over other dims than the last: who reads it runs in a loop of its own."""
+    source, out = _value(node.args[0]), _tensors(_value(node))
+    if source is None or not out:
+        return True
+    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else None
+    return dims is None or any(d % max(source.dim(), 1) != source.dim() - 1 for d in dims)
+
+
+# ------------------------------------------------------------------ counting a graph
+
+
+class _Counter:
+    """One walk over a graph."""
+
+    def __init__(self, graph: fx.Graph):
+        self.nodes = [n for n in graph.nodes if n.op == "call_function"]
+        self.kinds = {n: _kind(n) for n in self.nodes}
+        self.bases: dict[fx.Node, fx.Node] = {}
+        for n in graph.nodes:
+            view = self.kinds.get(n) == "view" and n.all_input_nodes
+            self.bases[n] = self.bases[n.all_input_nodes[0]] if view else n
+        self.returned = {self.bases[n] for n in graph.output_node().all_input_nodes}
+
+    def reads(
+        self, node: fx.Node, skip: Callable[[fx.Node], bool] = lambda base: False
+    ) -> dict[fx.Node, float]:
+        """Bytes read by a node of each value: of a broadcast or a slice no more than is there."""
+        out: dict[fx.Node, float] = {}
+        gathers = self.kinds[node] == "pointwise" and _name(node) in (
+            "embedding",
+            "gather",
+            "index",
+            "index_select",
+        )
+        for source in node.all_input_nodes:
+            base = self.bases[source]
+            if not skip(base):
+                size = min(_bytes(_value(source)), _bytes(_value(base)))
+                size = min(size, _bytes(_value(node))) if gathers else size
+                out[base] = max(out.get(base, 0.0), size)
+        return out
+
+    def one(self, node: fx.Node, read: float) -> Work:
+        """A node by itself."""
+        kind, value = self.kinds[node], _value(node)
+        tensors = _tensors(value)
+        dtype = _compute_dtype(node, tensors)
+        if kind == "matmul":
+            flops = flops_of(node)
+            return Work(kind, dtype, flops, read, _bytes(value), size=flops)
+        if kind == "attention":
+            length, head = _tensors(_value(node.all_input_nodes[0]))[0].shape[-2:]
+            return Work(
+                kind, dtype, flops_of(node), read, _bytes(value), size=float(length), head=float(head)
+            )
+        if kind == "scatter":
+            return Work(kind, dtype, 0.0, read, read + _bytes(value))
+        cheap, costly = _operations(node, kind)
+        return Work("memory", dtype, 0.0, read, _bytes(value), cheap, costly)
+
+    def eager(self) -> Iterable[Work]:
+        for node in self.nodes:
+            if self.kinds[node] != "view":
+                yield self.one(node, sum(self.reads(node).values()))
+
+    def fused(self) -> Iterable[Work]:
+        groups = self._groups()
+        for nodes in groups:
+            if len(nodes) == 1 and not self._fusable(nodes[0]):
+                yield self.one(nodes[0], sum(self.reads(nodes[0]).values()))
+            else:
+                yield self._group(nodes)
+
+    def _fusable(self, node: fx.Node) -> bool:
+        return self.kinds[node] in ("pointwise", "reduction")
+
+    def _group(self, nodes: list[fx.Node]) -> Work:
+        inside, reads = set(nodes), {}
+        written = cheap = costly = 0.0
+        for node in nodes:
+            for base, size in self.reads(node, inside.__contains__).items():
+                reads[base] = max(reads.get(base, 0.0), size)
+            if node in self.returned or any(u not in inside for u in self._readers(node)):
+                written += _bytes(_value(node))
+            more_cheap, more_costly = _operations(node, self.kinds[node])
+            cheap, costly = cheap + more_cheap, costly + more_costly
+        return Work("memory", "f32", 0.0, sum(reads.values()), written, cheap, costly)
+
+    def _readers(self, node: fx.Node) -> set[fx.Node]:
+        """What reads a value, itself or through views."""
+        out, queue = set(), list(node.users)
+        while queue:
+            user = queue.pop()
+            if self.kinds.get(user) == "view":
+                queue += user.users
+            elif user.op == "call_function":
+                out.add(user)
+        return out
+
+    def _groups(self) -> list[list[fx.Node]]:
+        """Fused groups and single nodes, in an order in which they can run.
+
+        Nodes of one level are fused where one reads the other: a level ends at whatever is not fused and
+        at sums over rows, so that no group reads what rests on itself.
+        """
+        level: dict[fx.Node, int] = {}
+        owner: dict[fx.Node, fx.Node] = {}  # a forest: who stands for a group
+        for node in self.nodes:
+            if self.kinds[node] == "view":
+                continue
+            fusable = self._fusable(node)
+            own, bases = 0, [self.bases[s] for s in node.all_input_nodes]
+            for base in bases:
+                if base in level:
+                    joins = fusable and self._fusable(base) and not self._ends(base)
+                    own = max(own, level[base] + (0 if joins else 1))
+            level[node] = own
+            owner[node] = node
+            for base in bases if fusable else ():
+                if base in level and self._fusable(base) and level[base] == own and not self._ends(base):
+                    owner[_root(owner, base)] = _root(owner, node)
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in level:
+            groups.setdefault(_root(owner, node), []).append(node)
+        return sorted(groups.values(), key=lambda nodes: level[nodes[0]])
+
+    def _ends(self, node: fx.Node) -> bool:
+        return self.kinds[node] == "reduction" and _across_rows(node)
+
+
+def _root(owner: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    while owner[node] is not node:
+        node = owner[node]
+    return node
+
+
+def _operations(node: fx.Node, kind: str) -> tuple[float, float]:
+    """Elementwise operations, cheap ones and transcendental ones."""
+    name = _name(node)
+    count = _numel(_value(node))
+    if kind == "reduction":
+        count = max(count, _numel(_value(node.args[0])))
+    if name in _COSTLY and not (name == "pow" and _whole_power(node)):
+        return 0.0, float(count)
+    return float(count), 0.0
+
+
+def _whole_power(node: fx.Node) -> bool:
+    power = node.args[1] if len(node.args) > 1 else None
+    return isinstance(power, int | float) and float(power).is_integer() and abs(power) <= 4
+
+
+def _compute_dtype(node: fx.Node, outputs: list[Tensor]) -> str:
+    for source in node.all_input_nodes:
+        for t in _tensors(_value(source)):
+            if t.dtype.is_floating_point:
+                return short_dtype(t.dtype)
+    return short_dtype(outputs[0].dtype) if outputs else "f32"

@@ -1,0 +1,310 @@
+"""Footprint: what one kernel call does to memory, found by running it on fake tensors.
+
+Python's own reference counts say when a value dies: the graph is run by the very interpreter, or the
+very wrapper of generated code, that will run it for real, on tensors without data, and every storage is
+watched through a weak reference (as torch's own memory trackers do). Nothing is estimated but what an
+operator takes for itself while it runs: see `workspace_bytes`.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fnshard.analysis.workspace import workspace_bytes
+from fnshard.compiler.kernels.inductor import Boxed, compile_graph
+
+CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One argument of a call, as its caller holds it.
+
+    `storage`: a number, equal for arguments that share a storage; `dropped`: nobody but the call holds
+    that storage, which has `bytes`.
+    """
+
+    storage: int
+    dropped: bool = False
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result: the `new`-th storage that the call made, or the storage of an argument (`given`)."""
+
+    new: int | None
+    given: int | None
+    stride: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A call's effect on memory.
+
+    `new_bytes`: of each storage that is made and returned. At the worst moment, `alive` of these are
+    there already, `freed` (argument storages) are there no more, and `workspace_bytes` are held beside.
+    """
+
+    outputs: tuple[Output, ...]
+    new_bytes: tuple[int, ...]
+    alive: tuple[int, ...]
+    freed: tuple[int, ...]
+    workspace_bytes: int
+
+
+def rounded(size: int, device: str) -> int:
+    """What an allocation of `size` bytes takes of memory on a type of device."""
+    return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if device == "cuda" else size
+
+
+def eager_footprint(module: fx.GraphModule, entries: Sequence[Entry], device: str) -> Footprint:
+    """Of a graph run node by node (`backend="eager"`).
+
+    Args:
+        device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
+    """
+    run = compile_graph(module, backend="eager", options={}, is_backward=False)
+    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, Watch(device))
+
+
+def compiled_footprint(
+    module: fx.GraphModule, compiled: Boxed, entries: Sequence[Entry], device: str
+) -> Footprint | None:
+    """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
+    watch = Watch(device)
+    wrapper = generated_wrapper(compiled, watch)
+    if wrapper is None:
+        return None
+    return call_footprint(wrapper, [n.meta["val"] for n in placeholders(module)], entries, watch)
+
+
+def placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    """The arguments of a graph, in order."""
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int:
+    """Tensors that a kernel holds for itself between calls."""
+    held = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
+    if compiled is not None and hasattr(compiled, "current_callable"):
+        held = list((getattr(compiled, "constants", None) or {}).values())
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)
+    }
+    return sum(storages.values())
+
+
+def call_footprint(run: Boxed, likes: Sequence[Tensor], entries: Sequence[Entry], watch: Watch) -> Footprint:
+    """Of any boxed callable, on fakes that look like `likes` and share storages as `entries` say."""
+    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
+        args = _arguments(likes, entries)
+        for entry, arg in zip(entries, args, strict=True):
+            watch.adopt(arg, entry)
+        del arg
+        kept = [a for a, e in zip(args, entries, strict=True) if not e.dropped]
+        with watch:
+            watch.look(0)
+            results = [r for r in run(args) if isinstance(r, Tensor)]
+        footprint = watch.footprint(results)
+        del kept, results
+    return footprint
+
+
+def _arguments(likes: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
+    shared = [e.storage for e in entries]
+    bases: dict[int, Tensor] = {}
+    out = []
+    for like, entry in zip(likes, entries, strict=True):
+        size, stride = tuple(like.shape), tuple(like.stride())
+        if shared.count(entry.storage) == 1:
+            out.append(torch.empty_strided(size, stride, dtype=like.dtype, device=like.device))
+            continue
+        if entry.storage not in bases:
+            largest = max(
+                storage_bytes(li.shape, li.stride(), li.dtype)
+                for li, e in zip(likes, entries, strict=True)
+                if e.storage == entry.storage
+            )
+            room = -(-max(largest, entry.bytes) // 16) * 16
+            bases[entry.storage] = torch.empty(room, dtype=torch.uint8, device=like.device)
+        out.append(bases[entry.storage].view(like.dtype).as_strided(size, stride))
+    return out
+
+
+def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first to the last element of a strided tensor."""
+    if 0 in shape:
+        return 0
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return span * dtype.itemsize
+
+
+class Watch(TorchDispatchMode):
+    """Follows storages from their making to their end, and remembers the worst moment."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.given: dict[int, int] = {}  # address of a live argument storage -> its number
+        self.new: dict[int, int] = {}  # serial number of a live storage made inside -> its bytes
+        self.live = 0
+        self.freed: set[int] = set()
+        self.peak = -1
+        self.at_peak: tuple[dict[int, int], set[int], int] = ({}, set(), 0)
+        self._refs: dict[int, tuple[weakref.ref, int]] = {}  # address of a live storage -> with its size
+        self._serial: dict[int, int] = {}  # address of a live storage made inside -> its number
+        self._count = 0
+
+    def adopt(self, value: Tensor, entry: Entry) -> None:
+        """Watch an argument's storage."""
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self._refs:
+            self.given[key] = entry.storage
+            self._follow(key, storage, entry.bytes)
+
+    def _follow(self, key: int, storage: Any, size: int) -> None:
+        self._refs[key] = weakref.ref(storage, lambda _: self._died(key)), size
+
+    def _died(self, key: int) -> None:
+        _, size = self._refs.pop(key)
+        if key in self.given:
+            self.freed.add(self.given.pop(key))
+        else:
+            del self.new[self._serial.pop(key)]
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::_fused_"):
+            return None  # in place on everything, and unknown to fake tensors
+        out = func(*args, **(kwargs or {}))
+        self.made(out)
+        self.look(workspace_bytes(func, args, kwargs or {}, out, self.device))
+        return out
+
+    def made(self, out: Any) -> None:
+        """Watch the storages of an operator's results."""
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                key = storage._cdata
+                if key not in self._refs:
+                    size = rounded(storage.nbytes(), self.device)
+                    self._serial[key] = self._count
+                    self.new[self._count] = size
+                    self._count += 1
+                    self.live += size
+                    self._follow(key, storage, size)
+
+    def look(self, workspace: int) -> None:
+        """Is this the worst moment so far?"""
+        if self.live + workspace > self.peak:
+            self.peak = self.live + workspace
+            self.at_peak = dict(self.new), set(self.freed), workspace
+
+    def footprint(self, results: Sequence[Tensor]) -> Footprint:
+        """Of the call that returned `results`."""
+        places: dict[int, int] = {}
+        outputs = []
+        for value in results:
+            address = value.untyped_storage()._cdata
+            given, serial = self.given.get(address), self._serial.get(address)
+            place = None if serial is None else places.setdefault(serial, len(places))
+            outputs.append(Output(place, given, tuple(value.stride()), tuple(value.shape), value.dtype))
+        new, freed, workspace = self.at_peak
+        return Footprint(
+            outputs=tuple(outputs),
+            new_bytes=tuple(self.new[k] for k in places),
+            alive=tuple(j for k, j in places.items() if k in new),
+            freed=tuple(sorted(freed)),
+            workspace_bytes=workspace + sum(size for k, size in new.items() if k not in places),
+        )
+
+
+# ------------------------------------------------------------------ Inductor's wrapper
+
+
+class Wrapper:
+    """A generated `call(args)`, its kernels silent and its allocations fake."""
+
+    def __init__(self, call: types.FunctionType, runner: Any, watch: Watch):
+        self._watch = watch
+        globals_ = dict(call.__globals__)
+        for name in _names(call.__code__):
+            if name in globals_:
+                globals_[name] = self._stand_in(name, globals_[name])
+        made = types.FunctionType(call.__code__, globals_, call.__name__, call.__defaults__, call.__closure__)
+        self._call = types.MethodType(made, runner) if runner is not None else made
+
+    def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
+        return self._call(args)
+
+    def _stand_in(self, name: str, value: Any) -> Any:
+        if name.startswith("empty_strided_"):
+            device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+            return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if name == "reinterpret_tensor":
+            return lambda x, size, stride, offset=0: x.as_strided(size, stride, x.storage_offset() + offset)
+        if name == "extern_kernels":
+            return _Extern(value, self._watch)
+        kept = types.ModuleType | torch.dtype | torch.device | Tensor | type | int | float | str
+        if isinstance(value, kept) or type(value).__module__.startswith("torch._ops"):
+            return value
+        if getattr(value, "__module__", None) == "torch" or value is torch.empty_strided:
+            return value
+        return _Silent()
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*(_names(c) for c in inner))
+
+
+class _Silent:
+    """Takes any call, does nothing: a compiled kernel, a check."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> _Silent:
+        return self
+
+
+class _Extern:
+    """`extern_kernels`: what writes into a given buffer changes nothing, what makes its own runs on fakes."""
+
+    def __init__(self, real: Any, watch: Watch):
+        self._real, self._watch = real, watch
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Any:
+            if out is None:
+                return getattr(self._real, name)(*args, **kwargs)
+            self._watch.look(workspace_bytes(name, args, kwargs, out, self._watch.device))
+            return out
+
+        return call
+
+
+def generated_wrapper(compiled: Any, watch: Watch) -> Wrapper | None:
+    """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
+    runner = getattr(compiled, "compiled_fn_runner", None)
+    if getattr(runner, "partitions", None):
+        return None
+    call = getattr(runner, "call", None) or getattr(compiled, "current_callable", None)
+    function = getattr(call, "__func__", call)
+    if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
+        return None
+    return Wrapper(function, getattr(call, "__self__", None), watch)

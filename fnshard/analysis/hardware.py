@@ -1,0 +1,384 @@
+"""Hardware: what a machine can do, as a table of rates: published ones, or measured on the spot.
+
+A rate is a `Curve`: work per second by the size of the work, as small work runs slower (or faster, out of
+a cache). Nothing here knows of models or schedules: `Hardware.measure` is micro-benchmarks alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fnshard.analysis.measure import measure
+from fnshard.errors import SpecError, report
+from fnshard.mesh import Mesh
+
+__all__ = ["Curve", "Hardware", "Link", "mfu"]
+
+
+def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation of a device: model FLOPs / (seconds x the data sheet's dense peak).
+
+    Model FLOPs are those of matrix products, convolutions and attention in the forward, and twice as many in
+    the backward; recomputation adds nothing. Causal attention counts the half of all pairs of positions that
+    its kernels compute. For a decoder that is 6 N + 6 L T D a token: N parameters in matrices (an embedding
+    that is only looked up is none), L layers of width D, T positions. PaLM's 6 N + 12 L T D counts all pairs
+    and gives a larger number for the same step.
+
+    Args:
+        model_flops: of one device's step.
+        seconds: of that step.
+        peak_flops: per second, in the dtype of the products; `Hardware.peak_flops`.
+
+    >>> mfu(4e14, 1.0, Hardware.named("h100").peak_flops["bf16"])  # doctest: +ELLIPSIS
+    0.404...
+    """
+    return model_flops / seconds / peak_flops if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Units per second by size: `(size, rate)` in rising sizes, interpolated by the size's logarithm.
+
+    >>> Curve(((1e6, 10.0), (1e8, 30.0))).at(1e7)
+    20.0
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        wrong = [f"{p}" for p in self.points if not (p[0] > 0 and p[1] > 0 and math.isfinite(p[0]))]
+        if wrong or not self.points or list(self.points) != sorted(self.points):
+            raise SpecError(
+                report("a Curve is (size, rate) pairs above 0, sizes rising:", wrong or [f"{self.points}"])
+            )
+
+    @staticmethod
+    def flat(rate: float) -> Curve:
+        """The same rate at all sizes."""
+        return Curve(((1.0, float(rate)),))
+
+    def at(self, size: float) -> float:
+        """Units per second for work of `size` units; the nearest point's beyond the ends."""
+        place = bisect_left(self.points, (size, 0.0))
+        if place == 0:
+            return self.points[0][1]
+        if place == len(self.points):
+            return self.points[-1][1]
+        (low, below), (high, above) = self.points[place - 1], self.points[place]
+        share = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))
+        return below + share * (above - below)
+
+    def seconds(self, size: float) -> float:
+        """Of `size` units."""
+        return size / self.at(size) if size > 0 else 0.0
+
+    @property
+    def best(self) -> float:
+        """The highest rate."""
+        return max(rate for _, rate in self.points)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the ranks of a group: seconds to meet, and bytes per second that one rank sends (and
+    receives at the same time) in a collective, by bytes moved."""
+
+    latency_seconds: float
+    gather: Curve
+    reduce_scatter: Curve
+    all_reduce: Curve
+
+    @staticmethod
+    def even(latency_seconds: float, bytes_per_s: float) -> Link:
+        """One rate for all collectives."""
+        return Link(latency_seconds, *(Curve.flat(bytes_per_s),) * 3)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one rank has to work with.
+
+    Args:
+        memory_bytes: of the rank's device.
+        flops: matmul FLOP/s that are reached, by dtype ("f32", "bf16", ...) and FLOPs of one matmul.
+        peak_flops: the data sheet's dense peak, by dtype; MFU is a share of it.
+        attention: FLOP/s of fused attention, by dtype and sequence length.
+        attention_heads: how much of that rate is left, by dtype and head size.
+        memory: bytes/s of streaming kernels, by bytes touched.
+        elementwise: cheap elementwise operations/s, where memory does not bound them.
+        transcendental: exp and its like, elements/s.
+        scatter: bytes/s of additions to rows that an index names (the backward of an embedding).
+        update: bytes/s of the optimizer's fused kernel, all it reads and writes counted.
+        copy: bytes/s of packing and unpacking, read and written both counted.
+        node, network: links among the ranks of one node, and between nodes.
+        axis_links: by mesh axis, where an axis has a link of its own.
+        host_link_bytes_per_s: one direction between device and host.
+        host_update_bytes_per_s: the optimizer on the host.
+        disk_bytes_per_s: between disk and host; measured: written and flushed, to the disk of
+            `tempfile.gettempdir()`.
+        instruction_seconds: of host time for one line of a schedule.
+        kernel_seconds: of host time to start a compiled graph.
+        launch_seconds: of host time to start one operator.
+        floor_seconds: the least that one operator takes on the device.
+        overlap: whether collectives and transfers run beside compute (a CPU's run on its own thread).
+
+    >>> Hardware.named("h100").peak_flops["bf16"]
+    989000000000000.0
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, Curve]
+    peak_flops: Mapping[str, float]
+    attention: Mapping[str, Curve]
+    attention_heads: Mapping[str, Curve]
+    memory: Curve
+    elementwise: float
+    transcendental: float
+    scatter: float
+    update: Curve
+    copy: Curve
+    node: Link
+    network: Link
+    ranks_per_node: int
+    host_link_bytes_per_s: float
+    host_update_bytes_per_s: float
+    disk_bytes_per_s: float
+    instruction_seconds: float
+    kernel_seconds: float
+    launch_seconds: float
+    floor_seconds: float
+    overlap: bool
+    axis_links: Mapping[str, Link] = field(default_factory=dict)
+
+    @staticmethod
+    def named(name: str) -> Hardware:
+        """One of the table: "h100", "h200", "a100", "cpu".
+
+        Raises:
+            SpecError: an unknown name; lists the known ones.
+        """
+        if name not in TABLE:
+            raise SpecError(
+                report(
+                    f"no hardware is called {name!r}.",
+                    fix=f"one of {', '.join(map(repr, TABLE))}, fs.Hardware.measure() for this machine, or "
+                    "dataclasses.replace(...) of one of these.",
+                )
+            )
+        return TABLE[name]
+
+    @staticmethod
+    def of(hardware: Hardware | str) -> Hardware:
+        """Itself, or one of the table by name.
+
+        Raises:
+            SpecError: neither, or an unknown name.
+        """
+        if isinstance(hardware, str):
+            return Hardware.named(hardware)
+        if not isinstance(hardware, Hardware):
+            raise SpecError(
+                report(
+                    f"hardware={hardware!r}: a Hardware or the name of one.",
+                    fix=f"one of {', '.join(map(repr, TABLE))}, or fs.Hardware.measure() for this machine.",
+                )
+            )
+        return hardware
+
+    @staticmethod
+    def of_gpu(name: str) -> Hardware | None:
+        """What the table says of a GPU that calls itself `name`; None if it is not in there.
+
+        >>> Hardware.of_gpu("NVIDIA H200").name
+        'h200'
+        """
+        return next((each for key, each in TABLE.items() if key in name.lower() and key != "cpu"), None)
+
+    @staticmethod
+    def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:
+        """The machine at hand, by micro-benchmarks of a few seconds.
+
+        The disk is that of `tempfile.gettempdir()` (where `TMPDIR` points to), which need not be the one of
+        `disk_dir`. A CPU's memory is this rank's share of its host, or of its control group's limit.
+
+        Args:
+            mesh: its transport is measured, and its ranks load the machine together, as in a step. A
+                collective call: every rank gets equal numbers. None: this process alone.
+            clock: in seconds. On a CPU that others use too, `time.thread_time` leaves out what they took.
+        """
+        return Hardware.from_dict(measure(mesh, clock))
+
+    def link(self, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> Link:
+        """Of a group of ranks: within a node, or through the network.
+
+        A group that has several ranks on each node sends through all their adapters at once (NCCL's
+        parallel rings), never faster than within the node.
+        """
+        if len(axes) == 1 and axes[0] in self.axis_links:
+            return self.axis_links[axes[0]]
+        nodes = {rank // self.ranks_per_node for rank in ranks}
+        if len(nodes) <= 1:
+            return self.node
+        beside = len(ranks) / len(nodes)
+        return Link(
+            self.network.latency_seconds,
+            *(
+                Curve(tuple((size, min(rate * beside, inner.at(size))) for size, rate in outer.points))
+                for outer, inner in (
+                    (self.network.gather, self.node.gather),
+                    (self.network.reduce_scatter, self.node.reduce_scatter),
+                    (self.network.all_reduce, self.node.all_reduce),
+                )
+            ),
+        )
+
+    def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
+        """By dtype; one that is not in the table goes at fp32's rate."""
+        return curves.get(dtype) or curves["f32"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; `from_dict` reads them back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Hardware:
+        """The inverse of `as_dict`, also behind JSON."""
+        made = dict(values)
+        for name in ("memory", "update", "copy"):
+            made[name] = _curve(made[name])
+        for name in ("flops", "attention", "attention_heads"):
+            made[name] = {dtype: _curve(curve) for dtype, curve in made[name].items()}
+        for name in ("node", "network"):
+            made[name] = _link(made[name])
+        made["axis_links"] = {axis: _link(link) for axis, link in made["axis_links"].items()}
+        return Hardware(**made)
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{dtype} {curve.best / 1e12:.3g}" for dtype, curve in self.flops.items())
+        return (
+            f"{self.name}: {self.memory_bytes / 1e9:.0f} GB at {self.memory.best / 1e9:.0f} GB/s, "
+            f"TFLOP/s {rates}, {self.node.gather.best / 1e9:.3g} GB/s in a node of {self.ranks_per_node}, "
+            f"{self.network.gather.best / 1e9:.3g} between nodes"
+        )
+
+
+def _curve(value: Mapping[str, Any]) -> Curve:
+    return Curve(tuple((float(size), float(rate)) for size, rate in value["points"]))
+
+
+def _link(value: Mapping[str, Any]) -> Link:
+    names = ("gather", "reduce_scatter", "all_reduce")
+    return Link(value["latency_seconds"], *(_curve(value[n]) for n in names))
+
+
+# ------------------------------------------------------------------ the table
+
+
+def _gpu(
+    name: str,
+    *,
+    gigabytes: float,
+    tflops: Mapping[str, float],
+    terabytes_per_s: float,
+    nvlink: float,
+    network: float,
+    pcie: float,
+) -> Hardware:
+    """A data-centre GPU, eight to a node: data-sheet rates times what well-tuned code reaches of them."""
+    matmul, attention, memory, wire = 0.75, 0.5, 0.85, 0.8  # cuBLAS, FlashAttention 2, STREAM, nccl-tests
+    streaming = Curve.flat(terabytes_per_s * 1e12 * memory)
+    return Hardware(
+        name,
+        memory_bytes=int(gigabytes * 1e9),
+        flops={dtype: Curve.flat(rate * 1e12 * matmul) for dtype, rate in tflops.items()},
+        peak_flops={dtype: rate * 1e12 for dtype, rate in tflops.items()},
+        attention={dtype: Curve.flat(rate * 1e12 * attention) for dtype, rate in tflops.items()},
+        attention_heads={"f32": Curve(((32.0, 0.6), (64.0, 0.9), (128.0, 1.0)))},
+        memory=streaming,
+        elementwise=tflops["f32"] * 1e12 / 2,
+        transcendental=tflops["f32"] * 1e12 / 16,
+        scatter=streaming.best / 4,
+        update=streaming,
+        copy=streaming,
+        node=Link.even(15e-6, nvlink * 1e9 * wire),
+        network=Link.even(30e-6, network * 1e9 * wire),
+        ranks_per_node=8,
+        host_link_bytes_per_s=pcie * 1e9 * wire,
+        host_update_bytes_per_s=20e9,  # a host's memory, some 200 GB/s of it, shared by eight
+        disk_bytes_per_s=3e9,  # NVMe
+        instruction_seconds=15e-6,
+        kernel_seconds=30e-6,
+        launch_seconds=4e-6,
+        floor_seconds=2.5e-6,
+        overlap=True,
+    )
+
+
+TABLE: dict[str, Hardware] = {
+    # NVIDIA H100 data sheet, SXM5: 989 TFLOP/s dense bf16 (half of the sparse figure), 1979 fp8, 67 fp32, 67
+    # fp64 by tensor cores; 80 GB HBM3 at 3.35 TB/s; NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU
+    # (DGX H100 user guide); PCIe 5 x16, 64 GB/s each way. fp32 matmuls do not use TF32 unless asked to.
+    "h100": _gpu(
+        "h100",
+        gigabytes=80,
+        tflops={"f64": 67, "f32": 67, "bf16": 989, "f16": 989, "float8_e4m3fn": 1979, "float8_e5m2": 1979},
+        terabytes_per_s=3.35,
+        nvlink=450,
+        network=50,
+        pcie=64,
+    ),
+    # NVIDIA H200 data sheet, SXM: the H100's cores, 141 GB HBM3e at 4.8 TB/s.
+    "h200": _gpu(
+        "h200",
+        gigabytes=141,
+        tflops={"f64": 67, "f32": 67, "bf16": 989, "f16": 989, "float8_e4m3fn": 1979, "float8_e5m2": 1979},
+        terabytes_per_s=4.8,
+        nvlink=450,
+        network=50,
+        pcie=64,
+    ),
+    # NVIDIA A100 data sheet, SXM 80 GB: 312 TFLOP/s dense bf16, 19.5 fp32 and fp64 by tensor cores; HBM2e at
+    # 2.039 TB/s; NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16, 32 GB/s each way.
+    "a100": _gpu(
+        "a100",
+        gigabytes=80,
+        tflops={"f64": 19.5, "f32": 19.5, "bf16": 312, "f16": 312},
+        terabytes_per_s=2.039,
+        nvlink=300,
+        network=25,
+        pcie=32,
+    ),
+    # Two cores of a server CPU with AVX-512 and its bf16 dot products, one rank on each, rounded from
+    # `Hardware.measure()` there. For plans that never see a GPU: measure yours instead.
+    "cpu": Hardware(
+        "cpu",
+        memory_bytes=int(8e9),
+        flops={"f64": Curve.flat(50e9), "f32": Curve.flat(100e9), "bf16": Curve.flat(450e9)},
+        peak_flops={"f64": 60e9, "f32": 120e9, "bf16": 500e9},
+        attention={"f64": Curve.flat(20e9), "f32": Curve.flat(45e9), "bf16": Curve.flat(45e9)},
+        attention_heads={"f32": Curve(((32.0, 0.85), (64.0, 1.0)))},
+        memory=Curve(((1e6, 60e9), (32e6, 40e9), (256e6, 15e9))),
+        elementwise=50e9,
+        transcendental=1.5e9,
+        scatter=5e9,
+        update=Curve(((1e6, 40e9), (32e6, 25e9), (256e6, 15e9))),
+        copy=Curve(((1e6, 60e9), (32e6, 20e9), (256e6, 12e9))),
+        node=Link.even(30e-6, 8e9),
+        network=Link.even(200e-6, 1e9),
+        ranks_per_node=2,
+        host_link_bytes_per_s=12e9,
+        host_update_bytes_per_s=15e9,
+        disk_bytes_per_s=1e9,
+        instruction_seconds=5e-6,
+        kernel_seconds=30e-6,
+        launch_seconds=3e-6,
+        floor_seconds=0.0,
+        overlap=False,
+    ),
+}

@@ -1,0 +1,359 @@
+"""Measure: micro-benchmarks of the machine at hand, as the plain values of a `Hardware`.
+
+Matmuls, attention, streaming, exponentials, copies, the fused AdamW, the collectives of a mesh's real
+transport, calls: what a step is made of, one by one, never a step. On a mesh of several ranks all run each
+benchmark at the same time, as they share memory and caches in a step too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.base import Collectives, Handle
+from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.files.folder import scratch
+
+# Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
+# a benchmark loses its core as often as a step does.
+SAMPLES, SAMPLE_s = 5, 6e-3
+MATMULS, LENGTHS = (64, 128, 256, 512, 1024), (128, 256, 512, 1024)  # of square matmuls, of attention
+COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed; rare dtypes get one size
+COLD_bytes = 64 << 20  # more than caches hold
+DISK_bytes = 64 << 20  # written and flushed, more than a disk's own cache swallows at once
+ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+Points = list[tuple[float, float]]
+
+
+def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
+    """The values of `Hardware.as_dict`, equal on all ranks; see `Hardware.measure`."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = mesh.device if mesh else accelerator or torch.device("cpu")
+    comm = connection(mesh) if mesh and mesh.size > 1 else None
+    bench = _Bench(device, comm, clock)
+    found = bench.compute() | bench.memory() | bench.calls()
+    found |= bench.links(mesh, 1 / _rate(found["copy"]["points"]))
+    if comm is None:
+        return found
+    all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
+    return mean_of(all_found) | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
+
+
+def mean_of(values: list[Any]) -> Any:
+    """Of equal trees of plain values, entry by entry; what is no number is the first one's."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: mean_of([v[name] for v in values]) for name in first}
+    if isinstance(first, list):
+        return [mean_of(list(each)) for each in zip(*values, strict=True)]
+    if isinstance(first, float):
+        return statistics.fmean(values)
+    return first
+
+
+def _curve(points: Points) -> dict[str, Any]:
+    return {"points": [[float(size), float(rate)] for size, rate in points]}
+
+
+def _rate(points: Any) -> float:
+    return points[-1][1]
+
+
+@dataclass
+class _Bench:
+    """Benchmarks on one device; with `comm`, every rank starts each of them together."""
+
+    device: torch.device
+    comm: Collectives | None
+    clock: Callable[[], float]
+
+    @property
+    def large(self) -> int:
+        """How much more an accelerator is given than a CPU, along one dim."""
+        return 1 if self.device.type == "cpu" else 8
+
+    def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
+        """Median of one call, warm."""
+        kind = (device or self.device).type
+        wait = (lambda: None) if kind == "cpu" else torch.accelerator.synchronize
+        work()
+        wait()
+        if self.comm is not None:
+            self.comm.barrier()
+        began = self.clock()
+        work()
+        wait()
+        repeats = max(1, min(1000, math.ceil(SAMPLE_s / (self.clock() - began))))
+        if self.comm is not None:  # what is timed may be a collective itself
+            repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))
+        samples = []
+        for _ in range(SAMPLES):
+            began = self.clock()
+            for _ in range(repeats):
+                work()
+            wait()
+            samples.append((self.clock() - began) / repeats)
+        return statistics.median(samples)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    # -------------------------------------------------------------- arithmetic
+
+    def compute(self) -> dict[str, Any]:
+        """Matmuls and attention by dtype, exponentials, scattered additions."""
+        found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
+        for name, dtype in DTYPES.items():
+            common = name in ("f32", "bf16")
+            sizes = MATMULS if common else MATMULS[2:3]
+            found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in sizes])
+            lengths = LENGTHS if common else LENGTHS[1:2]
+            found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in lengths])
+            if common:
+                found["attention_heads"][name] = self._heads(self.large * LENGTHS[1], dtype)
+        found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
+        count = 1 << 16 if self.large == 1 else 1 << 24
+        x, out = self.random(count), torch.empty(count, device=self.device)
+        found["transcendental"] = count / self.seconds(lambda: torch.exp(x, out=out))
+        # In registers, an elementwise operation costs what a multiply-add of a matmul does.
+        found["elementwise"] = found["peak_flops"]["f32"] / 2
+        rows, table = self.random(4096, 256), torch.zeros(256, 256, device=self.device)
+        index = torch.randint(256, (4096,), device=self.device)
+        found["scatter"] = rows.nbytes / self.seconds(lambda: table.index_add_(0, index, rows))
+        return found
+
+    def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
+        """FLOPs and FLOP/s of [n, n] @ [n, n], the mean of the forward's and the backward's layouts."""
+        a, b, out = (
+            self.random(n, n, dtype=dtype),
+            self.random(n, n, dtype=dtype),
+            self.random(n, n, dtype=dtype),
+        )
+        pairs = ((a, b.t()), (a, b), (a.t(), b))
+        seconds = statistics.fmean(self.seconds(lambda x=x, y=y: torch.mm(x, y, out=out)) for x, y in pairs)
+        return 2.0 * n**3, 2.0 * n**3 / seconds
+
+    def _heads(self, length: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Rates at head sizes around 64, as shares of the rate there."""
+        rates = [(float(head), self._attention(length, dtype, head)[1]) for head in (32, 64, 128)]
+        return _curve([(head, rate / rates[1][1]) for head, rate in rates])
+
+    def _attention(self, length: int, dtype: torch.dtype, head: int = 64) -> tuple[float, float]:
+        """Length and FLOP/s of causal attention [2, 4, length, head], forward and backward."""
+        q, k, v = (self.random(2, 4, length, head, dtype=dtype).requires_grad_() for _ in range(3))
+        tangent = self.random(2, 4, length, head, dtype=dtype)
+
+        def both() -> None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), tangent)
+
+        flops = 0.5 * (2 + 5) * 2.0 * 8 * length * length * head
+        return float(length), flops / self.seconds(both)
+
+    # -------------------------------------------------------------- memory
+
+    def memory(self) -> dict[str, Any]:
+        """Streaming and copying by size, the optimizer, the host and the disk."""
+        counts = [self.large * n for n in COUNTS]
+        streamed, copied, updated = [], [], []
+        for count in counts:
+            a, b = self.random(count), self.random(count)
+            streamed.append((12.0 * count, 12.0 * count / self.seconds(lambda a=a, b=b: a + b)))
+            copied.append(self._copy(count))
+            if count in counts[2:-1]:  # the call itself, 50 us of Python, is not meant
+                updated.append(self._update(count, self.device))
+        host = torch.empty(1 << 22)
+        device = host.clone() if self.device.type == "cpu" else host.to(self.device)
+        host = host if self.device.type == "cpu" else host.pin_memory()
+        link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
+        with scratch("fnshard-disk-") as folder:
+            disk = self._disk(folder / "tier")
+        return {
+            "memory": _curve(streamed),
+            "copy": _curve(copied),
+            "update": _curve(updated),
+            "host_link_bytes_per_s": link,
+            "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
+            "disk_bytes_per_s": disk,
+            "memory_bytes": memory_bytes(self.device, self._ranks_here()),
+        }
+
+    def _copy(self, count: int) -> tuple[float, float]:
+        """Bytes and bytes/s of a copy that finds nothing in a cache, as parameters come and go."""
+        pairs = [torch.zeros(2, count, device=self.device).unbind(0) for _ in range(self._cold(8 * count))]
+        turn = itertools.cycle(pairs)
+
+        def copy() -> None:
+            to, out_of = next(turn)
+            to.copy_(out_of)
+
+        return 8.0 * count, 8.0 * count / self.seconds(copy)
+
+    def _cold(self, size: int) -> int:
+        """How many buffers of `size` bytes to go around, so that each has left the caches again."""
+        return max(1, min(256, COLD_bytes * self.large // size))
+
+    def _disk(self, path: Path) -> float:
+        """Bytes/s into a file, until they are on the disk and not in the page cache alone."""
+        data = torch.randint(256, (DISK_bytes,), dtype=torch.uint8).numpy()
+        wall = replace(self, clock=time.perf_counter)  # a disk's time is not the thread's
+        with path.open("wb", buffering=0) as file:
+
+            def write() -> None:
+                file.seek(0)
+                file.write(data)
+                os.fsync(file.fileno())
+
+            return data.nbytes / wall.seconds(write, torch.device("cpu"))
+
+    def _ranks_here(self) -> int:
+        """How many ranks share this host."""
+        host = socket.gethostname()
+        return 1 if self.comm is None else self.comm.gather_object(host).count(host)
+
+    def _update(self, count: int, device: torch.device) -> tuple[float, float]:
+        """Bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
+        size, optimizers = 28.0 * count, []
+        for _ in range(self._cold(28 * count)):
+            param = torch.nn.Parameter(torch.zeros(count, device=device))
+            param.grad = torch.zeros(count, device=device)
+            optimizers.append(torch.optim.AdamW([param], fused=True))
+            optimizers[-1].step()
+        turn = itertools.cycle(optimizers)
+        return size, size / self.seconds(lambda: next(turn).step(), device)
+
+    # -------------------------------------------------------------- calls
+
+    def calls(self) -> dict[str, Any]:
+        """What the host spends on starting work."""
+        a, out = self.random(8, 8), self.random(8, 8)
+        launch = self._host_seconds(lambda: torch.mm(a, a, out=out))
+        # A line of the executor: a closure that moves a few values of a dict; a kernel: as many again.
+        env, names = {f"v{i}": i for i in range(24)}, [f"v{i}" for i in range(24)]
+
+        def line() -> None:
+            args = [env[n] for n in names]
+            for name in names:
+                del env[name]
+            env.update(zip(names, args, strict=True))
+
+        seconds = self._host_seconds(line)
+        overlap = self.device.type != "cpu"
+        return {
+            "launch_seconds": launch,
+            "instruction_seconds": seconds,
+            "kernel_seconds": 4 * seconds,
+            "floor_seconds": self.seconds(lambda: torch.mm(a, a, out=out)) if overlap else 0.0,
+            "overlap": overlap,
+            "name": _processor(self.device),
+        }
+
+    def _host_seconds(self, work: Callable[[], Any]) -> float:
+        return self.seconds(work, torch.device("cpu"))
+
+    # -------------------------------------------------------------- collectives
+
+    def links(self, mesh: Mesh | None, copy_seconds_per_byte: float) -> dict[str, Any]:
+        """What the transport costs beside packing and unpacking; without peers, what memory gives."""
+        axes = mesh.ordered(mesh.names) if mesh else ()
+        if self.comm is None or not axes:
+            flat = _curve([(1.0, 1 / copy_seconds_per_byte)])
+            link = {"latency_seconds": 1e-6, "gather": flat, "reduce_scatter": flat, "all_reduce": flat}
+        else:
+            link = self._link(mesh, axes, copy_seconds_per_byte)
+        size = mesh.size if mesh else 1
+        return {"node": link, "network": link, "ranks_per_node": size, "axis_links": {}}
+
+    def _link(self, mesh: Mesh, axes: tuple[str, ...], copy: float) -> dict[str, Any]:
+        n = mesh.axes_size(axes)
+        verbs: dict[str, Callable[[Tensor], Handle]] = {
+            "gather": lambda flat: self.comm.all_gather(flat, axes),
+            "reduce_scatter": lambda rows: self.comm.reduce_scatter(rows, axes),
+            "all_reduce": lambda flat: self.comm.all_reduce(flat, axes),
+        }
+        moved_share = {"gather": n - 1.0, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
+        counts = [n * c for c in ROWS]
+        latency, found = math.inf, {}
+        times: dict[str, Points] = {}
+        for verb, issue in verbs.items():
+            rows = n if verb == "reduce_scatter" else 1
+            times[verb] = []
+            for count in counts:
+                source, outs = self.random(count), [self.random(count) for _ in range(n)]
+
+                def once(issue=issue, rows=rows, source=source, outs=outs, verb=verb) -> None:
+                    buffer = self.comm.send_buffer(source.numel() // rows, source.dtype, axes, rows=rows)
+                    buffer.copy_(source)
+                    handle = issue(buffer)
+                    result = handle.wait()
+                    for out, row in zip(outs, result if verb == "gather" else (), strict=False):
+                        out.copy_(row)
+                    handle.release()
+
+                copies = (1 + n if verb == "gather" else 1) * 2 * source.nbytes * copy
+                seconds = self.seconds(once)
+                latency = min(latency, seconds)
+                times[verb].append((moved_share[verb] * source.nbytes, max(seconds - copies, seconds / 20)))
+        for verb, points in times.items():
+            # The least seen is the meeting itself; what is left over grows with the bytes.
+            beyond = [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
+            found[verb] = _curve(beyond)
+        return {"latency_seconds": latency, **found}
+
+
+def memory_bytes(device: torch.device, ranks: int) -> int:
+    """Of one rank's device; a CPU's memory is shared by the ranks of its host."""
+    if device.type == "cpu":
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min([whole, *(limit for limit, _ in control_groups())]) // ranks
+    return torch.accelerator.get_memory_info(device)[1]
+
+
+def control_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """(limit, used) bytes of this process's control groups and those around them (cgroups 2 and 1), where
+    they have a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, most, used = (
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("", "memory.max", "memory.current")
+        )
+        inside = Path(group.lstrip("/"))
+        for folder in (inside, *inside.parents):  # a container may see its own group as the top
+            place = root / "sys/fs/cgroup" / top / folder
+            try:
+                found.append((int((place / most).read_text()), int((place / used).read_text())))
+            except (OSError, ValueError):  # not mounted here, or "max"
+                continue
+    return found
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {device.type}"

@@ -1,0 +1,382 @@
+"""Ledger: every byte of a step, from its schedule, before anything runs.
+
+`measure` plays a schedule on paper: which storages are alive at each instruction, by category, unit and
+tier. Kernels are counted by `footprint`: by the liveness of their graphs, or by the code that Inductor
+generated where they have been compiled. Not counted: what the caller holds beside the state and the batch;
+what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's workspace); allocations
+that a caching allocator keeps but does not use; tensors of a few numbers (losses, steps, random keys are).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fnshard.analysis.effects import play
+from fnshard.analysis.footprint import Entry, Footprint, compiled_footprint, constant_bytes, eager_footprint
+from fnshard.analysis.lifetimes import (
+    ACTIVATIONS,
+    BUFFERS,
+    CATEGORIES,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TIERS,
+    WORKSPACES,
+    Held,
+    Moment,
+    Parts,
+    Walk,
+)
+from fnshard.analysis.movement import Rank
+from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
+from fnshard.analysis.tables import columns, megabytes
+from fnshard.analysis.transport import Kind, Transport, kind_of
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.inductor import Boxed
+from fnshard.compiler.schedule.instructions import Schedule
+from fnshard.errors import BudgetError, report
+from fnshard.layout.spec import LayoutSpec, block_shape
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import Optimizer
+
+Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
+
+
+@dataclass(frozen=True)
+class MemoryAnalysis:
+    """What a step takes of one rank's memory, in bytes.
+
+    `peak_bytes`: on the device at the worst moment, which is inside instruction number `at`, `line`;
+    `peak`: what it is made of, by category; `units`: the same by unit. `resident`: between steps, by
+    category, without the batch. `host_bytes`, `disk_bytes`: at their peaks; `host_resident_bytes`,
+    `disk_resident_bytes`: between steps. `leaves`: by path, the stored shard, optimizer state, gathered
+    parameter and gradient shard. `kernels`: "eager" or "inductor", whose liveness was counted.
+    """
+
+    peak_bytes: int
+    at: int
+    line: str
+    peak: Mapping[str, int]
+    units: Mapping[str, Mapping[str, int]]
+    resident: Mapping[str, int]
+    host_bytes: int
+    host_resident_bytes: int
+    disk_bytes: int
+    disk_resident_bytes: int
+    leaves: Mapping[str, Mapping[str, int]] = field(repr=False)
+    kernels: str = "eager"
+
+    @property
+    def resident_bytes(self) -> int:
+        """On the device, between steps."""
+        return sum(self.resident.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and dicts."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "at": self.at,
+            "line": self.line,
+            "peak": dict(self.peak),
+            "units": {u: dict(c) for u, c in self.units.items()},
+            "resident_bytes": self.resident_bytes,
+            "resident": dict(self.resident),
+            "host_bytes": self.host_bytes,
+            "host_resident_bytes": self.host_resident_bytes,
+            "disk_bytes": self.disk_bytes,
+            "disk_resident_bytes": self.disk_resident_bytes,
+            "leaves": {p: dict(s) for p, s in self.leaves.items()},
+            "kernels": self.kernels,
+        }
+
+    def __str__(self) -> str:
+        rows = [("MB", "at the peak", "between steps")]
+        rows += [
+            (c, megabytes(self.peak.get(c, 0)), megabytes(self.resident.get(c, 0)))
+            for c in CATEGORIES
+            if self.peak.get(c) or self.resident.get(c)
+        ]
+        rows.append(("device", megabytes(self.peak_bytes), megabytes(self.resident_bytes)))
+        for tier, peak, rest in (
+            ("host", self.host_bytes, self.host_resident_bytes),
+            ("disk", self.disk_bytes, self.disk_resident_bytes),
+        ):
+            if peak:
+                rows.append((tier, megabytes(peak), megabytes(rest)))
+        return "\n".join([*columns(rows), f"peak in instruction {self.at}: {self.line}"])
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Bytes at every instruction, each at its worst moment; the units of `moments` are lines."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of all."""
+        return max((m.bytes for m in self.moments), default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`lines`, then one list per category and tier, each as long as the schedule."""
+        out: dict[str, Any] = {"lines": [m.line for m in self.moments]}
+        out |= {c: [m.device[c] for m in self.moments] for c in CATEGORIES}
+        return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
+
+    def __str__(self) -> str:
+        used = [c for c in CATEGORIES if any(m.device[c] for m in self.moments)]
+        tiers = [t for t in TIERS[1:] if any(getattr(m, t) for m in self.moments)]
+        rows = [("MB", "device", *used, *tiers, "instruction")]
+        rows += [
+            (
+                str(m.index),
+                megabytes(m.bytes),
+                *(megabytes(m.device[c]) for c in used),
+                *(megabytes(getattr(m, t)) for t in tiers),
+                m.line[:60],
+            )
+            for m in self.moments
+        ]
+        return "\n".join(columns(rows))
+
+
+def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
+    """Refuse a peak above `budget` bytes; see `Lowered.assert_fits`."""
+    if analysis.peak_bytes <= budget:
+        return
+    too_many = megabytes(analysis.peak_bytes - budget)
+    raise BudgetError(made_of(analysis, f", {megabytes(budget)} MB are allowed ({too_many} MB too many)"))
+
+
+def made_of(analysis: MemoryAnalysis, said: str = "") -> str:
+    """The peak in words: bytes, the largest parts, the instruction, and the ways out.
+
+    Args:
+        said: of the bytes, before a full stop.
+    """
+    largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
+    return report(
+        f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{said}. It is made of:",
+        [
+            *(f"{category}: {megabytes(size)} MB" for category, size in largest),
+            f"in instruction {analysis.at}: {analysis.line}",
+        ],
+        " ".join(dict.fromkeys(_WAYS_OUT[category] for category, _ in largest)),
+    )
+
+
+_WAYS_OUT = {
+    PARAMETERS: "Shard parameters (full_shard), on more ranks, or memory='host'.",
+    GATHERED: "Smaller units, reshard=True, prefetch=0.",
+    GRADIENTS: "Shard gradients (zero2, full_shard), overlap=0, optimizer_memory='host'.",
+    OPTIMIZER: "Shard optimizer state (zero1, zero2, full_shard), or optimizer_memory='host'.",
+    ACTIVATIONS: "remat='unit' or a fraction, more micro-batches (accumulate=), smaller batches.",
+    WORKSPACES: "Smaller batches (accumulate=), or a chunked loss.",
+    BUFFERS: "Smaller units, prefetch=0, overlap=0, a narrower compute_dtype or reduce_dtype.",
+    INPUTS: "A smaller batch.",
+}
+
+
+# ------------------------------------------------------------------ the walk over a schedule
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a schedule does not say of the step's memory.
+
+    Args:
+        program: for its inputs.
+        batch_bytes: of the whole batch's leaves on this rank, by name.
+        optimizer: None where gradients are returned.
+        compiled: the kernels, if they have been compiled by Inductor.
+        transport: how ranks talk; None looks at the mesh.
+        fused_update: updates are compiled.
+    """
+
+    program: Program
+    batch_bytes: Mapping[str, int]
+    optimizer: Optimizer | None = None
+    compiled: Compiled | None = None
+    transport: Kind | None = None
+    fused_update: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a walk found. `moved`: by number of a transfer's instruction, its bytes."""
+
+    analysis: MemoryAnalysis
+    timeline: MemoryTimeline
+    moved: Mapping[int, int]
+
+
+def measure(schedule: Schedule, given: Given) -> Ledger:
+    """Play the schedule on paper."""
+    mesh = schedule.mesh
+    device = torch.device(mesh.device_type)
+    walk = Walk(schedule, device)
+    transport = Transport(mesh, given.transport or kind_of(mesh))
+    slots = slots_of(given.optimizer, schedule.specs, mesh) if given.optimizer else {}
+    known = _UPDATES.setdefault(given.optimizer, {}) if given.optimizer else {}
+    rank = Rank(
+        walk,
+        transport,
+        footprint=lambda name, backward, entries: footprint_of(
+            schedule.kernels[name], backward, entries, given.compiled, mesh.device_type
+        ),
+        update_bytes=Updates(schedule, given.optimizer, slots, known, given.fused_update).bytes,
+        rank=mesh.rank,
+    )
+    constants = _put_inputs(walk, given, slots)
+    for index, line in enumerate(schedule.instructions):
+        walk.begin(line)
+        play(rank, line)
+        walk.end(index)
+    analysis = _analysis(walk, transport.resident_bytes(), constants, slots, _kernels_by(given.compiled))
+    moments = tuple(_with_transport(m, transport.resident_bytes()) for m in walk.moments)
+    return Ledger(analysis, MemoryTimeline(moments), walk.moved)
+
+
+def _kernels_by(compiled: Compiled | None) -> str:
+    eager = all(not hasattr(f, "current_callable") for pair in (compiled or {}).values() for f in pair)
+    return "eager" if eager else "inductor"
+
+
+def _with_transport(moment: Moment, size: int) -> Moment:
+    device = {**moment.device, BUFFERS: moment.device[BUFFERS] + size}
+    return Moment(moment.index, moment.line, device, moment.host, moment.disk)
+
+
+def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
+    """State, batch, constants, keys and the seed; returns the bytes of constants."""
+    schedule, mesh, accumulate = walk.schedule, walk.schedule.mesh, walk.schedule.accumulate
+    for path, spec in schedule.specs.items():
+        shape = block_shape(spec.shape, spec.storage, mesh)
+        block = _of_unit(walk, spec.unit, size_of(shape, spec.storage_dtype), PARAMETERS, spec.memory)
+        walk.set(f"s:{path}", Held(block, math.prod(shape), spec.storage_dtype, shape, None))
+    for path, held in slots.items():
+        spec, parts = schedule.specs[path], {}
+        for name, (shape, dtype) in held.items():
+            block = _of_unit(walk, spec.unit, size_of(shape, dtype), OPTIMIZER, spec.optimizer_memory)
+            parts[name] = Held(block, math.prod(shape), dtype, shape, None)
+        walk.set(f"o:{path}", Parts(parts))
+    whole = {f"batch:{n}": walk.new(size, INPUTS) for n, size in given.batch_bytes.items()}
+    constants = 0
+    for node, entry in zip(given.program.placeholders, given.program.inputs, strict=True):
+        value, base = node.meta["val"], f"{entry.kind}:{entry.name}"
+        if entry.kind == "leaf":
+            continue
+        if entry.kind == "constant":
+            constants += value.untyped_storage().nbytes()
+        micros = [""] if accumulate == 1 or entry.kind == "constant" else [f"#{m}" for m in range(accumulate)]
+        for suffix in micros:
+            block = whole.get(base)
+            block = walk.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block
+            walk.set(base + suffix, Held(block, value.numel(), value.dtype, tuple(value.shape), None))
+    walk.set("seed", walk.tensor(1, torch.float32, INPUTS))
+    held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
+    if held:
+        walk.hold(walk.new(held, INPUTS))
+    for name in schedule.inputs:
+        if name not in walk.names:
+            walk.set(name, Held(None, 1, torch.float32))
+    walk._mine.clear()
+    return constants + held
+
+
+def _of_unit(walk: Walk, unit: str, size: int, category: str, tier: str) -> int:
+    walk.line = _Unit(unit)
+    block = walk.new(size, category, tier)
+    walk.line = None
+    return block
+
+
+@dataclass(frozen=True)
+class _Unit:
+    unit: str
+
+
+def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels: str) -> MemoryAnalysis:
+    worst = max(walk.moments, key=lambda m: m.bytes)
+    peak = {c: n for c, n in worst.device.items() if n}
+    units: dict[str, dict[str, int]] = {}
+    for (category, unit), size in walk.units.items():
+        if size:
+            units.setdefault(unit, {})[category] = size
+    if transport:
+        peak[BUFFERS] = peak.get(BUFFERS, 0) + transport
+        shared = units.setdefault("-", {})
+        shared[BUFFERS] = shared.get(BUFFERS, 0) + transport
+    state = _state_bytes(walk.schedule.specs, slots, walk.schedule.mesh)
+    resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
+    resident |= {k: v for k, v in ((BUFFERS, transport), (INPUTS, constants)) if v}
+    beside = [b for b in walk.blocks if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER)]
+    on_host = state[PARAMETERS, "host"] + state[OPTIMIZER, "host"] + sum(b.bytes for b in beside)
+    return MemoryAnalysis(
+        peak_bytes=sum(peak.values()),
+        at=worst.index,
+        line=worst.line,
+        peak=peak,
+        units=units,
+        resident=resident,
+        host_bytes=walk.worst["host"],
+        host_resident_bytes=on_host,
+        disk_bytes=walk.worst["disk"],
+        disk_resident_bytes=state[PARAMETERS, "disk"] + state[OPTIMIZER, "disk"],
+        leaves=_leaves(walk.schedule.specs, slots, walk.schedule.mesh),
+        kernels=kernels,
+    )
+
+
+def _state_bytes(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[tuple[str, str], int]:
+    out = dict.fromkeys([(c, t) for c in (PARAMETERS, OPTIMIZER) for t in TIERS], 0)
+    for path, sizes in _leaves(specs, slots, mesh).items():
+        out[PARAMETERS, specs[path].memory] += sizes["stored"]
+        out[OPTIMIZER, specs[path].optimizer_memory] += sizes["optimizer"]
+    return out
+
+
+def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
+    """By path: bytes of the stored shard, the optimizer's slots, the gathered leaf, the gradient shard."""
+    return {
+        path: {
+            "stored": size_of(block_shape(s.shape, s.storage, mesh), s.storage_dtype),
+            "optimizer": sum(size_of(shape, dtype) for shape, dtype in slots.get(path, {}).values()),
+            "gathered": size_of(s.shape, s.compute_dtype),
+            "gradient": size_of(block_shape(s.shape, s.gradient, mesh), s.reduce_dtype) if s.trainable else 0,
+        }
+        for path, s in specs.items()
+    }
+
+
+# ------------------------------------------------------------------ kernels
+
+
+_UPDATES: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def footprint_of(
+    kernel: Kernel, backward: bool, entries: Sequence[Entry], compiled: Compiled | None, device: str
+) -> Footprint:
+    """Of one kernel's call on a type of device; each is worked out once."""
+    module = kernel.backward if backward else kernel.forward
+    generated = None if compiled is None else compiled[kernel.name][int(backward)]
+    known = _KNOWN.setdefault(module, {})
+    key = tuple(entries), device, id(generated)
+    if key not in known:
+        found = None if generated is None else compiled_footprint(module, generated, entries, device)
+        known[key] = found or eager_footprint(module, entries, device), generated  # so that its id stays its
+    return known[key][0]

@@ -1,0 +1,190 @@
+"""Slots: an optimizer's state and what its update takes, on paper: its own code is run on fakes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fnshard.analysis.footprint import Entry, Watch
+from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.schedule.instructions import Schedule
+from fnshard.errors import StateError, leaves, report
+from fnshard.layout.spec import LayoutSpec, block_shape
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
+from fnshard.runtime.executor.update import MASTER, Updater
+
+Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
+def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
+    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included."""
+    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    known: dict[Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for path, spec in specs.items():
+        if not spec.trainable:
+            continue
+        shape = block_shape(spec.shape, spec.optimizer, mesh)
+        key = shape, spec.optimizer_dtype, spec.has_master
+        if key not in known:
+            block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
+            made = optimizer.init_leaf(block)
+            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
+            if spec.has_master:
+                known[key][MASTER] = shape, spec.optimizer_dtype
+        out[path] = known[key]
+    return out
+
+
+def check_slots(
+    state: Mapping[str, Mapping[str, torch.Tensor]],
+    expected: Slots,
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+) -> None:
+    """Refuse optimizer state that this optimizer and these specs would not have made, all at once.
+
+    Args:
+        state: by path and slot.
+        expected: what `slots_of` gave.
+
+    Raises:
+        StateError: names every leaf whose slots are missing, surplus, or of another shape, dtype or tier.
+    """
+    wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
+    for path, slots in expected.items():
+        held = state.get(path, {})
+        if held.keys() != slots.keys():
+            has, wants = (", ".join(sorted(s)) or "none" for s in (held, slots))
+            wrong.append(f"{path!r}: has slots {has}; wanted are {wants}")
+            continue
+        where = mesh.device_type if specs[path].optimizer_memory == "device" else "cpu"
+        for name, (shape, dtype) in slots.items():
+            value = held[name]
+            if value.shape != shape or value.dtype != dtype or value.device.type != where:
+                found = f"{list(value.shape)} {value.dtype} on {value.device.type}"
+                wrong.append(f"{path!r}: {name} is {found}; wanted is {list(shape)} {dtype} on {where}")
+    if wrong:
+        raise StateError(
+            report(
+                f"the optimizer state was made by another optimizer or other specs, {leaves(len(wrong))}:",
+                wrong[:12],
+                "use the step that made the state, or begin anew from its parameters: "
+                "step.init(fs.unshard(state.params, specs_they_have, mesh)). A master copy is held where "
+                "optimizer_dtype is not storage_dtype, or where the host updates what the device stores.",
+            )
+        )
+
+
+class _Comm:
+    """Collectives on fakes: what an optimizer that gathers would be given."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
+    def all_gather(self, flat: torch.Tensor, axes: Sequence[str]) -> Any:
+        rows = [torch.empty_like(flat) for _ in range(self.mesh.axes_size(axes))]
+        return _Row(rows)
+
+
+@dataclass(frozen=True)
+class _Row:
+    rows: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.rows
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What the Updates of a schedule take beside what they change. `known`: found before; `fused`: those on
+    the device are compiled, and take nothing.
+    """
+
+    schedule: Schedule
+    optimizer: Optimizer
+    slots: Slots
+    known: dict[Any, int]
+    fused: bool = False
+
+    def bytes(self, bucket: Bucket, barrier: bool) -> int:
+        """Of one bucket, on the device that updates it.
+
+        Where the optimizer's code cannot run without data, one copy of the bucket's state.
+
+        Args:
+            barrier: whether the step's scalars are known by then (gradients may be scaled by them).
+        """
+        specs, mesh, settings = self.schedule.specs, self.schedule.mesh, self.optimizer.settings
+        if self.fused and specs[bucket.paths[0]].updated_on == "device":
+            return 0
+        key = (
+            mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, self.schedule.accumulate > 1,
+            bucket.dtype, tuple((replace(specs[p], unit="-"), settings(p)) for p in bucket.paths),
+        )  # fmt: skip
+        if key not in self.known:
+            try:
+                self.known[key] = self._run(bucket, barrier)
+            except Exception as error:  # an optimizer of the user's: any may come, and none is a mistake
+                warnings.warn(
+                    f"the memory of {self.optimizer.name}'s update is estimated as one copy of its state, "
+                    f"as it does not run on fake tensors ({type(error).__name__}: {error})",
+                    stacklevel=2,
+                )
+                held = (slot for p in bucket.paths for slot in self.slots[p].values())
+                self.known[key] = sum(size_of(shape, dtype) for shape, dtype in held)
+        return self.known[key]
+
+    def _run(self, bucket: Bucket, barrier: bool) -> int:
+        specs, mesh = self.schedule.specs, self.schedule.mesh
+        # Fakes of a device that torch was not built for cannot be written to.
+        device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
+        with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+            updater = Updater(self.optimizer, specs, mesh, mesh.rank, _Comm(mesh))
+            update = updater.bind(bucket)
+            env = self._env(updater, barrier, device)
+            blocks, held, params = {}, {}, {}
+            for path in bucket.paths:
+                spec, dtype = specs[path], bucket.dtype
+                if self.schedule.accumulate > 1:
+                    dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
+                block = block_shape(spec.shape, spec.gradient, mesh)
+                blocks[path] = torch.empty(block, dtype=dtype, device=device)
+                held[path] = {
+                    n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()
+                }
+                if not (spec.updated_on == "host" and spec.memory == "device"):
+                    shape = block_shape(spec.shape, spec.storage, mesh)
+                    params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
+            watch = Watch(mesh.device_type)
+            slots = [v for parts in held.values() for v in parts.values()]
+            for number, value in enumerate([*blocks.values(), *params.values(), *slots]):
+                watch.adopt(value, Entry(number))
+            with watch:
+                update(blocks, held, params, env)
+        return max(watch.peak, 0)
+
+    def _env(self, updater: Updater, barrier: bool, device: torch.device) -> dict[str, Any]:
+        env: dict[str, Any] = {"rescale": lambda summary: None, "skip_if": None}
+        updater.start(env, torch.tensor(0))  # a fake that knows its value, which rates are computed from
+        if barrier:
+            info: StepInfo = env["info"]
+            scalar = torch.zeros((), dtype=torch.float64, device=device)
+            asked = "leaf_norms" in self.optimizer.needs
+            norms = {p: LeafNorms(scalar, scalar) for p in self.schedule.specs} if asked else None
+            env["info"] = replace(info, global_norm=scalar, leaf_norms=norms)
+        return env
+
+
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,249 @@
+"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer, the host's updates.
+
+The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
+collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
+compute lane until its flight is done. The host itself stands still for gradients that it sums or updates
+with, for a copy from or to the disk tier (pageable memory; CUDA returns when it is done), and where an update
+on the host reads numbers of the step (its count, the summed scalars) that the device makes: once for each.
+Where nothing overlaps (a CPU), all lanes share one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
+from fnshard.analysis.hardware import Hardware, mfu
+from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Update, Wait
+from fnshard.runtime.host_worker import PENDING
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of a lane: what line `index` of the schedule does there; seconds since the step began."""
+
+    index: int
+    lane: str
+    start: float
+    end: float
+    verb: str
+    unit: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as it should run; prints as a short table.
+
+    `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
+    forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
+    `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
+    """
+
+    hardware: str
+    step_seconds: float
+    spans: tuple[Span, ...] = field(repr=False)
+    busy_seconds: Mapping[str, float]
+    exposed_communication_seconds: float
+    exposed_transfer_seconds: float
+    model_flops: float
+    hardware_flops: float
+    peak_flops: float
+    ranks: int
+    tokens_per_second: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, without the spans."""
+        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "spans"}
+        return out | {"busy_seconds": dict(self.busy_seconds), "mfu": self.mfu}
+
+    @property
+    def mfu(self) -> float:
+        """As `hardware.mfu` defines it."""
+        return mfu(self.model_flops, self.step_seconds, self.peak_flops)
+
+    def __str__(self) -> str:
+        step = max(self.step_seconds, 1e-30)
+        rows = [("step", self.step_seconds)]
+        rows += [(f"  {lane} busy", s) for lane, s in self.busy_seconds.items() if s]
+        rows += [
+            ("  exposed communication", self.exposed_communication_seconds),
+            ("  exposed transfer", self.exposed_transfer_seconds),
+        ]
+        lines = [f"{self.ranks} x {self.hardware}"]
+        lines += [f"{name:24s} {s * 1e3:12.3f} ms  {s / step:6.1%}" for name, s in rows]
+        lines.append(
+            f"{'model FLOPs':24s} {self.model_flops / 1e12:12.3f} T   {self.mfu:6.1%} MFU, hardware "
+            f"{self.hardware_flops / 1e12:.3f} T"
+        )
+        if self.tokens_per_second is not None:
+            lines.append(f"{'tokens':24s} {self.tokens_per_second:12,.0f} /s  all ranks")
+        return "\n".join(lines)
+
+
+def simulate(
+    schedule: Schedule,
+    hardware: Hardware,
+    *,
+    fused: bool = True,
+    slots: int = 2,
+    tokens: int | None = None,
+    moved: Mapping[int, int] | None = None,
+    fused_update: bool = False,
+) -> Timeline:
+    """Run a schedule on paper.
+
+    Args:
+        fused: kernels as Inductor compiles them; else operator by operator.
+        slots: tensors of optimizer state per leaf.
+        tokens: of one step, all ranks together, if known.
+        moved, fused_update: see `Pricer`.
+    """
+    pricer = Pricer(schedule, hardware, fused, slots, moved, fused_update)
+    clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
+    for index, line in enumerate(schedule.instructions):
+        clock.step(index, line, pricer.of(line))
+    busy = dict.fromkeys(LANES, 0.0)
+    for span in clock.spans:
+        busy[span.lane] += span.end - span.start
+    seconds = clock.end()
+    model, spent, dtype = _flops(schedule, pricer)
+    peak = hardware.peak_flops.get(dtype) or hardware.peak_flops["f32"]
+    return Timeline(
+        hardware.name,
+        seconds,
+        tuple(clock.spans),
+        busy,
+        clock.exposed[COMMUNICATION],
+        clock.exposed[TRANSFER],
+        model,
+        spent,
+        peak,
+        schedule.mesh.size,
+        None if tokens is None or not seconds else tokens / seconds,
+    )
+
+
+def _flops(schedule: Schedule, pricer: Pricer) -> tuple[float, float, str]:
+    """Model FLOPs, hardware FLOPs, and the dtype most of them are in.
+
+    A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser
+    of that and what the kernel does.
+    """
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    back = {(r.segment, r.phase.rpartition(".")[2]): r for r in runs if r.backward}
+    model = spent = 0.0
+    dtypes: dict[str, float] = {}
+    for line in runs:
+        cost = pricer.counted(line)
+        spent += cost.flops
+        for dtype, flops in cost.flops_by_dtype().items():
+            dtypes[dtype] = dtypes.get(dtype, 0.0) + flops
+        if not line.backward:
+            micro = line.phase.rpartition(".")[2]
+            other = back.get((line.segment, micro if "." in line.phase else "backward"))
+            model += cost.flops + (min(2 * cost.flops, pricer.counted(other).flops) if other else 0.0)
+    return model, spent, max(dtypes, key=dtypes.__getitem__, default="f32")
+
+
+# ------------------------------------------------------------------ clocks
+
+
+@dataclass
+class _Clock:
+    """What has happened so far. `ready`: when a value in flight, or one made on the host, is there."""
+
+    overlap: bool
+    spans: list[Span] = field(default_factory=list)
+    ready: dict[str, float] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=lambda: {COMMUNICATION: 0.0, TRANSFER: 0.0})
+
+    def note(self, index: int, line: Instruction, lane: str, start: float, seconds: float) -> float:
+        if seconds > 0:
+            self.spans.append(Span(index, lane, start, start + seconds, line.verb, line.unit, line.phase))
+        return start + seconds
+
+
+@dataclass
+class _OneClock(_Clock):
+    """Everything on the caller's thread, one after another."""
+
+    now: float = 0.0
+
+    def step(self, index: int, line: Instruction, price: Price) -> None:
+        lane = HOST if price.on_host else COMPUTE
+        self.now = self.note(index, line, lane, self.now, price.host_seconds + price.device_seconds)
+        if price.flight_seconds:
+            self.now = self.note(index, line, price.lane, self.now, price.flight_seconds)
+            self.exposed[price.lane] += price.flight_seconds
+
+    def end(self) -> float:
+        return self.now
+
+
+@dataclass
+class _Together(_Clock):
+    """Lanes of their own; `host` is the thread that launches, and what the host computes is the worker's.
+
+    `told`: which numbers of the step the host has been sent. `pending`: when the worker is done with what it
+    was given last.
+    """
+
+    host: float = 0.0
+    pending: list[float] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    told: set[bool] = field(default_factory=set)
+
+    def step(self, index: int, line: Instruction, price: Price) -> None:
+        self.host += price.host_seconds
+        there = max((self.ready.get(n, 0.0) for n in line.reads), default=0.0)
+        if price.on_host:
+            if len(self.pending) >= PENDING:
+                self.host = max(self.host, self.pending.pop(0))
+            start = max(self.host, self.free[HOST], there, self._numbers(line))
+            self.free[HOST] = self.note(index, line, HOST, start, price.device_seconds)
+            self.pending.append(self.free[HOST])
+            self.ready |= dict.fromkeys(line.writes, self.free[HOST])
+            return
+        if isinstance(line, Wait):
+            self._wait(line, there)
+        if price.device_seconds:
+            start = max(self.host, self.free[COMPUTE])
+            self.free[COMPUTE] = self.note(index, line, COMPUTE, start, price.device_seconds)
+        if price.flight_seconds:
+            # What goes out was computed on the compute lane; what comes in gets memory that was freed there.
+            start = max(self.host, self.free[price.lane], there, self.free[COMPUTE])
+            self.free[price.lane] = self.note(index, line, price.lane, start, price.flight_seconds)
+            self.ready |= dict.fromkeys(line.writes, self.free[price.lane])
+            if price.blocking:
+                self._expose(price.lane, self.free[price.lane])
+                self.host = self.free[price.lane]
+
+    def _numbers(self, line: Instruction) -> float:
+        """When an update on the host has the step's numbers: copied behind all that compute was given so
+        far, once before the scalars are there and once after."""
+        summed = "scalars" in line.reads
+        if not isinstance(line, Update) or summed in self.told:
+            return 0.0
+        self.told.add(summed)
+        return self.free[COMPUTE]
+
+    def _wait(self, line: Wait, there: float) -> None:
+        """Compute stands still; not for what the worker has sent, which is waited for where it is read."""
+        self.ready |= dict.fromkeys(line.writes, there)
+        if line.of == "to_device" and all(n.startswith("s:") for n in line.writes):
+            return
+        self._expose(TRANSFER if line.of in ("to_device", "to_host") else COMMUNICATION, there)
+        self.free[COMPUTE] = max(self.free[COMPUTE], there)
+
+    def _expose(self, lane: str, until: float) -> None:
+        """Count how long compute has nothing to do until then."""
+        self.exposed[lane] += max(0.0, until - max(self.host, self.free[COMPUTE]))
+
+    def end(self) -> float:
+        """The step waits for the worker, and for what that has sent."""
+        self.host = max(self.host, self.free[HOST])
+        self._expose(TRANSFER, self.free[TRANSFER])
+        return max(self.host, *self.free.values())

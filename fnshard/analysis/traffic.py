@@ -1,0 +1,161 @@
+"""Traffic: what a step's collectives and transfers move, counted from its schedule.
+
+Two numbers for each collective. `bytes`: the whole buffer, all rows of a gather or scatter, the flat of a
+sum. `sent_bytes`: what one rank puts on the wire, (n-1)/n of a gathered or scattered buffer and 2(n-1)/n of
+a summed one: exact for fnshard's own sends from rank to rank, and what rings send (Patarasuk & Yuan,
+2009); ranks that share memory send nothing. The small sum of scalars is counted by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from fnshard.analysis.tables import columns, megabytes
+from fnshard.compiler.schedule.instructions import (
+    TRANSFERS,
+    AllReduce,
+    Gather,
+    Instruction,
+    Publish,
+    ReduceScalars,
+    ReduceScatter,
+    Schedule,
+    wire_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of message of one unit in one phase ("forward", "backward" or "update").
+
+    `axes`: of the mesh; empty for transfers between device and host.
+    """
+
+    verb: str
+    axes: tuple[str, ...]
+    unit: str
+    phase: str
+    count: int
+    bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic(Mapping[str, dict[str, int]]):
+    """`traffic[verb]` is `{"count": n, "bytes": b}` of whole buffers, for collectives that move buckets.
+
+    `rows`: everything, by collective, axes, unit and phase. `scalar_bytes`: of the sum of scalars.
+    """
+
+    rows: tuple[Row, ...]
+    scalar_bytes: int = 0
+
+    def __getitem__(self, verb: str) -> dict[str, int]:
+        rows = [r for r in self.rows if r.verb == verb and r.axes]
+        if not rows:
+            raise KeyError(verb)
+        return {"count": sum(r.count for r in rows), "bytes": sum(r.bytes for r in rows)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(r.verb for r in self.rows if r.axes))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends to others in a step, scalars left out."""
+        return sum(r.sent_bytes for r in self.rows if r.axes)
+
+    @property
+    def to_device_bytes(self) -> int:
+        """From the host or the disk."""
+        return sum(r.bytes for r in self.rows if r.verb == "to_device")
+
+    @property
+    def to_host_bytes(self) -> int:
+        """To the host or the disk."""
+        return sum(r.bytes for r in self.rows if r.verb == "to_host")
+
+    def by(self, what: str) -> dict[Any, dict[str, int]]:
+        """Sums over one column: "verb", "axes", "unit" or "phase"."""
+        out: dict[Any, dict[str, int]] = {}
+        for row in self.rows:
+            entry = out.setdefault(getattr(row, what), {"count": 0, "bytes": 0, "sent_bytes": 0})
+            for name in entry:
+                entry[name] += getattr(row, name)
+        return out
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and dicts; axes are joined by commas."""
+        return {
+            "sent_bytes": self.sent_bytes,
+            "to_device_bytes": self.to_device_bytes,
+            "to_host_bytes": self.to_host_bytes,
+            "scalar_bytes": self.scalar_bytes,
+            "verbs": self.by("verb"),
+            "axes": {", ".join(axes): sums for axes, sums in self.by("axes").items() if axes},
+            "units": self.by("unit"),
+            "phases": self.by("phase"),
+        }
+
+    def __str__(self) -> str:
+        grouped: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            grouped.setdefault((row.verb, ", ".join(row.axes) or "-", row.phase), []).append(row)
+        rows = [("collective", "axes", "phase", "count", "MB", "MB sent")]
+        rows += [
+            (
+                *key,
+                str(sum(r.count for r in some)),
+                megabytes(sum(r.bytes for r in some)),
+                megabytes(sum(r.sent_bytes for r in some)),
+            )
+            for key, some in grouped.items()
+        ]
+        total = [r for r in self.rows if r.axes]
+        rows.append(
+            ("all", "", "", str(sum(r.count for r in total)), megabytes(sum(r.bytes for r in total)),
+             megabytes(self.sent_bytes))
+        )  # fmt: skip
+        return "\n".join(columns(rows))
+
+
+def analyse(schedule: Schedule, moved: Mapping[int, int]) -> Traffic:
+    """All that a schedule moves between ranks, and between device, host and disk.
+
+    Args:
+        moved: bytes of transfers, by the number of their instruction.
+    """
+    sums: dict[tuple[str, tuple[str, ...], str, str], list[int]] = {}
+    scalars = 0
+    for index, line in enumerate(schedule.instructions):
+        if isinstance(line, ReduceScalars):
+            scalars += 8 * schedule.scalars
+            continue
+        size, axes, sent = moved.get(index, 0), (), 0
+        if not isinstance(line, TRANSFERS):
+            size, axes = wire_bytes(schedule, line), _axes(schedule, line)
+            sent = sent_bytes(line, size, schedule.mesh.axes_size(axes))
+        if size:
+            entry = sums.setdefault((line.verb, axes, line.unit, line.phase.partition(".")[0]), [0, 0, 0])
+            for i, n in enumerate((1, size, sent)):
+                entry[i] += n
+    return Traffic(tuple(Row(*key, *entry) for key, entry in sums.items()), scalars)
+
+
+def _axes(schedule: Schedule, line: Instruction) -> tuple[str, ...]:
+    if isinstance(line, AllReduce):
+        return line.axes
+    bucket = schedule.buckets.get(getattr(line, "bucket", ""))
+    return () if bucket is None else bucket.axes
+
+
+def sent_bytes(line: Instruction, size: int, ranks: int) -> int:
+    """What one rank of a group sends of a buffer of `size` bytes."""
+    if isinstance(line, AllReduce):
+        return int(Fraction(2 * (ranks - 1), ranks) * size)
+    return int(Fraction(ranks - 1, ranks) * size) if isinstance(line, Gather | ReduceScatter | Publish) else 0

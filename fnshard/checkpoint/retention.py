@@ -1,0 +1,103 @@
+"""Root: a directory of checkpoints, each named by its step: which are whole, and which may go."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fnshard.checkpoint.manifest_file import NAME, SEAL, Manifest
+from fnshard.errors import CheckpointError, report
+from fnshard.runtime.files.folder import is_ours
+from fnshard.runtime.files.tensorfile import Corrupt
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints of a directory outlive a save: the rest is deleted once the new one is whole.
+
+    Args:
+        last: how many of the newest; at least 1.
+        every: those, too, whose step is a multiple.
+        best: how many of the best, too, by a number that came with their save; NaN is none.
+        metric: its name.
+        mode: whether the "min" or the "max" is best.
+
+    >>> metrics = {100: {}, 120: {"loss": 3.0}, 130: {"loss": 1.0}, 140: {"loss": 2.0}, 150: {}}
+    >>> sorted(Keep(last=2, every=100, best=1).kept(metrics))
+    [100, 130, 140, 150]
+    """
+
+    last: int = 2
+    every: int | None = None
+    best: int = 0
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        def counts(value: object, least: int) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+        wrong = [f"last={self.last!r}: a whole number, at least 1"] * (not counts(self.last, 1))
+        wrong += [f"every={self.every!r}: at least 1"] * (
+            self.every is not None and not counts(self.every, 1)
+        )
+        wrong += [f"best={self.best!r}: at least 0"] * (not counts(self.best, 0))
+        wrong += [f"best={self.best!r}: at least 0"] * (self.best < 0)
+        wrong += [f"mode={self.mode!r}: 'min' or 'max'"] * (self.mode not in ("min", "max"))
+        if wrong:
+            raise CheckpointError(report("this Keep cannot be:", wrong))
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The steps that stay, of what was saved with each."""
+        steps = sorted(metrics)
+        sign = 1 if self.mode == "min" else -1
+        rated = [s for s in steps if not math.isnan(metrics[s].get(self.metric, math.nan))]
+        best = sorted(rated, key=lambda s: sign * metrics[s][self.metric])[: self.best]
+        return {*steps[-self.last :], *best, *(s for s in steps if self.every and s % self.every == 0)}
+
+
+def whole(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
+    """Whole checkpoints, the newest first: those in the directory that are named by a number (which is then
+    what they go by), or the directory itself."""
+    for folder in candidates(root):
+        try:
+            found = Manifest.read(folder)
+            found.check_files(folder)
+        except (Corrupt, OSError):
+            continue
+        name = folder.name.removeprefix(".").removesuffix(".old")
+        yield int(name) if name.isdecimal() else found.step, folder, found
+
+
+def candidates(root: Path) -> list[Path]:
+    """What may be checkpoints, the newest first; also one that stepped aside for a save that was killed."""
+    root = root.absolute()
+    if not root.is_dir():
+        beside = root.with_name(f".{root.name}.old")
+        return [beside] if beside.is_dir() else []
+    if (root / NAME).exists() or (root / SEAL).exists():
+        return [root]
+    folders = {p for p in root.iterdir() if p.is_dir() and not p.is_symlink()}
+    numbered = {p.name: p for p in folders if p.name.isdecimal()}
+    aside = {p.stem[1:]: p for p in folders if p.suffix == ".old" and p.stem[1:].isdecimal()}
+    if not numbered and not aside:
+        return [root]
+    return [path for _, path in sorted((int(name), path) for name, path in (aside | numbered).items())][::-1]
+
+
+def prune(written: Path, keep: Keep) -> None:
+    """Delete the checkpoints beside a new one that need not be kept, and nothing else.
+
+    What has a higher number is left alone: somebody went back behind it, perhaps because it is not what was
+    written, and then it must not count among the last.
+    """
+    here = int(written.name)
+    found = {step: (folder, of.metrics) for step, folder, of in whole(written.parent) if step <= here}
+    kept = keep.kept({step: metrics for step, (_, metrics) in found.items()})
+    for step, (folder, _) in found.items():
+        if step not in kept and step != here and is_ours(folder):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,261 @@
+"""Saving: one save under way: what is written where, with whom, now or in the background."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.checkpoint.blocks import Held
+from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
+from fnshard.checkpoint.loader_state import encode
+from fnshard.checkpoint.retention import Keep, prune
+from fnshard.checkpoint.state_leaves import held_params, held_state
+from fnshard.errors import CheckpointError, CheckpointWarning, report
+from fnshard.mesh import Mesh
+from fnshard.runtime.files.folder import Place
+from fnshard.step.runner import laid_out
+from fnshard.step.shards import spec_paths
+from fnshard.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Job:
+    """A save: what, where, and with whom."""
+
+    place: Place
+    held: Mapping[str, Held]
+    mesh: Mesh
+    group: Any
+    told: Mapping[str, Any]
+    data: Any
+    keep: Keep | None
+
+    def staged(self) -> Job:
+        """The same of copies on the host."""
+        blocks = copies_on_host([h.block for h in self.held.values()])
+        copied = zip(self.held.items(), blocks, strict=True)
+        return replace(self, held={n: replace(h, block=block) for (n, h), block in copied})
+
+    def write(self) -> None:
+        """Write it; on rank 0 also delete what need not be kept."""
+        from fnshard.checkpoint import dcp
+
+        try:
+            dcp.save(self.place, self.held, self.mesh, self.group, self.told, self.data)
+        except Failed as error:
+            rest = "what was saved before is as it was; make room, or save elsewhere."
+            raise CheckpointError(report(f"cannot save {self.place.final}:", error.lines(), rest)) from error
+        finally:
+            self.place.end()
+        if self.keep is not None:
+            if self.mesh.rank == 0:
+                try:
+                    prune(self.place.final, self.keep)
+                except OSError as error:
+                    warnings.warn(
+                        f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3
+                    )
+            texts(self.group, "")  # all ranks return to the same directory
+
+
+def copies_on_host(blocks: Sequence[Tensor], piece_bytes: int = 64 << 20) -> list[Tensor]:
+    """Copies of tensors in pageable memory, there when this returns.
+
+    What lies on a device comes by way of two pinned buffers, so that no more than these is pinned however
+    large a state is: the device fills one while the host empties the other.
+    """
+    copies = [torch.empty(b.shape, dtype=b.dtype) for b in blocks]
+    pairs = list(zip(copies, blocks, strict=True))
+    for copy, block in pairs:
+        if block.device.type == "cpu":
+            copy.copy_(block)
+    away = [(copy, block) for copy, block in pairs if block.device.type != "cpu" and block.numel()]
+    if away:
+        device = away[0][1].device.type
+        size = min(piece_bytes, max(block.nbytes for _, block in away))
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copy_through(away, buffers, lambda: torch.Event(device))
+    return copies
+
+
+def copy_through(
+    pairs: Iterable[tuple[Tensor, Tensor]], buffers: Sequence[Tensor], event: Callable[[], Any]
+) -> None:
+    """Copy each second tensor to the first by way of the buffers in turn.
+
+    Args:
+        buffers: uint8, of one size.
+        event: makes one, to be recorded behind each copy from the device.
+
+    >>> target, source = torch.zeros(5), torch.arange(5.0)
+    >>> from unittest.mock import Mock
+    >>> copy_through([(target, source)], [torch.empty(8, dtype=torch.uint8) for _ in range(2)], Mock)
+    >>> target
+    tensor([0., 1., 2., 3., 4.])
+    """
+    under_way: deque[tuple[Tensor, Tensor, Any]] = deque()
+
+    def empty_oldest() -> None:
+        target, buffer, arrived = under_way.popleft()
+        arrived.synchronize()
+        target.copy_(buffer)
+
+    number = 0
+    for whole in pairs:
+        target, source = (t.reshape(-1).view(torch.uint8) for t in whole)
+        for piece, part in zip(target.split(len(buffers[0])), source.split(len(buffers[0])), strict=True):
+            if len(under_way) == len(buffers):
+                empty_oldest()
+            buffer = buffers[number % len(buffers)][: len(part)]
+            buffer.copy_(part, non_blocking=True)
+            arrived = event()
+            arrived.record()
+            under_way.append((piece, buffer, arrived))
+            number += 1
+    while under_way:
+        empty_oldest()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `fnshard.checkpoint.save` was asked for, as it says."""
+
+    path: str | Path
+    state: Any
+    specs: Any = None
+    mesh: Mesh | None = None
+    data: Any = None
+    config: Any = None
+    metrics: Mapping[str, float] | None = None
+    keep: Keep | None = None
+    timeout: float | None = None
+
+    def job(self) -> Job:
+        """On all ranks, or on none. A collective.
+
+        Raises:
+            CheckpointError: a state whose layout nobody knows; a position, config or metrics that JSON cannot
+                hold; a `keep` of a checkpoint that is not named by a number.
+        """
+        _, specs, mesh = laid_out(self.state, self.specs, self.mesh)
+        group = group_of(mesh, self.timeout)
+        return agreed(group, f"saving {self.path}", lambda: self._job(specs, mesh, group))
+
+    def _job(self, specs: Any, mesh: Mesh, group: Any) -> Job:
+        if specs is None:
+            fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
+            raise CheckpointError(report("nobody has said how this state is laid out.", fix=fix))
+        state, training = self.state, isinstance(self.state, TrainState)
+        named = spec_paths(specs)[0]
+        held = held_state(state, named, mesh) if training else held_params(state, named, mesh)
+        place, metrics = Place(Path(self.path).absolute()), self._metrics()
+        if self.keep is not None:
+            _check_keep(self.keep, place.final, metrics)
+        told = {
+            "step": int(state.step) if training else 0,
+            "seed": int(state.seed) if training else 0,
+            "mesh": {
+                "axes": dict(zip(mesh.names, mesh.sizes, strict=True)),
+                "data_axes": list(mesh.data_axes),
+            },
+            "specs": {path: repr(spec) for path, spec in named.items()},
+            "config": encode(self.config, "config"),
+            "metrics": metrics,
+            "versions": {"torch": str(torch.__version__)},
+        }
+        held_at = self.data.state_dict() if hasattr(self.data, "state_dict") else self.data
+        return Job(place, held, mesh, group, told, encode(held_at), self.keep)
+
+    def _metrics(self) -> dict[str, float]:
+        try:
+            return {str(k): float(v) for k, v in (self.metrics or {}).items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"metrics={self.metrics!r}: numbers by name ({error}).") from error
+
+
+def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
+    if not isinstance(keep, Keep):
+        raise CheckpointError(f"keep={keep!r}: a fs.checkpoint.Keep, as Keep(last=3).")
+    if not final.name.isdecimal():
+        fix = "name checkpoints by their steps: save(f'{root}/{step}', ...)."
+        raise CheckpointError(report(f"keep= goes by numbers, and this is named {final.name!r}.", fix=fix))
+    if keep.best and metrics and keep.metric not in metrics:
+        has = ", ".join(metrics)
+        raise CheckpointError(f"keep= goes by {keep.metric!r}, and this save comes with {has} alone.")
+
+
+class Saving:
+    """A save in the background."""
+
+    def __init__(self, job: Job):
+        self.path, self._error = job.place.final, None
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"saving {self.path}")
+        _in_flight.append(self)
+        self._thread.start()
+
+    def _run(self, job: Job) -> None:
+        try:
+            job.write()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Until it is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._thread.join()
+        if self in _in_flight:
+            _in_flight.remove(self)
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+_in_flight: list[Saving] = []  # at most one: what this process still writes
+
+
+def wait() -> None:
+    """Until nothing is being written any more; at once where nothing is.
+
+    Raises:
+        CheckpointError: the last save in the background failed; told once.
+    """
+    error = settled()
+    if error is not None:
+        raise error
+
+
+def settled() -> BaseException | None:
+    """Until nothing is being written any more; why the last one failed, if it did and nobody was told."""
+    error = None
+    for saving in list(_in_flight):
+        try:
+            saving.wait()
+        except BaseException as failure:
+            error = failure
+    return error
+
+
+@atexit.register
+def _tell() -> None:
+    """The last word of a process whose last save failed, and that did not ask."""
+    error = settled()
+    if error is not None:
+        print(error, file=sys.stderr, flush=True)

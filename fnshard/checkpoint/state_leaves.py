@@ -1,0 +1,229 @@
+"""Held: a state leaf by leaf, by name and layout: what a checkpoint writes, fills and compares.
+
+Names are `params/<path>`, `optimizer/<path>/<slot>` and `loss_scale/<name>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.analysis.slots import Slots
+from fnshard.checkpoint.blocks import Held, Wanted
+from fnshard.checkpoint.manifest_file import Leaf
+from fnshard.errors import CheckpointError, leaves, report
+from fnshard.layout.codecs import CODECS
+from fnshard.layout.spec import LayoutSpec, P, block_shape
+from fnshard.mesh import Mesh
+from fnshard.runtime.executor.update import MASTER
+from fnshard.runtime.files.tensorfile import DTYPES
+from fnshard.step.shards import check_blocks, compare_paths, resolve_specs, spec_paths
+from fnshard.step.state import TrainState
+
+Specs = Mapping[str, LayoutSpec]
+
+
+def held_params(params: Any, specs: Specs, mesh: Mesh) -> dict[str, Held]:
+    """Of a tree of stored blocks.
+
+    Raises:
+        SpecError, StateError: blocks of another tree, mesh or spec.
+    """
+    given = tree.flatten_with_paths(params)[0]
+    compare_paths(dict(specs), given)
+    check_blocks(specs, given, mesh)
+    return named_params({p: given[p].detach() for p in specs}, specs)
+
+
+def held_state(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, Held]:
+    """Of all tensors of a state but its two counters.
+
+    Raises:
+        SpecError, StateError: blocks of another tree, mesh or spec.
+        CheckpointError: optimizer state that is neither one block of its leaf nor one number.
+    """
+    scale = {f"loss_scale/{k}": Held((), P(), v) for k, v in state.loss_scale.items()}
+    return held_params(state.params, specs, mesh) | named_slots(state.opt_state, specs, mesh) | scale
+
+
+def named_params(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, Held]:
+    """By name, unchecked."""
+    return {f"params/{p}": Held(s.shape, s.storage, blocks[p]) for p, s in specs.items()}
+
+
+def named_slots(state: Mapping[str, Mapping[str, Tensor]], specs: Specs, mesh: Mesh) -> dict[str, Held]:
+    """By name, from each slot's shape how it lies."""
+    out, odd = {}, []
+    for path, slots in state.items():
+        spec = specs[path]
+        for name, value in slots.items():
+            if tuple(value.shape) == block_shape(spec.shape, spec.optimizer, mesh):
+                out[f"optimizer/{path}/{name}"] = Held(spec.shape, spec.optimizer, value)
+            elif value.dim() == 0 or not mesh.ordered(spec.optimizer.axes):
+                out[f"optimizer/{path}/{name}"] = Held(tuple(value.shape), P(), value)
+            else:
+                odd.append(f"{path!r}: {name} {list(value.shape)} of a leaf {list(spec.shape)}")
+    if odd:
+        raise CheckpointError(
+            report(
+                f"nobody knows how {leaves(len(odd))} of optimizer state lie on mesh {mesh}:",
+                odd,
+                "a slot of a sharded leaf is as large as its block, or one number.",
+            )
+        )
+    return out
+
+
+def path_of(name: str) -> str:
+    """Of the leaf that a name is about: "params/a.w" and "optimizer/a.w/mu" are of "a.w"."""
+    kind, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest
+
+
+def resolved_as_saved(specs: Any, saved: Mapping[str, Leaf]) -> Any:
+    """A spec tree that knows its shapes: its own, or else the saved parameters'.
+
+    Raises:
+        CheckpointError: some of them were not saved.
+    """
+    named, structure = spec_paths(specs)
+    if all(s.resolved for s in named.values()):
+        return specs
+    missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
+    if missing:
+        raise CheckpointError(report("the checkpoint is of another model; it has not:", missing[:20]))
+    of = [saved[f"params/{p}"] for p in named]
+    shapes = [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
+    return resolve_specs(specs, tree.unflatten(shapes, structure))
+
+
+# ------------------------------------------------------------------ to be filled
+
+
+def saved_slots(saved: Mapping[str, Leaf], specs: Specs, mesh: Mesh) -> Slots:
+    """Shapes and dtypes, on this rank, of the optimizer state that was saved of leaves that train here."""
+    # Each of these has an entry, though its optimizer may hold nothing for it (plain SGD).
+    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+    out = {path: {} for path, spec in specs.items() if spec.trainable}
+    for name, leaf in saved.items():
+        kind, _, rest = name.partition("/")
+        path, _, slot = rest.rpartition("/")
+        if kind != "optimizer" or path not in out:
+            continue
+        spec, whole = specs[path], leaf.shape == specs[path].shape
+        if slot == MASTER and not spec.has_master:
+            continue
+        dtype = spec.optimizer_dtype if whole else DTYPES[leaf.dtype]
+        shape = block_shape(spec.shape, spec.optimizer, mesh) if whole else leaf.shape
+        out[path][slot] = shape, dtype
+    for path in out:
+        if (spec := specs[path]).has_master:
+            block = block_shape(spec.shape, spec.optimizer, mesh)
+            out[path][MASTER] = block, spec.optimizer_dtype
+    return out
+
+
+def wanted(held: Mapping[str, Held], saved: Mapping[str, Leaf], trained: set[str]) -> dict[str, Wanted]:
+    """From which saved leaf each is to be filled.
+
+    A master copy is filled from the saved one, or from the parameter where none was; a parameter of another
+    dtype than the saved one from the master copy, where that knows more digits.
+
+    Args:
+        trained: paths of the leaves whose state would be missed.
+
+    Raises:
+        CheckpointError: names all leaves that are not there, not wanted, or of another shape or kind of
+            number.
+    """
+    wrong, out = [], {}
+    for name, leaf in held.items():
+        source = _source(name, leaf, saved)
+        if source is None:
+            wrong.append(f"{name} {list(leaf.shape)} is not in the checkpoint")
+        elif saved[source].shape != leaf.shape:
+            wrong.append(f"{name} is {list(leaf.shape)} here and {list(saved[source].shape)} there")
+        elif _kind(leaf.block.dtype) != _kind(DTYPES[saved[source].dtype]):
+            wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
+        else:
+            out[name] = Wanted(leaf.shape, leaf.layout, leaf.block, source)
+    lost = [n for n in saved if n not in held and _missed(n, trained)]
+    wrong += [f"{n} {list(saved[n].shape)} is in the checkpoint alone" for n in lost]
+    if wrong:
+        raise CheckpointError(
+            report(
+                f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
+                _some(wrong),
+                "restore it with the model and optimizer it was saved with; or take its parameters alone: "
+                "fs.checkpoint.restore_params(path, step, only=...).",
+            )
+        )
+    return out
+
+
+def check_codecs_alike(specs: Specs, saved: Mapping[str, Leaf]) -> None:
+    """Refuse saved leaves that are coded otherwise than these specs say.
+
+    Args:
+        specs: by path, coded leaves by their own.
+
+    Raises:
+        CheckpointError: names them, how they were saved, and how to read them.
+    """
+    parts: dict[str, set[str]] = {}
+    for name in saved:
+        path, _, part = name.rpartition(".")
+        parts.setdefault(path, set()).add(part)
+    wrong: dict[str, tuple[str | None, str | None]] = {}
+    for path, spec in specs.items():
+        name = f"params/{path}"
+        found = None if name in saved else _codec_of(parts.get(name, set()), spec)
+        if found != spec.codec and (found is not None or name in saved):
+            wrong[path] = spec.codec, found
+    if wrong:
+        lines = [f"params[{p!r}]: codec={here!r} here, {there!r} there" for p, (here, there) in wrong.items()]
+        codecs = " and ".join(dict.fromkeys(f"codec={there!r}" for _, there in wrong.values()))
+        fix = (
+            f"specs with {codecs} read it; then fs.reshard(state, those_specs, these_specs) codes or decodes "
+            "(of parameters alone: fs.checkpoint.restore_params)."
+        )
+        what = f"the checkpoint has {leaves(len(wrong))} coded otherwise than the specs say:"
+        raise CheckpointError(report(what, _some(lines), fix))
+
+
+def _codec_of(parts: set[str], spec: LayoutSpec) -> str | None:
+    """Whose parts they are."""
+    shape = spec.shape or (1, 1)
+    return next((name for name, codec in CODECS.items() if codec.parts(shape).keys() == parts), None)
+
+
+def _some(lines: list[str], most: int = 20) -> list[str]:
+    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Of what numbers: floats are cast to other floats, not to counts."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+
+def _source(name: str, leaf: Held, saved: Mapping[str, Leaf]) -> str | None:
+    kind, _, path = name.partition("/")
+    if kind == "params":
+        master = f"optimizer/{path}/{MASTER}"
+        if name in saved and master in saved:
+            mine, its = (DTYPES[saved[n].dtype] for n in (name, master))
+            return master if mine != leaf.block.dtype and its.itemsize > mine.itemsize else name
+    elif name not in saved and kind == "optimizer" and name.endswith(f"/{MASTER}"):
+        name = f"params/{path.removesuffix(f'/{MASTER}')}"
+    return name if name in saved else None
+
+
+def _missed(name: str, trained: set[str]) -> bool:
+    """Whether a saved leaf that finds no place is an error: parameters, and state of leaves that train."""
+    kind, _, rest = name.partition("/")
+    path, _, slot = rest.rpartition("/")
+    return kind == "params" or (kind == "optimizer" and slot != MASTER and path in trained)

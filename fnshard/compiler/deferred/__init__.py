@@ -1,0 +1,1 @@
+"""Modules built without their memory, to be filled leaf by leaf."""

@@ -1,0 +1,275 @@
+"""`deferred`: build a module without its memory; `step.init` makes its values, leaf by leaf.
+
+The idea is torchdistX's `deferred_init`. A `Recorder` notes what the constructors do; after the block the
+leaves of their modules are placeholders that carry their recipes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.overrides import resolve_name
+
+from fnshard.compiler.deferred.host_random import refused
+from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
+from fnshard.compiler.deferred.tape import Tape, View, generator_lock, leaves_of
+from fnshard.compiler.ir.reachable import Reachable
+from fnshard.errors import StateError, leaves, report
+
+__all__ = ["deferred"]
+
+_here = threading.local()  # `recorder`: the one of the block that this thread is in
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Modules built in this block take no memory, and `step.init(model, seed=s)` fills them in.
+
+    What the constructors do to parameters and buffers is recorded and done at `step.init` (or `fs.shard`),
+    one leaf at a time, of which a rank keeps its own block. The values are bit for bit those of
+    `torch.manual_seed(s)` and the same constructors on a CPU. What `torch.manual_seed` says before the block
+    is not used, and in it counts, as it does without the block. A rank draws the random numbers of the whole
+    model, as building it does.
+
+    All that is to be done to the module belongs into the block, `model.apply(init)` and `model.to(dtype)`
+    too; after it a write to a leaf is refused. Blocks nest. An operator whose result depends on the number of
+    threads (QR) needs the same number.
+
+    Raises:
+        StateError: in the block, what cannot be recorded: to read a value that depends on random numbers,
+            random numbers of Python's and NumPy's, which no seed of the step's makes alike on all ranks,
+            another device than the CPU, an operator without a shape rule for meta tensors.
+
+    >>> import fnshard as fs
+    >>> with fs.deferred():
+    ...     model = torch.nn.Linear(3, 2)
+    >>> apply, params = fs.make_functional(model)
+    >>> params["weight"].device
+    device(type='meta')
+    >>> specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    >>> shards = fs.shard(params, specs, fs.make_mesh(shard=1), seed=7)
+    >>> _ = torch.manual_seed(7)
+    >>> torch.equal(shards["weight"], torch.nn.Linear(3, 2).weight)
+    True
+    """
+    if getattr(_here, "recorder", None) is not None:
+        yield
+        return
+    with generator_lock:  # a block marks the default generator, which belongs to all threads
+        recorder = _here.recorder = Recorder()
+        try:
+            with ExitStack() as stack:
+                for register in _REGISTRATIONS:
+                    stack.callback(register(recorder.meet).remove)
+                stack.enter_context(recorder.one_truncation())
+                stack.enter_context(recorder.streams)
+                stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
+                stack.enter_context(Operators(recorder))
+                stack.enter_context(Functions(recorder))
+                yield
+            _close(recorder)
+        finally:
+            _here.recorder = None
+
+
+def _draw(name: str) -> StateError:
+    return StateError(
+        report(
+            f"a constructor draws random numbers by {name}, which differ from rank to rank.",
+            fix="draw with torch, which step.init(model, seed=) makes alike; or with a generator that has a "
+            "seed, numpy.random.default_rng(0), random.Random(0).",
+        )
+    )
+
+
+_REGISTRATIONS = (
+    hooks.register_module_parameter_registration_hook,
+    hooks.register_module_buffer_registration_hook,
+    hooks.register_module_module_registration_hook,
+)
+
+
+@dataclass(frozen=True)
+class LeafRecipe:
+    """How to make a leaf."""
+
+    tape: Tape
+    view: View
+
+    def value(self) -> Tensor | None:
+        """The leaf, or None if it depends on random numbers."""
+        check_closed()
+        return self.tape.value(self.view)
+
+    def __deepcopy__(self, memo: Any) -> LeafRecipe:
+        return self
+
+
+def recipe_of(leaf: Any) -> LeafRecipe | None:
+    """The recipe that a leaf of a deferred module, or of its parameter tree, carries."""
+    return vars(leaf).get("recipe") if isinstance(leaf, Tensor) else None
+
+
+def on_paper(leaf: Tensor) -> Tensor:
+    """A leaf of a deferred module as a parameter tree holds it: on meta, marked, with its recipe."""
+    recipe = recipe_of(leaf)
+    view = recipe.view
+    plain = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=META)
+    if isinstance(leaf, nn.Parameter):
+        plain = nn.Parameter(plain, requires_grad=leaf.requires_grad)
+    else:
+        plain = nn.Buffer(plain)
+    plain.recipe = recipe
+    return plain
+
+
+def values_of(named: Mapping[str, Tensor], seed: int, take: Callable[[str, Tensor], None]) -> None:
+    """Hand each leaf to `take` with its values: its own, or those of its recipe; one of these at a time.
+
+    Args:
+        named: what `check_values` has let pass.
+
+    Raises:
+        StateError: leaves that their module's constructor leaves unset.
+    """
+    check_closed()
+    recorded: dict[int, tuple[Tape, dict[str, View]]] = {}
+    for path, leaf in named.items():
+        recipe = recipe_of(leaf)
+        if recipe is None:
+            take(path, leaf.detach())
+        else:
+            recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.view
+    unset = [p for tape, views in recorded.values() for p in tape.replay(views, seed, take)]
+    if unset:
+        raise StateError(
+            report(
+                f"the constructor leaves {leaves(len(unset))} unset, in whole or in part:",
+                [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
+                "set what torch.empty makes, in the fs.deferred() block; buffers too.",
+            )
+        )
+
+
+def check_values(named: Mapping[str, Tensor]) -> None:
+    """Refuse leaves on the meta device that carry no recipe.
+
+    Raises:
+        StateError: names them, and the ways out.
+    """
+    bare = [p for p, leaf in named.items() if leaf.is_meta and recipe_of(leaf) is None]
+    if bare:
+        raise StateError(
+            report(
+                f"{leaves(len(bare))} on the meta device without values, or a record of how to make them:",
+                [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
+                "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
+                "its constructor does, and pass the module or the tree of make_functional as it is; or "
+                "step.init(params, init=lambda path, leaf: ...), which fills a leaf in place.",
+            )
+        )
+
+
+def check_closed() -> None:
+    """Refuse to make values inside the block.
+
+    Raises:
+        StateError: this thread is in one.
+    """
+    if getattr(_here, "recorder", None) is not None:
+        raise StateError(
+            report("values are asked for inside fs.deferred(), which records.", fix="leave the block first.")
+        )
+
+
+# ------------------------------------------------------------------ after the block
+
+
+def _close(recorder: Recorder) -> None:
+    """Put recipes on the leaves, and values in place of other tensors that the modules keep."""
+    reached = Reachable(list(recorder.modules.values()))
+    parts = [m for root in recorder.modules.values() for m in root.modules()]
+    owned = {id(leaf): leaf for m in parts for leaf in [*m._parameters.values(), *m._buffers.values()]}
+    for leaf in owned.values():
+        if leaf is None or isinstance(leaf, _Placeholder) or nn.parameter.is_lazy(leaf):
+            continue
+        if (view := recorder.view(leaf)) is not None:
+            _hold(leaf, LeafRecipe(recorder.tape, view))
+    others = [t for t in reached.tensors if id(t) not in owned and recorder.view(t) is not None]
+    values = {id(t): value for t in others if (value := recorder.value(t)) is not None}
+    for container in reached.containers.values():
+        container.replace(values)
+    for tensor in [*others, *(ref() for ref in recorder.live)]:
+        if tensor is not None and not isinstance(tensor, _Placeholder):
+            _hold(tensor, None)
+
+
+_WRITES = frozenset(
+    f"__{name}__"
+    for name in (
+        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
+    )
+)  # fmt: skip
+_READS = frozenset(["item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"])
+
+
+class _Placeholder(Tensor):
+    """A tensor of a deferred module after the block: its shape, and errors for what would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = leaves_of((args, kwargs), Tensor)
+        name = resolve_name(func) or str(func)
+        problem = None
+        if isinstance(inputs[0], _Placeholder) and _writes(name):
+            problem = (
+                "changes a deferred module after its fs.deferred() block, where it is lost:",
+                "do it inside the block, below the constructor: model.apply(init), model.to(dtype).",
+            )
+        elif name.rpartition(".")[2] in _READS or any(map(_has_values, inputs)):
+            problem = (
+                "needs the values of a deferred module, which has none yet:",
+                "step.init(model) makes them. What forward uses is a parameter or a buffer "
+                "(register_buffer), unless it depends on no random numbers.",
+            )
+        if problem is not None:
+            lines = [_describe(v) for v in inputs if isinstance(v, _Placeholder)]
+            raise StateError(report(f"{name} {problem[0]}", lines, problem[1]))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = on_paper(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
+        memo[id(self)] = _hold(made, recipe_of(self))
+        return made
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of torch changes its first tensor."""
+    last = name.rpartition(".")[2]
+    in_place = last.endswith("_") and not last.endswith("__") and last != "requires_grad_"
+    return in_place or last in _WRITES or name == "torch.Tensor.data.__set__"
+
+
+def _has_values(value: Tensor) -> bool:
+    return not isinstance(value, _Placeholder) and not value.is_meta
+
+
+def _describe(value: Tensor) -> str:
+    return f"{list(value.shape)} {value.dtype}" + ("" if recipe_of(value) else ", no parameter or buffer")
+
+
+def _hold(value: Tensor, recipe: LeafRecipe | None) -> Tensor:
+    """Make a placeholder of a tensor, in place: whoever refers to it refers to that."""
+    if isinstance(value, nn.Parameter):
+        value._is_param = True
+    value.recipe = recipe
+    value.__class__ = _Placeholder
+    return value

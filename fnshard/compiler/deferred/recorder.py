@@ -1,0 +1,352 @@
+"""Recorder: inside a `deferred` block, operators run on meta tensors and are written down.
+
+A recorded tensor says that it is on the CPU, as the constructor would have it. Python gets the values that no
+random number changes; who reads another is refused.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fnshard.compiler.deferred.tape import CPU, START, Call, Tape, View, leaves_of, map_leaves
+from fnshard.errors import StateError, report
+
+META = torch.device("meta")
+_DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
+
+_FILLS = frozenset(  # operators that set the tensor they are called on without reading it
+    f"{name}_"
+    for name in (
+        "bernoulli",
+        "cauchy",
+        "copy",
+        "exponential",
+        "fill",
+        "geometric",
+        "log_normal",
+        "normal",
+        "random",
+        "uniform",
+        "zero",
+    )
+)
+_UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Streams:
+    """Which state of which generator a random operator begins in.
+
+    In the block no number is drawn, so a generator is marked with a seed of its own after each random
+    operator. Who seeds it, or saves and restores its state, thereby seeds, saves and restores the mark.
+    """
+
+    _FIRST = 0x7F5A_0000_0000_0000
+
+    def __init__(self) -> None:
+        self._calls: list[int] = []  # by mark, the call behind which the generator is
+        self._states: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def __enter__(self) -> None:
+        self.mark(torch.default_generator, START)
+
+    def __exit__(self, *error: object) -> None:
+        for generator, state in self._states.values():
+            generator.set_state(state)
+
+    def state(self, generator: torch.Generator) -> int | Tensor:
+        """The random call behind which the generator is, or its state."""
+        mark = generator.initial_seed() - self._FIRST
+        return self._calls[mark] if 0 <= mark < len(self._calls) else generator.get_state()
+
+    def mark(self, generator: torch.Generator, call: int) -> None:
+        """The generator is behind this call."""
+        if id(generator) not in self._states:
+            self._states[id(generator)] = generator, generator.get_state()
+        generator.manual_seed(self._FIRST + len(self._calls))
+        self._calls.append(call)
+
+
+class Recorder:
+    """What is known in the block: the memories there are, the modules, the log."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.streams = Streams()
+        self.modules: dict[int, nn.Module] = {}
+        self.paused = False
+        self._numbers: dict[int, int] = {}  # of the memories, by address
+        self._storages: list[torch.UntypedStorage] = []  # so that no address is used again
+        self.live: list[weakref.ref[Tensor]] = []
+
+    def meet(self, module: nn.Module, name: str, value: Any) -> None:
+        """Note a module, which registers something."""
+        self.modules[id(module)] = module
+
+    # -------------------------------------------------------------- tensors
+
+    def view(self, value: Tensor) -> View | None:
+        """The tensor, if it is recorded."""
+        if value.layout != torch.strided:
+            return None
+        number = self._numbers.get(value.untyped_storage()._cdata)
+        return None if number is None else View.of(value, number)
+
+    def value(self, value: Tensor) -> Tensor | None:
+        """The values of a recorded tensor, as they are now; None if they depend on random numbers."""
+        with self.pause():
+            return self.tape.value(self.view(value))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Operators are run as they are."""
+        self.paused, before = True, self.paused
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def _number(self, value: Tensor) -> int:
+        storage = value.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = self.tape.add_memory(storage.nbytes())
+            self._storages.append(storage)
+        return self._numbers[storage._cdata]
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A recorded tensor with these values."""
+        kept = value.detach().clone()
+        made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
+        self.live.append(weakref.ref(made))
+        view = View.of(made, self._number(made))
+        call = Call(kept.clone, (), {}, (), (view.memory,), {0: view})
+        self.tape.add(call, [view.memory])
+        return made
+
+    # -------------------------------------------------------------- operators
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on meta tensors and record it; one that has to do with none, as it is."""
+        inputs = leaves_of((args, kwargs), Tensor)
+        known = [v for v in inputs if self.view(v) is not None]
+        if op is torch.ops.aten.lift_fresh.default and not known:
+            return self.constant(args[0]) if not args[0].is_meta else args[0]
+        takes_device = any(a.name == "device" for a in op._schema.arguments)
+        device = kwargs.get("device") if takes_device else None
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        makes = not inputs and (takes_device or random)
+        draws = random and not any(v.is_meta for v in inputs)
+        if self.paused or not (known or makes or draws):
+            return op(*args, **kwargs)
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise _refusal(f"{op} on {device}", "build on the CPU: step.init puts the values where they go.")
+        self._check(op, inputs, _written(op, args, kwargs))
+        args, kwargs = map_leaves(
+            (args, kwargs), Tensor, lambda v: v if self.view(v) is not None else self.constant(v)
+        )
+        if any(tag in op.tags for tag in _UNKNOWN_SHAPE):
+            return self._at_once(op, args, kwargs, random)
+        on_meta, generator = dict(kwargs), kwargs.get("generator")
+        if generator is not None:
+            on_meta["generator"] = None
+        if takes_device and (device is not None or not inputs):
+            on_meta["device"] = META
+        try:
+            result = op(*args, **on_meta)
+        except NotImplementedError:
+            result = self._by_example(op, args, on_meta, random)
+        return self._record(op, args, on_meta, result, generator, random)
+
+    @contextmanager
+    def one_truncation(self) -> Iterator[None]:
+        """`torch.nn.init.trunc_normal_` becomes one operator: it draws until its values are in range."""
+        original = torch.nn.init._no_grad_trunc_normal_
+        torch.nn.init._no_grad_trunc_normal_ = partial(self._trunc_normal_, original)
+        try:
+            yield
+        finally:
+            torch.nn.init._no_grad_trunc_normal_ = original
+
+    def _trunc_normal_(
+        self, original: Any, tensor: Tensor, *args: Any, generator: torch.Generator | None = None
+    ) -> Tensor:
+        view = self.view(tensor)
+        if view is None:
+            return original(tensor, *args, generator=generator)
+        whole = (view.memory,) if self._is_whole(view) else ()
+        default = torch.get_default_dtype()
+        call = Call(original, (view, *args), {}, overwrites=whole, default_dtype=default)
+        self._append(call, [view.memory], generator, random=True)
+        return tensor
+
+    def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
+        real = [v for v in inputs if self.view(v) is None]
+        if any(v.is_meta for v in real):
+            fix = "make it without device='meta'; the block makes everything there anyhow."
+            raise _refusal(f"{op} reads a tensor on the meta device that holds no values", fix)
+        if any(v is w for v in real for w in written):
+            fix = "make that tensor inside the block, as torch.tensor(array) does, or write to a clone."
+            raise _refusal(f"{op} writes to a tensor with values, made outside or by numpy,", fix)
+
+    def _at_once(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
+        """The results of an operator that must be run to know their shapes or what Python is to do."""
+        tensors = leaves_of((args, kwargs), Tensor)
+        values = {id(v): self.value(v) for v in tensors}
+        if random or any(v is None for v in values.values()) or _written(op, args, kwargs):
+            raise _refusal(f"{op} reads a value that depends on random numbers", _DECIDE)
+        args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: values[id(v)])
+        return map_leaves(op(*args, **kwargs), Tensor, self.constant)
+
+    def _by_example(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
+        """Meta tensors as an operator without a shape rule makes them: it is run on zeros."""
+        if random or _written(op, args, kwargs):
+            raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.")
+        args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: torch.zeros_like(v, device=CPU))
+        return map_leaves(op(*args, **kwargs), Tensor, lambda v: torch.empty_like(v, device=META))
+
+    def _record(
+        self, op: Any, args: Any, kwargs: Any, result: Any, generator: torch.Generator | None, random: bool
+    ) -> Any:
+        """Note what an operator has made and written to; gives its result."""
+        inputs, results = leaves_of((args, kwargs), Tensor), leaves_of(result, Tensor)
+        written = _written(op, args, kwargs)
+        for value in written:  # resize_ and out= may have made them larger
+            number, size = self._number(value), value.untyped_storage().nbytes()
+            self.tape.sizes[number] = max(self.tape.sizes[number], size)
+        self.live += [weakref.ref(value) for value in results]
+        made = {i: View.of(v, self._number(v)) for i, v in enumerate(results) if self.view(v) is None}
+        if torch.Tag.inplace_view in op.tags or not (written or made):
+            return result  # what a tensor shows is noted where it is used
+        name = op._schema.name.removeprefix("aten::")
+        outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
+        filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
+        by_shape = name.endswith("_like") or name.startswith("new_")
+        read = {self._number(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
+        whole = {v.memory for v in map(self.view, filled) if self._is_whole(v)}
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        if not inputs:
+            kwargs["device"] = CPU
+            if any(a.name == "dtype" for a in op._schema.arguments):
+                kwargs["dtype"] = results[0].dtype
+        args, kwargs = map_leaves((args, kwargs), Tensor, self.view)
+        call = Call(
+            op, args, kwargs, tuple(read), tuple({v.memory for v in made.values()} | (whole - read)), made,
+            blank="empty" in name, default_dtype=torch.get_default_dtype(),
+        )  # fmt: skip
+        writes = [*map(self._number, written), *(v.memory for v in made.values())]
+        self._append(call, writes, generator, random)
+        return result
+
+    def _append(self, call: Call, writes: list[int], generator: torch.Generator | None, random: bool) -> None:
+        generator = torch.default_generator if generator is None else generator
+        if random:
+            call.follows = self.streams.state(generator)
+        number = self.tape.add(call, writes)
+        if random:
+            self.streams.mark(generator, number)
+
+    def _is_whole(self, view: View) -> bool:
+        return view.offset == 0 and view.nbytes == self.tape.sizes[view.memory]
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += leaves_of(value, Tensor)
+    return found
+
+
+class Operators(TorchDispatchMode):
+    """Hands operators to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.call(func, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    """Recorded tensors say that they are on the CPU, and hand their values to Python where they have any."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device")) == "meta":  # the constructor's own wish
+            with self.recorder.pause():
+                return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is not None and any(self.recorder.view(v) is not None for v in leaves_of(args, Tensor)):
+            return rule(self.recorder, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    value = recorder.value(tensor)
+    if value is None and func is not Tensor.__repr__:
+        raise _refusal(f"{resolve_name(func)} reads a value that depends on random numbers", _DECIDE)
+    return func(tensor if value is None else value, *args, **kwargs)
+
+
+def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`.to` the CPU is to where the tensor is: the same tensor, if that is all."""
+    on_cpu = META if recorder.view(tensor) is not None else CPU
+
+    def place(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype
+        is_device = isinstance(value, str | torch.device)
+        return on_cpu if is_device and torch.device(value).type == "cpu" else value
+
+    named = {"dtype" if k == "other" else k: place(v) for k, v in kwargs.items()}
+    return tensor.to(*map(place, args), **named)
+
+
+def _set_item(recorder: Recorder, func: Any, tensor: Tensor, index: Any, value: Any) -> None:
+    """A number becomes a recorded tensor; torch would put it on the meta device, where it is lost."""
+    func(tensor, index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=tensor.dtype))
+
+
+def _new_tensor(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.tensor(*args, **{"dtype": tensor.dtype, **kwargs})
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.device.__get__: lambda recorder, func, *_: CPU,
+    Tensor.is_meta.__get__: lambda recorder, func, *_: False,
+    Tensor.is_cpu.__get__: lambda recorder, func, *_: True,
+    Tensor.get_device: lambda recorder, func, *_: -1,
+    **dict.fromkeys(
+        (Tensor.cpu, Tensor.share_memory_, Tensor.pin_memory), lambda recorder, func, tensor, *_, **__: tensor
+    ),
+    **dict.fromkeys((Tensor.to, Tensor.type_as), _to),
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__), _with_values),
+    Tensor.__repr__: _with_values,
+    Tensor.new_tensor: _new_tensor,
+    Tensor.__setitem__: _set_item,
+}
+
+
+def _refusal(headline: str, fix: str) -> StateError:
+    """With the line of the constructor."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"
+    return StateError(report(f"{headline}, which fs.deferred() cannot record:", [line], fix))

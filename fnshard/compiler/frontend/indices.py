@@ -1,0 +1,170 @@
+"""Indices: what a program looks up by integers of the batch, checked on the CPU before the step runs.
+
+A kernel that meets an index outside of its table names nothing, ends the process (a loop of Inductor's on
+several threads) or spoils the device. Indices that are made of the batch's integers alone, by torch's own
+operations, are made beforehand too, as long as these are few. Those that come of floats, of parameters, of a
+custom operation, or of what lies on a device are left to the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.program import Program, describe
+
+FEW = 1 << 16  # numbers that a result on the way to an index may have; or four for each integer of the batch
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TABLES = {"embedding": "weight", "embedding_bag": "weight"}  # what is looked up in, where it is not `self`
+_INDICES = {
+    "embedding": "indices", "embedding_bag": "indices", "gather": "index", "take": "index",
+    "index": "indices", "index_put": "indices", "index_select": "index", "index_add": "index",
+    "index_copy": "index", "scatter": "index", "scatter_add": "index", "scatter_reduce": "index",
+    "cross_entropy_loss": "target", "nll_loss_nd": "target",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """`index` is to be in `range(lowest, size)`, or to be `ignored`."""
+
+    node: fx.Node
+    table: fx.Node
+    index: fx.Node
+    size: int
+    lowest: int = 0
+    ignored: int | None = None
+
+    def is_outside(self, values: Tensor) -> bool:
+        """Whether any is."""
+        found = values.numpy()  # its loops run on one thread: torch's wait for each other on a busy machine
+        if self.ignored is not None:
+            found = found[found != self.ignored]
+        return bool(found.size) and not (self.lowest <= found.min() and found.max() < self.size)
+
+
+@dataclass(frozen=True)
+class Indices:
+    """All lookups of a program, and the part of it that computes their indices: `names` of what it reads."""
+
+    lookups: tuple[Lookup, ...]
+    names: tuple[tuple[str, str], ...]
+    compute: Callable[..., Sequence[Tensor]]
+
+    @staticmethod
+    def of(program: Program) -> Indices:
+        """Those whose indices rest on integers of the batch, and on constants that lie on the CPU."""
+        known = dict(zip(program.placeholders, program.inputs, strict=True))
+        whole = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
+        found = {n for n, i in whole.items() if i.kind == "batch"}
+        most = max(FEW, 4 * sum(n.meta["val"].numel() for n in found))
+        found |= {n for n, i in whole.items() if i.kind == "constant" and program.constants[i.name].is_cpu}
+        for node in program.graph.nodes:
+            value, of_torch = node.meta.get("val"), getattr(node.target, "namespace", "") == "aten"
+            if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:
+                found |= {node} if found.issuperset(node.all_input_nodes) else set()
+        lookups = tuple(k for n in program.graph.nodes for k in _lookups(n) if k.index in found)
+        needed = _ancestors(k.index for k in lookups)
+        copied: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in program.graph.nodes:
+            if node in needed:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+                copied[node].args, copied[node].kwargs = fx.node.map_aggregate(
+                    (copied[node].args, copied[node].kwargs), _on_the_cpu
+                )
+        graph.output([copied[k.index] for k in lookups])
+        names = tuple((i.kind, i.name) for n, i in known.items() if n in needed)
+        return Indices(lookups, names, fx.GraphModule(torch.nn.Module(), graph).forward)
+
+    def outside(
+        self, values: Mapping[str, Any], constants: Mapping[str, Tensor]
+    ) -> list[tuple[Lookup, Tensor]]:
+        """The lookups that would fail, with their indices; none where the batch is not on the CPU: to see it
+        would stop the device.
+
+        Args:
+            values: the batch's, of one micro-batch.
+        """
+        read = [(values if kind == "batch" else constants)[name] for kind, name in self.names]
+        if not self.lookups or any(not v.is_cpu for v in read):
+            return []
+        with torch.no_grad():
+            return [(k, v) for k, v in zip(self.lookups, self.compute(*read), strict=True) if k.is_outside(v)]
+
+
+def explain(program: Program, outside: Sequence[tuple[Lookup, Tensor]]) -> list[str]:
+    """A line for each: what is looked up where, and by which numbers."""
+    known = dict(zip(program.placeholders, program.inputs, strict=True))
+    lines = []
+    for lookup, values in outside:
+        table = known.get(lookup.table)
+        name = f"leaf {table.name!r} " if table is not None and table.kind == "leaf" else ""
+        place = lookup.node.meta.get("stack_trace", "")
+        op, shape = lookup.node.target.overloadpacket.__name__, describe(lookup.table.meta["val"])
+        lines.append(
+            f"{op} of {name}{shape} takes {lookup.lowest} to {lookup.size - 1}, and gets {_range(values)}"
+            f"{place and f', at {place}'}"
+        )
+    return lines
+
+
+def ranges(named: Mapping[str, Any]) -> list[str]:
+    """The integer leaves of a batch, each with its least and its greatest number."""
+    return [
+        f"batch[{n!r}] {describe(v)}: {_range(v)}"
+        for n, v in named.items()
+        if isinstance(v, Tensor) and v.numel() and not v.is_floating_point() and v.dtype != torch.bool
+    ]
+
+
+def _range(values: Tensor) -> str:
+    low, high = map(int, torch.aminmax(values))
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _lookups(node: fx.Node) -> Iterator[Lookup]:
+    packet = getattr(node.target, "overloadpacket", None)
+    name = getattr(packet, "__name__", "")
+    if (
+        node.op != "call_function"
+        or packet is not getattr(torch.ops.aten, name, None)
+        or name not in _INDICES
+    ):
+        return
+    passed = {a.name: a.default_value for a in node.target._schema.arguments}
+    passed |= dict(zip(passed, node.args, strict=False)) | node.kwargs
+    table, index = passed[_TABLES.get(name, "self")], passed[_INDICES[name]]
+    shape, ignored = table.meta["val"].shape, passed.get("ignore_index")
+    if not shape:
+        return
+    if name in ("index", "index_put"):
+        used = [(d, i) for d, i in enumerate(index) if i is not None]
+        if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in used):
+            return  # a mask takes as many dims as it has
+        places = [(shape[d], i, -shape[d]) for d, i in used]
+    elif name == "take":
+        places = [(shape.numel(), index, -shape.numel())]
+    else:
+        dim = passed.get("dim", 0 if name in _TABLES else min(1, len(shape) - 1))
+        places = [(shape[dim], index, 0)]
+    for size, indices, lowest in places:
+        if indices.meta["val"].dtype in (torch.int64, torch.int32):
+            yield Lookup(node, table, indices, size, lowest, ignored)
+
+
+def _ancestors(nodes: Iterator[fx.Node]) -> set[fx.Node]:
+    found, ahead = set(), list(nodes)
+    while ahead:
+        if (node := ahead.pop()) not in found:
+            found.add(node)
+            ahead += node.all_input_nodes
+    return found
+
+
+def _on_the_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value

@@ -1,0 +1,349 @@
+"""Normalise a traced graph: modes become data, hidden state becomes inputs.
+
+- Nodes under `no_grad` read `aten.detach` of their inputs, so that no grad mode is left to lose when
+  the program is cut.
+- Nodes under autocast carry the mode in `meta["autocast"]`; whoever rebuilds them re-enters it.
+- Random ops become counter-based ones (`compiler.frontend.random`) that read a key input.
+- Constants become inputs; so does a batch leaf's private copy where it is written to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.frontend.random import ops
+from fnshard.compiler.frontend.unsupported import higher_order
+from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.program import OpOverload, describe, mutated_args, storage_id
+from fnshard.errors import TraceError, report
+
+aten = torch.ops.aten
+_MODES = {
+    "_enter_autocast": torch.amp.autocast_mode._enter_autocast,
+    "_exit_autocast": torch.amp.autocast_mode._exit_autocast,
+}
+
+
+def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str], dict[str, Tensor]]:
+    """A new graph, the names of its key inputs, and its constants by name.
+
+    Placeholders of the result: those of `module` (`inputs` of them), constants, keys.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    olds = [n for n in module.graph.nodes if n.op == "placeholder"]
+    if len(olds) != inputs:
+        raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
+    for i, old in enumerate(olds):
+        env[old] = graph.placeholder(f"in{i}")
+    constants: dict[str, Tensor] = {}
+    for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
+        value = getattr(module, old.target)
+        if not isinstance(value, Tensor):
+            raise TraceError(_GENERATOR) if _is_generator(value) else higher_order(old.target)
+        constants[old.target] = value
+        if old.target not in {n.name for n in graph.nodes}:
+            env[old] = graph.placeholder(old.target)
+    for old in [n for n in module.graph.nodes if n.op == "get_attr" and n not in env]:
+        env[old] = next(n for n in graph.nodes if n.name == old.target)
+    random = [n for n in module.graph.nodes if _is_random(n)]
+    keys = {old: graph.placeholder(f"key{i}") for i, old in enumerate(random)}
+    _copy_body(module, graph, env, keys)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph, [f"key{i}" for i in range(len(random))], constants
+
+
+def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -> None:
+    grad = True
+    autocast: list[tuple[fx.Node, tuple[Any, ...]]] = []
+    detached: dict[fx.Node, fx.Node] = {}
+
+    def detach(node: fx.Node) -> fx.Node:
+        if node not in detached:
+            detached[node] = graph.call_function(aten.detach.default, (node,))
+        return detached[node]
+
+    for old in module.graph.nodes:
+        if old.op == "output":
+            flat = old.args[0] if isinstance(old.args[0], list | tuple) else [old.args[0]]
+            graph.output([env[n] for n in flat])
+        if old.op != "call_function":
+            continue
+        if old.target is torch._C._set_grad_enabled:
+            grad = bool(old.args[0])
+            detached.clear()
+            continue
+        if old.target is _MODES["_enter_autocast"]:
+            device, dtype, enabled = old.args[0], old.args[1], old.args[2]
+            autocast.append((old, (device, dtype, enabled)))
+            continue
+        if old.target is _MODES["_exit_autocast"]:
+            autocast = [pair for pair in autocast if pair[0] is not old.args[0]]
+            continue
+        if not isinstance(old.target, OpOverload) and getattr(old.target, "__module__", "") != "_operator":
+            raise higher_order(str(old.target))
+        if torch.Tag.inplace_view in getattr(old.target, "tags", ()):
+            # The tensor gets another shape, its memory nothing: from here on the name means a view.
+            args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__)
+            env[old] = env[old.args[0]] = graph.call_function(_view_form(old.target), args, kwargs)
+            continue
+        _check_out(old)
+        if not grad and (same := _same(old)) is not None:
+            env[old] = env[same]
+            continue
+        read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
+        args, kwargs = fx.map_arg((old.args, old.kwargs), read)
+        before = set(graph.nodes) if old in keys else set()
+        made = _emit(graph, old, args, kwargs, keys.get(old))
+        fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]
+        # A write under no_grad goes to an alias: what is read behind it is the tensor itself, whose
+        # gradient passes the write as if it were not there, as in torch.
+        written = [] if grad else mutated_args(old)
+        env[old] = env[written[0]] if _returns_written(old, written) else made
+        for node in fresh:
+            if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
+                node.meta["autocast"] = tuple(state for _, state in autocast)
+
+
+def _returns_written(old: fx.Node, written: list[fx.Node]) -> bool:
+    return len(written) == 1 and len(old.target._schema.returns) == 1
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """The input that a node's value is, if it is one: of a cast to its own dtype, or of dropout in eval mode.
+
+    Under no_grad it keeps its gradient, as nothing else does, and the tracer takes it for what was made last.
+    """
+    if _is_inert(node):
+        return node.args[0]
+    source, place = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
+    if not isinstance(source.target, OpOverload) or source.target._schema.is_mutable:
+        return None
+    inputs = {n: n.meta.get("val") for n in source.all_input_nodes}
+    memories = {storage_id(v) for v in inputs.values() if isinstance(v, Tensor)}
+    if not isinstance(node.meta.get("val"), Tensor) or storage_id(node.meta["val"]) not in memories:
+        return None
+    args, kwargs = fx.map_arg((source.args, source.kwargs), inputs.__getitem__)
+    with torch.no_grad():
+        made = source.target(*args, **kwargs)
+    value = made if place is None else made[place]
+    return next((n for n, v in inputs.items() if v is value), None)
+
+
+def _view_form(target: OpOverload) -> OpOverload:
+    """`aten.transpose` of `aten.transpose_`; others (resize_, set_) change the memory itself."""
+    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
+    types = [str(a.type) for a in target._schema.arguments]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if found.is_view and [str(a.type) for a in found._schema.arguments] == types:
+            return found
+    raise TraceError(
+        report(
+            f"`fn` changes what memory a tensor has by {target}, which a trace loses.",
+            fix="make a new tensor (x.reshape, x.new_zeros, torch.cat) and use that from there on.",
+        )
+    )
+
+
+def _check_out(old: fx.Node) -> None:
+    """Refuse `out=` of another shape than the result's: the tensor would be given other memory."""
+    if not isinstance(old.target, OpOverload) or not old.target._schema.is_mutable:
+        return
+    if not any(a.is_out for a in old.target._schema.arguments):
+        return
+    value = old.meta["val"]
+    made = value if isinstance(value, list | tuple) else [value]
+    pairs = [(n.meta["val"].shape, v.shape) for n, v in zip(mutated_args(old), made, strict=False)]
+    wrong = [f"{list(before)} for {list(after)}" for before, after in pairs if before != after]
+    if wrong:
+        raise TraceError(
+            report(
+                f"`fn` calls {old.target} with an out= of another shape than the result's:",
+                wrong,
+                "leave out= away, or pass a tensor of the result's shape.",
+            )
+        )
+
+
+def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    value = old.meta.get("val")
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return new
+    return detach(new)
+
+
+# ------------------------------------------------------------------ random ops
+
+
+_GENERATOR = report(
+    "`fn` draws from a torch.Generator, whose state a trace loses.",
+    fix="leave generator= out: the state's seed replaces it (step.init(..., seed=)).",
+)
+
+
+def _is_generator(value: Any) -> bool:
+    return "Generator" in repr(value)
+
+
+def _is_random(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:
+        return _argument(node, "dropout_p") not in (None, 0, 0.0)
+    if _is_inert(node):
+        return False
+    if node.target in _RECURRENT and not (_argument(node, "train") and _argument(node, "dropout")):
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags or node.target in _RANDOM
+
+
+def _is_inert(node: fx.Node) -> bool:
+    """Whether it is dropout in eval mode."""
+    return node.target in _INERT and not _argument(node, "train", "training")
+
+
+def _argument(node: fx.Node, *names: str) -> Any:
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name in names:
+            return (
+                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            )
+    return None
+
+
+def _with_argument(node: fx.Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
+    names = [a.name for a in node.target._schema.arguments]
+    index = names.index(name)
+    if index < len(args):
+        return (*args[:index], value, *args[index + 1 :]), kwargs
+    return args, {k: v for k, v in kwargs.items() if k != name}
+
+
+def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
+    if key is None:
+        if _is_inert(old):
+            return args[0]
+        if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
+            args, kwargs = _with_argument(old, args, kwargs, "sparse", False)
+        node = graph.call_function(old.target, args, kwargs)
+        node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        return node
+    if old.target not in _RANDOM:
+        raise refused_at(
+            f"`fn` draws random numbers with {old.target}, which has no counter-based form here:",
+            [(old, f"{old.name} {describe(old.meta['val'])}")],
+            "use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli, torch.normal, their "
+            "*_like and in-place forms, torch.randperm, torch.multinomial, or draw the numbers outside and "
+            "pass them with the batch.",
+        )
+    bound = dict(zip([a.name for a in old.target._schema.arguments], args, strict=False)) | dict(kwargs)
+    if bound.get("generator") is not None:
+        raise TraceError(_GENERATOR)
+    for argument in old.target._schema.arguments:
+        bound.setdefault(argument.name, argument.default_value)
+    _check_draw(old)
+    target, arguments = _RANDOM[old.target](bound, key, old.meta["val"])
+    value = graph.call_function(target, arguments)
+    # A draw in place is written back: views of the tensor see it too.
+    return graph.call_function(aten.copy_.default, (args[0], value)) if mutated_args(old) else value
+
+
+def _check_draw(old: fx.Node) -> None:
+    """Let torch judge the arguments, on tensors without elements: on those without values it takes any."""
+    if len(old.all_input_nodes) > 1:
+        return  # attention, or probabilities that are a tensor
+
+    def empty(node: fx.Node) -> Tensor:
+        return torch.empty((0,) * max(1, node.meta["val"].dim()), dtype=node.meta["val"].dtype)
+
+    named = zip([a.name for a in old.target._schema.arguments], old.args, strict=False)
+    arguments = fx.map_arg(dict(named) | dict(old.kwargs), empty)
+    changed = {"size": [0], "device": "cpu"}
+    try:
+        old.target(**{n: changed.get(n, v) for n, v in arguments.items()})
+    except RuntimeError as error:
+        raise TraceError(
+            report(
+                f"`fn` draws by {old.target} what torch refuses: {str(error).splitlines()[0]}",
+                fix="give it limits that the dtype has.",
+            )
+        ) from error
+
+
+Draw = Callable[[dict[str, Any], fx.Node, Tensor], tuple[Any, tuple[Any, ...]]]
+
+
+def _shaped(target: Any, *names: str) -> Draw:
+    """An op that takes shape, dtype and the arguments of these names."""
+    return lambda b, key, val: (target, (key, list(val.shape), val.dtype, *(b[n] for n in names)))
+
+
+def _integers(low: str | None) -> Draw:
+    return lambda b, key, val: (
+        ops.integers.default,
+        (key, b[low] if low else 0, b["high"], list(val.shape), val.dtype),
+    )
+
+
+def _masked(target: Any, *more: Any) -> Draw:
+    return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
+
+
+def _below(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Ones where a uniform number is below `p`, in the dtype of the result."""
+    return ops.bernoulli_below.default, (b["p"], key, list(val.shape), val.dtype)
+
+
+_RANDOM: dict[Any, Draw] = {
+    aten.bernoulli.default: lambda b, key, val: (
+        ops.bernoulli.default, (b["self"], key, list(val.shape), val.dtype)),
+    aten.bernoulli.p: _below,
+    aten.bernoulli_.float: _below,
+    aten.bernoulli_.Tensor: lambda b, key, val: (
+        ops.bernoulli.default, (b["p"], key, list(val.shape), val.dtype)),
+    aten.rand.default: _shaped(ops.uniform.default),
+    aten.rand.generator: _shaped(ops.uniform.default),
+    aten.rand_like.default: _shaped(ops.uniform.default),
+    aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),
+    aten.randn.default: _shaped(ops.normal.default),
+    aten.randn.generator: _shaped(ops.normal.default),
+    aten.randn_like.default: _shaped(ops.normal.default),
+    aten.normal_.default: _shaped(ops.normal.default, "mean", "std"),
+    aten.normal.float_float: _shaped(ops.normal.default, "mean", "std"),
+    aten.exponential_.default: _shaped(ops.exponential.default, "lambd"),
+    aten.randint.default: _integers(None),
+    aten.randint.low: _integers("low"),
+    aten.randint.generator: _integers(None),
+    aten.randint.low_generator: _integers("low"),
+    aten.randint_like.default: _integers(None),
+    aten.randint_like.low_dtype: _integers("low"),
+    aten.scaled_dot_product_attention.default: lambda b, key, val: (
+        ops.attention.default,
+        (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],
+         b["enable_gqa"])),
+}  # fmt: skip
+for _end in ("", "_"):
+    _RANDOM |= {
+        getattr(aten, f"dropout{_end}").default: _masked(ops.dropout.default),
+        getattr(aten, f"feature_dropout{_end}").default: _masked(ops.feature_dropout.default),
+        getattr(aten, f"alpha_dropout{_end}").default: _masked(ops.alpha_dropout.default, False),
+        getattr(aten, f"feature_alpha_dropout{_end}").default: _masked(ops.alpha_dropout.default, True),
+    }
+_INERT = {
+    getattr(aten, f"{name}{inplace}").default
+    for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for inplace in ("", "_")
+}
+_RECURRENT = {
+    getattr(getattr(aten, name), overload)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+}
+_SPARSE_GRADIENT = {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx}

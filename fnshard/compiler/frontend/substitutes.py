@@ -1,0 +1,382 @@
+"""Substitutes: torch functions that a trace cannot keep, each as one that it can, with the same result.
+
+While `fn` is traced, `compiler.frontend.unsupported` calls what `SUBSTITUTES` has in the place of torch's
+function, and `unvalidated` keeps distributions from looking at values, as `unchecked` does linear algebra
+where composite operators are taken apart. Draws are made of `torch.rand` and its like, which
+`compiler.frontend.random` makes functions of a key.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.utils.flop_counter import register_flop_formula
+
+# ------------------------------------------------------------------ products of groups
+
+
+@torch.library.custom_op("fnshard::grouped_mm", mutates_args=())
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """One product a group, in any dtype and on any device; what lies behind the last group is 0.
+
+    Args:
+        a: [M, K], or [G, M, K] where the groups are columns of `b`.
+        b: [K, N], or [G, K, N] where the groups are rows of `a`; if both are flat, groups are parts of K.
+        ends: int32 [G], where each group ends.
+
+    Returns:
+        [M, N], or [G, M, N] of two flat ones.
+    """
+    stops = ends.tolist()
+    parts = [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
+    out = torch.zeros(_grouped_shape(a, b, ends), dtype=a.dtype, device=a.device)
+    for g, part in enumerate(parts):
+        if a.dim() == b.dim():
+            out[g] = a[:, part] @ b[part]
+        elif a.dim() == 2:
+            out[part] = a[part] @ b[g]
+        else:
+            out[:, part] = a[g] @ b[:, part]
+    return out
+
+
+def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
+    return [*ends.shape * (a.dim() == b.dim()), a.shape[-2], b.shape[-1]]
+
+
+@grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty(_grouped_shape(a, b, ends))
+
+
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, ends = ctx.saved_tensors
+    to_a = grouped_mm(grad, b.mT, ends) if ctx.needs_input_grad[0] else None
+    return to_a, grouped_mm(a.mT, grad, ends) if ctx.needs_input_grad[1] else None, None
+
+
+grouped_mm.register_autograd(
+    _grouped_mm_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@register_flop_formula(torch.ops.fnshard.grouped_mm)
+def _flops(a: Any, b: Any, ends: Any, out_shape: Any = None, **_: Any) -> int:
+    return 2 * a[-2] * a[-1] * b[-1]
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm`, whose form without values takes bfloat16 alone."""
+    if a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16:
+        return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    product = torch.matmul(a, b) if offs is None else grouped_mm(a, b, offs)
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
+
+
+# ------------------------------------------------------------------ losses
+
+
+@torch.library.custom_op("fnshard::ctc_loss", mutates_args=())
+def ctc_losses(
+    log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
+) -> Tensor:
+    """-log p of each target by connectionist temporal classification (Graves et al., ICML 2006), [B].
+
+    Args:
+        log_probs: [T, B, C].
+        targets: int64 [B, S], or one behind the other.
+        lengths, target_lengths: integers [B].
+        zero: whether the gradients of infinite losses are zero.
+    """
+    return _ctc(log_probs, targets, lengths, target_lengths, blank, zero)[0].clone()
+
+
+def _ctc(
+    log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
+) -> tuple[Tensor, Tensor]:
+    return torch._ctc_loss(log_probs, targets, lengths.tolist(), target_lengths.tolist(), blank, zero)
+
+
+@ctc_losses.register_fake
+def _(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.custom_op("fnshard::ctc_loss_backward", mutates_args=())
+def ctc_losses_backward(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero: bool,
+) -> Tensor:
+    """The gradient of `log_probs`; what the forward summed up is summed up again."""
+    made = _ctc(log_probs, targets, lengths, target_lengths, blank, zero)
+    counts = lengths.tolist(), target_lengths.tolist()
+    return torch.ops.aten._ctc_loss_backward(grad, log_probs, targets, *counts, *made, blank, zero)
+
+
+@ctc_losses_backward.register_fake
+def _(grad: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _save_ctc(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _ctc_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return ctc_losses_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero), *[None] * 5
+
+
+ctc_losses.register_autograd(_ctc_backward, setup_context=_save_ctc)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`F.ctc_loss`, which reads lengths while it is called."""
+    device, batched = log_probs.device, log_probs.dim() == 3
+    lengths, target_lengths = (
+        torch.as_tensor(n).to(device).reshape(-1) for n in (input_lengths, target_lengths)
+    )
+    rows = log_probs if batched else log_probs.unsqueeze(1)
+    losses = ctc_losses(rows, targets.to(device).long(), lengths, target_lengths, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, 0.0, losses)
+    if reduction == "mean":
+        losses = losses / target_lengths.to(losses.dtype).clamp(min=1)
+    return _reduced(losses if batched else losses.squeeze(0), reduction)
+
+
+def _ctc_loss_of_torch(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    kind = ("none", "mean", "sum")[reduction]
+    return _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    reduce = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
+    if reduction not in reduce:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return reduce[reduction](losses)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.gaussian_nll_loss`, which asks whether a variance is negative; here it is one of `eps`."""
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    if var.shape != input.shape:
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif var.dim() != input.dim() or _differing(input, var) != [1]:
+            raise ValueError("var is of incorrect size")
+    var = var.detach().clamp(min=eps) + (var - var.detach())  # its gradient passes, as in torch
+    losses = 0.5 * (var.log() + (input - target) ** 2 / var)
+    return _reduced(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
+
+
+def _differing(input: Tensor, var: Tensor) -> list[int]:
+    return [size for whole, size in zip(input.shape, var.shape, strict=True) if whole != size]
+
+
+# ------------------------------------------------------------------ draws
+
+
+def _written(value: Tensor, out: Tensor | None) -> Tensor:
+    return value if out is None else out.copy_(value)
+
+
+def _randperm(
+    n: int,
+    *,
+    generator: Any = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.int64,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    """`torch.randperm`: the order of n numbers, no two of which are equal (but once in 2^53 / n^2)."""
+    numbers = torch.rand(n, generator=generator, dtype=torch.float64, device=device)
+    return _written(numbers.argsort().to(dtype), out)
+
+
+def _multinomial(
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`torch.multinomial`; without replacement the shortest waiting times (Efraimidis & Spirakis 2006)."""
+    weights = input.detach().double()
+    shape = weights.shape if not replacement else (*weights.shape[:-1], num_samples)
+    shares = torch.rand(shape, generator=generator, dtype=weights.dtype, device=weights.device)
+    if not replacement:
+        times = -torch.log1p(-shares)
+        scores = weights / times.clamp(min=torch.finfo(times.dtype).tiny)
+        return _written(scores.topk(num_samples).indices, out)
+    sums = weights.cumsum(-1)
+    drawn = torch.searchsorted(sums, shares * sums[..., -1:], right=True)
+    return _written(drawn.clamp(max=weights.shape[-1] - 1), out)
+
+
+def _normal(
+    mean: Tensor | float, std: Tensor | float = 1.0, *size: Any, generator: Any = None, **options: Any
+) -> Tensor:
+    """`torch.normal`, of tensors too; their gradients are zero, as in torch."""
+    tensors = [v.detach() for v in (mean, std) if isinstance(v, Tensor)]
+    if not tensors:
+        return torch.normal(mean, std, *size, generator=generator, **options)
+    shape, like = torch.broadcast_shapes(*(v.shape for v in tensors)), tensors[0]
+    drawn = torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+    mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
+    return _written((drawn * std + mean).to(like.dtype), options.get("out"))
+
+
+def _random_(x: Tensor, *limits: Any, generator: Any = None, **named: Any) -> Tensor:
+    """`Tensor.random_()`, `random_(to)`, `random_(from, to)`: by default all integers that the dtype has."""
+    values = (*limits, *named.values())
+    low, high = values if len(values) == 2 else (0, *values, None)[:2]
+    if high is None:
+        info = torch.finfo(x.dtype) if x.is_floating_point() else None
+        most = int(2 / info.eps) if info else 1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
+        high = min(most, torch.iinfo(torch.int64).max - 1) + 1
+    return x.copy_(torch.randint(low, high, x.shape, generator=generator, device=x.device))
+
+
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """`F.rrelu`: leaky, each slope its own draw; in eval mode all are their mean."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slopes = torch.empty_like(input).uniform_(lower, upper)
+    return _written(torch.where(input > 0, input, input * slopes), input if inplace else None)
+
+
+def _rrelu_of_torch(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    return _rrelu(input, lower, upper, training)
+
+
+# ------------------------------------------------------------------ distributions
+
+
+def unvalidated() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Patches (see `unsupported`): whether arguments lie in their supports is control flow on values."""
+
+    def without(original: Callable[..., None], here: Callable[[], bool]) -> Callable[..., None]:
+        def init(
+            self: Distribution,
+            batch_shape: Any = (),
+            event_shape: Any = (),
+            validate_args: bool | None = None,
+        ) -> None:
+            shapes = torch.Size(batch_shape), torch.Size(event_shape)
+            original(self, *shapes, validate_args=False if here() else validate_args)
+
+        return init
+
+    def skipped(original: Callable[..., None], here: Callable[[], bool]) -> Callable[..., None]:
+        def validate(self: Distribution, value: Tensor) -> None:
+            if not here():
+                original(self, value)
+
+        return validate
+
+    yield Distribution, "__init__", without
+    yield Distribution, "_validate_sample", skipped
+
+
+# ------------------------------------------------------------------ factors and inverses
+
+_CHECK = torch.ops.aten._linalg_check_errors.default
+_lock = threading.RLock()  # one replaces torch's function, and puts it back, at a time
+LEFT_OUT = {_CHECK: lambda *_, **__: None}  # decompositions
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Factors and inverses as their _ex forms: of a singular matrix not finite, where torch raises.
+
+    The check is control flow on values. While it has an effect, torch does not decompose it.
+    """
+    import torch._higher_order_ops.effects as effects  # here: it brings Dynamo, which takes seconds
+
+    thread = threading.get_ident()  # what others compile meanwhile keeps its check
+
+    def others(op: Any, *more: Any) -> bool:
+        return not (op is _CHECK and threading.get_ident() == thread) and has_effects(op, *more)
+
+    with _lock:
+        has_effects = effects.has_effects
+        with mock.patch.object(effects, "has_effects", others):
+            yield
+
+
+# ------------------------------------------------------------------ the table
+
+
+SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch._grouped_mm: _grouped_mm,
+    F.grouped_mm: _grouped_mm,
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss_of_torch,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.randperm: _randperm,
+    torch.multinomial: _multinomial,
+    torch.Tensor.multinomial: _multinomial,
+    torch.normal: _normal,
+    F.rrelu: _rrelu,
+    torch.rrelu: _rrelu_of_torch,
+    torch.rrelu_: lambda *args, **kwargs: _written(_rrelu_of_torch(*args, **kwargs), args[0]),
+    torch.Tensor.random_: _random_,
+    torch.Tensor.cauchy_: lambda x, median=0, sigma=1, *, generator=None: (
+        x.uniform_(-0.5, 0.5, generator=generator).mul_(math.pi).tan_().mul_(sigma).add_(median)),
+    torch.Tensor.log_normal_: lambda x, mean=1, std=2, *, generator=None: (
+        x.normal_(mean, std, generator=generator).exp_()),
+    torch.Tensor.geometric_: lambda x, p, *, generator=None: (
+        x.exponential_(-math.log1p(-p), generator=generator).ceil_()),
+}  # fmt: skip

@@ -1,0 +1,316 @@
+"""Refuse: what the tracer would lose in silence raises here instead, with the way out.
+
+Patches a few of torch's entry points while a trace runs, and for the tracing thread alone: a loader
+or a checkpoint writer beside it is left in peace.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.apis as functorch_apis
+import torch.autograd.forward_ad as forward_ad
+from torch._ops import HigherOrderOperator
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from fnshard.compiler.deferred.host_random import DRAWS, draws
+from fnshard.compiler.frontend.mask_indices import positions
+from fnshard.compiler.frontend.substitutes import SUBSTITUTES, unvalidated
+from fnshard.compiler.ir.failures import Call
+from fnshard.errors import TraceError, report
+
+_AUTOGRAD_FUNCTION = report(
+    "`fn` calls the torch.autograd.Function {name}, whose backward a trace loses.",
+    fix="define it with torch.library.custom_op and register_autograd, or write plain ops.",
+)
+_BACKWARD_HOOK = report(
+    "`fn` calls a module with a full backward hook, which a trace loses.",
+    fix="remove the hook, and write what it does into the loss, or into the optimizer as a transform.",
+)
+_REENTRANT = report(
+    "`fn` calls reentrant activation checkpointing, whose backward a trace loses.",
+    fix="use_reentrant=False, or none at all: recomputation is the compiler's.",
+)
+_HOOK = report(
+    "`fn` registers a gradient hook ({name}), which a trace loses.",
+    fix="write what the hook does into the loss, or into the optimizer as a transform.",
+)
+_NESTED = report(
+    "`fn` differentiates inside itself ({name}), which a trace would record as constants.",
+    fix="return the loss alone; shard_step differentiates it. For second-order terms write them out.",
+)
+_VMAP = report(
+    "`fn` calls {name}, whose ops a trace before autograd does not see.",
+    fix="write the mapped dim out: broadcast, torch.einsum, torch.baddbmm, or a Python loop.",
+)
+_SCRIPT = report(
+    "`fn` calls a torch.jit {name}, whose executor hides from a trace what is differentiated.",
+    fix="call the Python function or module it was scripted from: kernels are compiled anyway.",
+)
+_INFERENCE = report(
+    "`fn` enters {name}, whose tensors autograd refuses.",
+    fix="use torch.no_grad().",
+)
+_SAVED = report(
+    "`fn` enters {name}, which changes what the backward reads; a trace loses it.",
+    fix="leave it out: what is saved and what is recomputed is the compiler's. To quantise what is saved, "
+    "write a torch.library.custom_op with register_autograd.",
+)
+_SEED = report(
+    "`fn` sets torch's random state ({name}), which a trace loses.",
+    fix="leave it out: random ops draw from the state's seed, the step, the rank and the micro-batch "
+    "(step.init(..., seed=)).",
+)
+_SET_DATA = report(
+    "`fn` assigns to Tensor.{name}, which a trace loses.",
+    fix="a step is a pure function: make a new tensor, and return it in aux if it must live on.",
+)
+_HIGHER_ORDER = report(
+    "`fn` calls {name}, which is not an ATen operator the compiler can cut and differentiate.",
+    fix="write it with plain torch ops (torch.where for a choice, a Python loop for a fixed number of "
+    "turns), or wrap it as a torch.library.custom_op with register_autograd.",
+)
+
+_DEVICE = report(
+    "`fn` puts a tensor on {asked} by {name}; this step is traced on {device}.",
+    fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
+)
+
+Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
+
+
+def higher_order(name: str) -> TraceError:
+    """The error for an operator that takes graphs, or is no ATen operator at all."""
+    return TraceError(_HIGHER_ORDER.format(name=name))
+
+
+@contextmanager
+def refusals(device: torch.device) -> Iterator[Calls]:
+    """While tracing on this thread, calls that would be lost in silence raise a TraceError.
+
+    `device`: the trace's own. Any other but the host is refused: torch may know it by name alone, and
+    aborts the process where such a fake tensor meets autograd.
+    """
+    tracer: int | None = threading.get_ident()
+
+    def here() -> bool:
+        return threading.get_ident() == tracer
+
+    def end() -> None:  # what was imported by its name while tracing stays patched, and must do no harm
+        nonlocal tracer
+        tracer = None
+
+    with ExitStack() as stack:
+        stack.callback(end)
+        # A compiled submodule is traced through as the function it was made from.
+        import torch._dynamo.config as dynamo_config  # here: it brings Dynamo, which takes seconds
+
+        stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
+        for owner, name, patch in _patches():
+            original = inspect.getattr_static(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, patch(original, here)))
+        stack.enter_context(_quiet(here))
+        yield stack.enter_context(Calls(device))
+
+
+@contextmanager
+def _quiet(here: Callable[[], bool]) -> Iterator[None]:
+    """Torch logs a traceback of its own for an op that fails on fakes; the error says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not (here() and record.msg.startswith("failed while attempting to run meta"))
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
+
+
+class Calls(TorchFunctionMode):
+    """Sees every torch function that `fn` calls. `failed`: the one that failed last."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.failed: Call | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        asked = kwargs.get("device")
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
+            asked = args[1]
+        elif name in ("cuda", "xpu") and func is getattr(torch.Tensor, name):
+            asked = name
+        if asked is not None:
+            kind = torch.device(asked).type
+            if kind not in (self.device.type, "cpu", "meta"):
+                raise TraceError(_DEVICE.format(asked=kind, name=name, device=self.device.type))
+        if self.device.type != "cpu":
+            args, kwargs = self._there(name, args, kwargs)
+        if name in _READS:
+            args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
+        try:
+            if name in _INDEXED:
+                args = (args[0], positions(args[1], args[0].shape), *args[2:])
+            return SUBSTITUTES.get(func, func)(*args, **kwargs)
+        except Exception as error:
+            self.failed = Call(error, func, (*args, *kwargs.values()))
+            raise
+
+    def _there(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What `fn` closes over, or makes without a word on where, where its arguments are: a tensor on the
+        host would keep the host waiting for it in every step."""
+        if name in _MADE and "device" not in kwargs:
+            return args, kwargs | {"device": self.device}
+        kinds = {t.device.type for t in _tensors((args, tuple(kwargs.values())))}
+        if name == "copy_" or not kinds >= {"cpu", self.device.type}:
+            return args, kwargs
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                on_host = value.device.type == "cpu" and value.dim()
+                return value.to(self.device) if on_host else value
+            return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+
+        return moved(args), {key: moved(value) for key, value in kwargs.items()}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+_MADE = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+}
+_INDEXED = {"__getitem__", "__setitem__"}
+_READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
+
+
+def _patches() -> Iterator[tuple[Any, str, Patch]]:
+    yield torch.autograd.Function, "apply", _function_apply
+    yield torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        yield torch.Tensor, name, _refuse(_HOOK, name)
+    nested = ["grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"]
+    for module, names in {torch.func: nested, torch.autograd: ["grad", "backward"]}.items():
+        for name in names:
+            yield module, name, _refuse(_NESTED, f"{module.__name__}.{name}")
+    yield forward_ad, "make_dual", _refuse(_NESTED, "forward-mode AD")
+    yield functorch_apis, "vmap_impl", _refuse(_VMAP, "torch.vmap")
+    for owner in (torch, torch.random):
+        for name in ("manual_seed", "set_rng_state"):
+            yield owner, name, _refuse(_SEED, f"torch.{name}")
+    yield torch.inference_mode, "__enter__", _refuse(_INFERENCE, "torch.inference_mode", lambda m, *_: m.mode)
+    yield saved_tensors_hooks, "__enter__", _refuse(_SAVED, "saved_tensors_hooks", _is_users_hook)
+    for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+        yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
+    yield HigherOrderOperator, "__call__", _higher_order_call
+    for owner, attribute, function, name, when in draws():
+        yield owner, attribute, _instead(function, _refuse(DRAWS, name, when))
+    yield from unvalidated()
+    yield torch.Tensor, "data", _data
+    yield torch.Tensor, "grad_fn", _grad_fn
+
+
+def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Patch:
+    def patch(original: Any, here: Callable[[], bool]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if here() and when(*args, **kwargs):
+                raise TraceError(message.format(name=name))
+            return original(*args, **kwargs)
+
+        return call
+
+    return patch
+
+
+def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
+    """A patch of a function that is bound to its object already."""
+    return lambda _, here: patch(function, here)
+
+
+def _is_users_hook(context: Any) -> bool:
+    """torch's own (non-reentrant checkpoint, save_on_cpu) keep values as they are; others may not."""
+    return type(context) is saved_tensors_hooks or not type(context).__module__.startswith("torch.")
+
+
+def _function_apply(original: classmethod, here: Callable[[], bool]) -> classmethod:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if here() and cls.__name__ == "_NoopSaveInputs":  # torch 2.11 marks a checkpoint's inputs by it;
+            return args[0].detach()  # without a gradient the checkpoint calls its function and no more
+        generated = cls.__module__ == "torch._library.autograd"  # of a custom_op: an operator to the tracer
+        if here() and not generated:
+            known = {"CheckpointFunction": _REENTRANT, "BackwardHookFunction": _BACKWARD_HOOK}
+            raise TraceError(known.get(cls.__name__, _AUTOGRAD_FUNCTION).format(name=cls.__name__))
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _higher_order_call(original: Callable[..., Any], here: Callable[[], bool]) -> Callable[..., Any]:
+    def call(self: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+        if here():
+            raise higher_order(self.name())
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _data(original: Any, here: Callable[[], bool]) -> property:
+    """`.data` is `.detach()` to the tracer; assigning to it is refused."""
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() if here() else original.__get__(tensor)
+
+    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if here():
+            raise TraceError(_SET_DATA.format(name="data"))
+        original.__set__(tensor, value)
+
+    return property(read, write)
+
+
+class _Node:
+    """An autograd node that takes no hooks."""
+
+    def __init__(self, node: Any):
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise TraceError(_HOOK.format(name=f"grad_fn.{name}"))
+        return getattr(self._node, name)
+
+
+def _grad_fn(original: Any, here: Callable[[], bool]) -> property:
+    def read(tensor: torch.Tensor) -> Any:
+        node = original.__get__(tensor)
+        return _Node(node) if here() and node is not None else node
+
+    return property(read)

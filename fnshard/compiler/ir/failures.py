@@ -1,0 +1,188 @@
+"""Failures: what goes wrong while `fn` runs on tensors without values, told to whoever wrote `fn`.
+
+A torch function that fails becomes one TraceError: the function, its operands by leaf and batch argument, the
+line of the user's code, and the way out. What the user's own code raises stays what it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from fnshard.compiler.ir.arguments import Numbers, fold_lists
+from fnshard.compiler.ir.program import describe
+from fnshard.compiler.ir.source_lines import place_of
+from fnshard.errors import FnshardError, TraceError, report
+
+MIXED = (
+    "a leaf computes in its spec's compute_dtype, and the batch comes as it is: cast what comes with the "
+    "batch, or what was computed in another dtype, as in x.to(weight.dtype)."
+)
+_VALUE = (
+    "choose with torch.where, mask instead of indexing by a condition, and pass numbers that are known "
+    "before the step as plain Python arguments; what you want to see goes out in aux."
+)
+_BY_FUNCTION = {
+    "__format__": "a value is there when the step has run: return it in aux, as in `return loss, "
+    '{"accuracy": accuracy}`, and print it from the metrics.',
+    "nonzero": _VALUE + " A mixture of transformers: model.set_experts_implementation('grouped_mm').",
+    "one_hot": "say how many classes there are: F.one_hot(labels, num_classes=n).",
+    "bincount": "F.one_hot(x, num_classes=n).sum(0), or torch.zeros(n).scatter_add(0, x, weights).",
+    "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
+    "repeat_interleave": "say how many rows there will be: output_size=n.",
+    "_pack_padded_sequence": "run the recurrent module on the padded rows and mask what lies behind each "
+    "length: losses by arange(T) < lengths[:, None]; the last state of a row is its output at lengths - 1.",
+}
+_BY_MESSAGE = {
+    r"_C\.Generator": "the state of a torch.Generator is lost in a trace: leave generator= out, the "
+    "state's seed replaces it (step.init(..., seed=)).",
+    r"NoneType": "None in a batch is a constant that `fn` sees as it is: pass a tensor in its place, or "
+    "write `if x is None` in `fn`.",
+    r"must be Tensor, not|got an invalid combination|unsupported operand": "make it a tensor where the batch "
+    "is made, as in torch.as_tensor(labels); a list in the batch is so many Python numbers.",
+    r"Autograd not support dtype": MIXED,
+    r"not differentiable with respect to": "detach it, or give its leaf trainable=False; for weights of "
+    "classes that train: F.cross_entropy(..., reduction='none') * weight[labels].",
+    r"[Ll]ong|integer|Int\b": "indices and labels are integers, such as torch.long: are the arguments of the "
+    "batch in the order of `fn`'s?",
+    r"Could not infer dtype|meta tensor": _VALUE,
+}
+_SHAPES = (
+    "shapes are those of this rank's micro-batch and of whole leaves: are the arguments of the batch in the "
+    "order of `fn`'s? fn(params, *batch) alone, on full tensors, fails alike."
+)
+
+
+def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
+    """The error for nodes of a program, each with what is wrong with it and its line of the user's code.
+
+    Its `placed` says whether the program was traced with these lines.
+    """
+    places = [node.meta.get("stack_trace", "") for node, _ in found]
+    lines = [f"{text}{place and f', at {place}'}" for (_, text), place in zip(found, places, strict=True)]
+    error = TraceError(report(headline, lines[:8] + [f"and {len(lines) - 8} more"] * (len(lines) > 8), fix))
+    error.placed = any(places)
+    return error
+
+
+@dataclass(frozen=True)
+class Call:
+    """A torch function that failed, and what it was called with."""
+
+    error: Exception
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return getattr(self.function, "__name__", str(self.function))
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        flat = [v for a in self.arguments for v in (a if isinstance(a, list | tuple) else [a])]
+        return [v for v in flat if isinstance(v, Tensor)]
+
+
+def explain(
+    error: Exception,
+    failed: Call | None,
+    names: Mapping[int, str],
+    fn: Callable[..., Any],
+    batch: Mapping[str, Any],
+) -> Exception:
+    """An error that left `fn`, as it is to be raised; what the user's own code raised is itself.
+
+    Args:
+        failed: the torch function that failed last, if any did.
+        names: of leaves and of the batch's tensors, by their `id`.
+        batch: its leaves by path.
+    """
+    place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
+    call = failed if failed is not None and failed.error is error else None
+    if isinstance(error, FnshardError):
+        return TraceError(_placed(str(error), place)) if isinstance(error, TraceError) else error
+    if _depends_on_values(error):
+        headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
+        return TraceError(_message(headline, place, [], _BY_FUNCTION.get(call.name if call else "", _VALUE)))
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
+        headline = f"`fn` calls an operator that cannot run on tensors without values: {message}"
+        fix = "write it with plain torch ops; for a torch.library.custom_op add register_fake."
+        return TraceError(_message(headline, place, [], fix))
+    if call is not None:
+        shown = ", ".join(_shown(a, names) for a in call.arguments)
+        lines = [f"{call.name}({shown})", _batch_line(fn, batch)]
+        return TraceError(
+            _message(f"`fn` fails in {call.name}: {message}", place, lines, _fix(call, message))
+        )
+    if isinstance(error, TypeError) and "FakeTensor" in str(error):
+        return TraceError(
+            _message(f"`fn` fails: {message}", place, [_batch_line(fn, batch)], _fix(None, message))
+        )
+    error.add_note(f"while `fn` was traced{place and f', at {place}'}; {_batch_line(fn, batch)}")
+    return error
+
+
+def _message(headline: str, place: str, lines: list[str], fix: str) -> str:
+    return report(headline, [*([f"at {place}"] if place else []), *filter(None, lines)], fix)
+
+
+def _placed(text: str, place: str) -> str:
+    """A report with the user's line in it, if it has none."""
+    if not place or f"at {place}" in text:
+        return text
+    head, fix, rest = text.partition("\nFix: ")
+    return f"{head}\n  at {place}{fix}{rest}"
+
+
+def _depends_on_values(error: Exception) -> bool:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    known = re.search(r"data-dependent|\.(numpy|tolist)\(\) is not supported", str(error)) is not None
+    return isinstance(error, RuntimeError) and (known or "GuardOnDataDependent" in type(error).__name__)
+
+
+def _fix(call: Call | None, message: str) -> str:
+    if call is not None and call.name in _BY_FUNCTION:
+        return _BY_FUNCTION[call.name]
+    dtypes = {t.dtype for t in call.tensors() if t.dtype.is_floating_point} if call is not None else set()
+    if len(dtypes) > 1 and re.search(r"dtype|type|Float", message):
+        return MIXED
+    return next((fix for words, fix in _BY_MESSAGE.items() if re.search(words, message)), _SHAPES)
+
+
+def _shown(value: Any, names: Mapping[int, str]) -> str:
+    if isinstance(value, Tensor):
+        return f"{names.get(id(value), '')} {describe(value)}".strip()
+    if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
+        return f"[{', '.join(_shown(v, names) for v in value[:4])}{', ...' * (len(value) > 4)}]"
+    text = str(value) if isinstance(value, Numbers) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _batch_line(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
+    """`with x = batch['0'] f32[4, 8], y = batch['1'] i64[4]`: what `fn` was called with."""
+    try:
+        arguments = list(inspect.signature(fn).parameters.values())[1:]
+    except (TypeError, ValueError):
+        arguments = []
+    named = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+
+    def name(path: str) -> str:
+        first, _, rest = path.partition(".")
+        known = first.isdigit() and int(first) < len(named) and not rest
+        return f"{named[int(first)]} = " if known else ""
+
+    folded = fold_lists(batch, lambda leaf: isinstance(leaf, int | float))
+    shown = [f"{name(p)}batch[{p!r}] {_shown(v, {})}" for p, v in list(folded.items())[:8]]
+    return f"called with {', '.join(shown)}{', ...' * (len(folded) > 8)}" if shown else ""

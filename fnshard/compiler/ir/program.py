@@ -1,0 +1,175 @@
+"""Program: the forward of `fn` as a flat graph of composite ATen ops, with what is known of each node.
+
+The framework's jaxpr. Nodes are `torch.fx` nodes; `meta` of each holds `val` (its fake tensor) and
+`autocast` (the mode it ran in, or None). Grad modes have become `aten.detach`, random ops have
+become counter-based ones that read a key input, constants have become inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from fnshard.compiler.ir.guard import Guard
+from fnshard.tree import TreeDef
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: a "leaf" (name = path), "batch" leaf, "constant" or random "key"."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How `fn`'s outputs lie in the program's flat ones.
+
+    `loss`: index of the loss (or of the Mean's total); `count`: index of the Mean's count, or None.
+    `aux`: structure and one entry per aux leaf: ("scalar", i), ("mean", i, j), ("tensor", i) or
+    ("python", value). `bound`: the Mean's own. A forward-only program has no loss and only "tensor" entries.
+    """
+
+    loss: int | None
+    count: int | None
+    aux_structure: TreeDef | None
+    aux: tuple[tuple[Any, ...], ...] = ()
+    bound: float | None = None
+
+    @property
+    def summed(self) -> list[int]:
+        """Indices of what ranks sum with the loss: it, a Mean's count, scalars and Means of aux."""
+        count = [] if self.count is None else [self.count]
+        aux = [i for kind, *rest in self.aux if kind in ("scalar", "mean") for i in rest]
+        return [self.loss, *count, *aux]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The captured forward. `inputs` name the graph's placeholders in order; it holds while `guard` does."""
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    constants: Mapping[str, Tensor]
+    outputs: Outputs
+    fake_mode: Any = field(repr=False, default=None)
+    guard: Guard = field(repr=False, default_factory=Guard)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """One node per entry of `inputs`."""
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The flat outputs."""
+        return list(self.graph.output_node().args[0])
+
+    def as_text(self) -> str:
+        """One line per node: name, op, arguments, shape and dtype."""
+        lines = []
+        names = dict(zip(self.placeholders, self.inputs, strict=True))
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                lines.append(
+                    f"{node.name}: {names[node].kind} {names[node].name} {describe(node.meta['val'])}"
+                )
+            elif node.op == "call_function":
+                target = str(node.target).removesuffix(".default")
+                kwargs = "".join(f", {k}={v}" for k, v in node.kwargs.items())
+                args = ", ".join(map(str, node.args))
+                lines.append(f"{node.name} = {target}({args}{kwargs})  # {describe(node.meta.get('val'))}")
+        lines.append(f"return {', '.join(str(n) for n in self.results)}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`f32`, `bf16`, ...: the notation of schedules and programs."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def describe(value: Any) -> str:
+    """`f32[2, 8]` for a tensor, a tuple of these for several."""
+    if isinstance(value, Tensor):
+        return f"{short_dtype(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(describe, value)) + ")"
+    return repr(value)
+
+
+def replay(
+    graph: fx.Graph, inputs: Sequence[Any], seen: Callable[[fx.Node, Any], None] | None = None
+) -> tuple[Any, ...]:
+    """Run a composite graph, each node in the autocast mode it was traced in; returns its outputs.
+
+    Args:
+        seen: called with each node and its value.
+    """
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    with ExitStack() as stack:
+        current = None
+        for node in graph.nodes:
+            if node.op == "output":
+                return tuple(env[n] for n in node.args[0])
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            else:
+                if node.meta.get("autocast") != current:
+                    stack.close()
+                    current = node.meta.get("autocast")
+                    for device, dtype, enabled in current or ():
+                        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+            if seen is not None:
+                seen(node, env[node])
+    raise AssertionError("a graph without an output")
+
+
+def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
+    """Run the graph on fakes, and keep each node's value (with its `requires_grad`) in `meta`."""
+
+    def keep(node: fx.Node, value: Any) -> None:
+        node.meta["val"] = value
+
+    replay(graph, inputs, keep)
+
+
+def storage_id(value: Tensor) -> int:
+    """Identity of a (fake) tensor's storage: two values with the same one alias each other."""
+    return value.untyped_storage()._cdata
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments that this node's op writes to."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return []
+    schema = node.target._schema
+    if not schema.is_mutable:
+        return []
+    out = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            out += [
+                v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node)
+            ]
+    return out

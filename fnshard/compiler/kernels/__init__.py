@@ -1,0 +1,1 @@
+"""Kernels: a Program cut into segments, differentiated, and compiled."""

@@ -1,0 +1,126 @@
+"""Attention: which of torch's kernels a `scaled_dot_product_attention` becomes, and is frozen as.
+
+On a device torch chooses, when it is differentiated. Steps for CUDA machines that are not here are traced on
+the CPU: there the choice is made as torch 2.11 makes it on a Hopper GPU, so that what is planned will run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from fnshard.compiler.kernels.canonical import Source
+
+_lock = threading.RLock()  # the switch is the process's
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_FUSED = {
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash on the CPU",
+}
+
+
+def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
+    """What the attentions of a kernel were frozen as, and how many; "math" is no kernel of its own.
+
+    Args:
+        source: as `fn` has them.
+        forward: as they will run.
+    """
+    names = [getattr(n.target, "__name__", "").partition(".")[0] for n in forward.nodes]
+    found = Counter(_FUSED[n] for n in names if n in _FUSED)
+    math = sum(n.target in (_ATTENTION, torch.ops.fnshard.attention.default) for n in source.nodes)
+    return found + Counter(math=math - found.total())
+
+
+@contextmanager
+def choosing(source: Source, target: str) -> Iterator[None]:
+    """While a source is taken apart: its attentions become what they are on the target.
+
+    Args:
+        target: the type of device that the kernels are for.
+    """
+    with _OnCuda() if target == "cuda" and _on_cpu(source) else _off_cudnn(source):
+        yield
+
+
+def _on_cpu(source: Source) -> bool:
+    return all(a.device.type == "cpu" for a in source.inputs)
+
+
+@contextmanager
+def _off_cudnn(source: Source) -> Iterator[None]:
+    """A query's gradient was NaN from cuDNN with an explicit mask and a length of 64 beyond 128s."""
+    nodes = source.graph.find_nodes(op="call_function", target=_ATTENTION)
+    masks = [n.args[3] if len(n.args) > 3 else n.kwargs.get("attn_mask") for n in nodes]
+    spoils = any(
+        isinstance(mask, fx.Node) and _odd(*(a.meta["val"] for a in node.args[:2]))
+        for node, mask in zip(nodes, masks, strict=True)
+    )
+    with _lock:
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(before and not spoils)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _odd(*sequences: Tensor) -> bool:
+    return any(s.shape[-2] % 128 == 64 for s in sequences)
+
+
+class _OnCuda(TorchFunctionMode):
+    """Attention as on a Hopper GPU, for tensors that lie elsewhere."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_on_cuda if func is _ATTENTION else func)(*args, **(kwargs or {}))
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+    """The kernel that torch takes on a Hopper GPU: "cudnn", "flash", "efficient" or "math"."""
+    half, head = q.dtype in (torch.float16, torch.bfloat16), max(q.shape[-1], v.shape[-1])
+    plain = q.dim() == 4 and q.shape[-1] == k.shape[-1] and q.dtype == k.dtype == v.dtype
+    if not plain or not (half or q.dtype == torch.float32):
+        return "math"
+    trained = mask is not None and (mask.requires_grad or _odd(q, k))
+    if half and head <= 128 and q.shape[-1] % 8 == v.shape[-1] % 8 == 0 and not trained:
+        return "cudnn"
+    if half and mask is None and head <= 256 and q.shape[-1] == v.shape[-1]:
+        return "flash"
+    step = 8 if half else 4
+    return "efficient" if not enable_gqa and q.shape[-1] % step == v.shape[-1] % step == 0 else "math"
+
+
+def _on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    aten, name = torch.ops.aten, chosen(q, k, v, mask, enable_gqa)
+    if name == "math":
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout_p, is_causal, None, **how)[0]
+    if name == "flash":
+        head = q.shape[-1]
+        q, k, v = (F.pad(t, (0, -head % 8)) if head % 8 else t for t in (q, k, v))
+        scale = head**-0.5 if scale is None else scale
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0][..., :head]
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    if name == "cudnn":
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, mask, True, dropout_p, is_causal, False, scale=scale)[0]
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,132 @@
+"""Source: the code of a distinct segment, numbered afresh, so that equal blocks are equal text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.program import Input, describe, replay, short_dtype
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known of a segment's input or output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    kind: str  # "leaf", "batch", "constant", "key" or "value"
+
+    @staticmethod
+    def of(value: Tensor, kind: str) -> Argument:
+        """Of a (fake) tensor."""
+        return Argument(
+            tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad, kind
+        )
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"{self.kind} {short_dtype(self.dtype)}[{shape}]" + ("'" if self.requires_grad else "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One distinct segment: a graph over `inputs` that returns `outputs`, and its key."""
+
+    graph: fx.Graph
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    key: str
+    code: str
+
+    def __call__(self, *args: Tensor) -> tuple[Any, ...]:
+        """Run the composite graph, each node in the autocast mode it was traced in."""
+        return replay(self.graph, args)
+
+    def __str__(self) -> str:
+        return self.code
+
+
+# Decomposed ops may have other strides than the ops of the program, whose views may not fit them.
+_ANY_STRIDES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+
+
+def extract(
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    lazy: set[fx.Node],
+    placeholders: Mapping[fx.Node, Input],
+) -> tuple[Source, tuple[str, ...]]:
+    """The source of a segment of main `nodes`, and the program names of its inputs in order."""
+    inside = set(nodes)
+    copied: dict[fx.Node, fx.Node] = {}
+    inputs: dict[fx.Node, str] = {}
+    body = fx.Graph()
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node in copied:
+            return copied[node]
+        if node in placeholders or (node not in inside and node not in lazy):
+            inputs[node] = placeholders[node].kind if node in placeholders else "value"
+            copied[node] = body.placeholder(f"a{len(inputs) - 1}")
+            copied[node].meta = {"val": node.meta["val"]}
+            return copied[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
+        copied[node] = body.call_function(_ANY_STRIDES.get(node.target, node.target), args, kwargs)
+        copied[node].meta = {k: node.meta[k] for k in ("autocast", "val", "stack_trace") if k in node.meta}
+        return copied[node]
+
+    for node in nodes:
+        copy(node)
+    body.output([copied[n] for n in outputs])
+    graph = _renumber(body)
+    names = tuple(
+        f"{placeholders[n].kind}:{placeholders[n].name}" if n in placeholders else n.name for n in inputs
+    )
+    ins = tuple(Argument.of(n.meta["val"], kind) for n, kind in inputs.items())
+    outs = tuple(Argument.of(n.meta["val"], "value") for n in outputs)
+    code = _print(graph, ins, outs)
+    return Source(graph, ins, outs, hashlib.sha256(code.encode()).hexdigest()[:16], code), names
+
+
+def _renumber(body: fx.Graph) -> fx.Graph:
+    """Placeholders first, in order of first use; nodes named by position."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in body.nodes if n.op == "placeholder"]:
+        env[node] = graph.placeholder(f"a{len(env)}")
+        env[node].meta = dict(node.meta)
+    count = 0
+    for node in body.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"n{count}")
+            env[node].meta = dict(node.meta)
+            count += 1
+        elif node.op == "output":
+            graph.output([env[n] for n in node.args[0]])
+    return graph
+
+
+def _print(graph: fx.Graph, inputs: Sequence[Argument], outputs: Sequence[Argument]) -> str:
+    lines = [
+        f"{n.name}: {a} {a.stride} {a.device}"
+        for n, a in zip([n for n in graph.nodes if n.op == "placeholder"], inputs, strict=True)
+    ]
+    for node in graph.nodes:
+        if node.op == "call_function":
+            kwargs = "".join(f", {k}={v!r}" for k, v in node.kwargs.items())
+            args = ", ".join(repr(a) for a in node.args)
+            mode = f" under autocast{node.meta['autocast']}" if node.meta.get("autocast") else ""
+            lines.append(f"{node.name} = {node.target}({args}{kwargs}){mode}  # {describe(node.meta['val'])}")
+        elif node.op == "output":
+            lines.append(f"return {[n.name for n in node.args[0]]}")
+    lines += [f"out: {a} {a.stride}" for a in outputs]
+    return "\n".join(lines)

@@ -1,0 +1,449 @@
+"""Differentiate: each distinct segment -> a forward and a backward graph.
+
+The only module that uses AOTAutograd's joint export and its min-cut partitioner (He & Yu, MLSys
+2023). What depends on leaves alone is recomputed, never saved: leaves are gathered again for the
+backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fnshard.compiler.frontend.substitutes import LEFT_OUT, unchecked
+from fnshard.compiler.ir.program import OpOverload, describe
+from fnshard.compiler.kernels.attention import choosing
+from fnshard.compiler.kernels.canonical import Argument, Source
+from fnshard.compiler.kernels.remat import Policy, is_saved
+from fnshard.compiler.kernels.split import Segments
+from fnshard.compiler.rewrites.rounding import DECOMPOSITIONS
+from fnshard.errors import SpecError, TraceError, report
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What a backward kernel reads: ("input" | "output" | "saved" | "tangent", index)."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A distinct segment's forward and backward, as graphs of core ATen ops.
+
+    `forward(*inputs) -> (*outputs, *saved)`; `backward(*backward_inputs) -> grads`, one for each
+    entry of `grads` (an index into the source's inputs). `saved` describes what is kept for the
+    backward beside inputs and outputs; `shared` are the gradients (positions in `grads`) that may be
+    one tensor with another one or with an input, so that nobody may write to them. `kept`: the ops of the
+    remat policy's `save` that it has.
+    """
+
+    name: str
+    source: Source
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[Argument, ...]
+    backward_inputs: tuple[Ref, ...]
+    grads: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def tangents(self) -> tuple[int, ...]:
+        """Indices of the outputs that take a tangent."""
+        return tuple(i for i, a in enumerate(self.source.outputs) if a.requires_grad)
+
+    @property
+    def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """For each tangent that the backward reads: its place, and the strides it was traced with."""
+        nodes = _placeholders(self.backward)
+        return tuple(
+            (i, tuple(node.meta["val"].stride()))
+            for i, (ref, node) in enumerate(zip(self.backward_inputs, nodes, strict=True))
+            if ref.kind == "tangent"
+        )
+
+    def as_text(self) -> str:
+        """Signature, what is saved, and both graphs."""
+        saved = ", ".join(map(str, self.saved))
+        lines = [f"{self.name}: saves [{saved}]", self.forward.code.strip()]
+        if self.backward is not None:
+            lines.append(self.backward.code.strip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def differentiate(
+    source: Source, name: str, *, trainable: bool = True, budget: float = 1.0, save: Sequence[str] = (),
+    target: str = "cpu",
+) -> Kernel:  # fmt: skip
+    """Forward and backward of one source.
+
+    Args:
+        trainable: False traces the forward alone.
+        budget: fraction of saved activations, 1 all, 0 the inputs alone. (Random ops are functions of a
+            key that is an input, so that recomputation draws the same numbers.)
+        save: with a budget of 0, ops whose results are saved all the same; see `remat.is_saved`.
+        target: the type of device that it will run on; it may be traced elsewhere.
+    """
+    # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
+    import torch._functorch.config as functorch_config
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    mode = FakeTensorMode()
+    with mode:
+        args = tuple(
+            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device).requires_grad_(
+                a.requires_grad and trainable
+            )
+            for a in source.inputs
+        )
+    differentiable = trainable and any(a.requires_grad for a in source.outputs)
+    with _export_context(mode):
+        with _refusals(), unchecked(), choosing(source, target):
+            joint = aot_export_joint_simple(
+                lambda *values: tuple(map(_own, source(*values))),
+                args,
+                trace_joint=differentiable,
+                decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS},
+            )
+        _check_joint(joint)
+        with mode, V.set_fake_mode(mode):
+            _promote_scales(joint)
+            joint_graph_passes(joint)
+        if not differentiable:
+            _flatten_signature(joint)
+            return Kernel(name, source, joint, None, (), (), ())
+        kept = _must_save(joint, source, save) if budget == 0 and save else ()
+        _must_recompute(joint, source)
+        # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
+        with functorch_config.patch(
+            activation_memory_budget=1.0 if kept else budget, ban_recompute_materialized_backward=False
+        ):
+            forward, backward = min_cut_rematerialization_partition(
+                joint,
+                (),
+                num_fwd_outputs=len(source.outputs),
+                static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
+            )
+    _restore_ops(forward, backward)
+    return replace(_kernel(name, source, forward, backward), kept=kept)
+
+
+def kernel_key(source: str, policy: Policy) -> str:
+    """What segments that share a kernel have in common; a source's own key where it keeps everything."""
+    return f"{source} {policy.key}".strip()
+
+
+def differentiate_all(
+    segments: Segments,
+    policies: Sequence[Policy],
+    *,
+    trainable: bool = True,
+    known: MutableMapping[str, Kernel] | None = None,
+    target: str = "cpu",
+) -> dict[str, Kernel]:
+    """One kernel per distinct source and policy, by `kernel_key`, named k0, k1, ... in order of first use.
+
+    Args:
+        policies: of each segment.
+        known: kernels made before, by key; taken from it and added to it.
+        target: the type of device that they will run on.
+
+    Raises:
+        SpecError: a policy saves an op that none of its segments has.
+    """
+    known = {} if known is None else known
+    out: dict[str, Kernel] = {}
+    for segment, policy in zip(segments.segments, policies, strict=True):
+        key = kernel_key(segment.source, policy)
+        if key not in known:
+            known[key] = differentiate(
+                segments.sources[segment.source],
+                "",
+                trainable=trainable,
+                budget=policy.budget,
+                save=policy.save,
+                target=target,
+            )
+        if key not in out:
+            out[key] = replace(known[key], name=f"k{len(out)}")
+    wanted = {s for p in policies for s in p.save}
+    missing = sorted(wanted - {s for kernel in out.values() for s in kernel.kept})
+    if trainable and missing:
+        keys = {kernel_key(s.source, p) for s, p in zip(segments.segments, policies, strict=True) if p.save}
+        nodes = [n for k in keys for n in out[k].forward.graph.nodes if isinstance(n.target, OpOverload)]
+        ops = {n.target._schema.name.replace("::", ".") for n in nodes}
+        raise SpecError(
+            report(
+                f"save names {len(missing)} op(s) that no recomputed unit has: {', '.join(missing)}.",
+                fix=f"'matmul', 'attention', or a glob on: {', '.join(sorted(ops))}.",
+            )
+        )
+    return out
+
+
+def _promote_scales(joint: fx.GraphModule) -> None:
+    """Write out the cast of a scaled value whose maximum is taken, where the scale has a wider dtype.
+
+    Inductor's stable softmax takes the maximum before it scales, in the dtype of what is scaled.
+    """
+    ops = torch.ops.aten
+    for node in joint.graph.find_nodes(op="call_function", target=ops.amax.default):
+        scaled = node.args[0]
+        if scaled.target not in (ops.mul.Tensor, ops.div.Tensor):
+            continue
+        dtype = scaled.meta["val"].dtype
+        for operand in dict.fromkeys(a for a in scaled.args if isinstance(a, fx.Node)):
+            if operand.meta["val"].dtype != dtype:
+                with joint.graph.inserting_before(scaled):
+                    cast = joint.graph.call_function(
+                        torch.ops.prims.convert_element_type.default, (operand, dtype)
+                    )
+                cast.meta["val"] = cast.target(operand.meta["val"], dtype)
+                scaled.replace_input_with(operand, cast)
+
+
+def _own(value: Tensor) -> Tensor:
+    """A composite op may end in a view (some attention does); the export refuses to return one."""
+    return value if value._base is None else value.clone()
+
+
+def _export_context(mode: FakeTensorMode):
+    return torch._guards.tracing(torch._guards.TracingContext(mode))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What only shows where ops are taken apart: derivatives of unknown shape, writes torch cannot undo."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            report(
+                f"the derivative of an op in `fn` has a shape that depends on values ({error}).",
+                fix="detach what needs no gradient (a value that index_fill sets), or write torch.where.",
+            )
+        ) from error
+    except RuntimeError as error:
+        if "functionaliz" not in str(error):
+            raise
+        raise TraceError(
+            report(
+                f"`fn` writes in place in a way that torch cannot take apart: {str(error).split('. ')[0]}.",
+                fix="use the op's out-of-place form, and no as_strided beneath a write.",
+            )
+        ) from error
+
+
+def _check_joint(joint: fx.GraphModule) -> None:
+    """What only shows beneath the composite ops: random numbers, and ops with side effects."""
+    holds = torch.ops.aten._assert_tensor_metadata.default  # already; torch 2.11 cannot partition it
+    for check in joint.graph.find_nodes(op="call_function", target=holds):
+        joint.graph.erase_node(check)
+    calls = [n for n in joint.graph.nodes if n.op == "call_function"]
+    effects = [str(n.args[1]) for n in calls if getattr(n.target, "__name__", "") == "with_effects"]
+    random = [str(n.target) for n in calls if _draws(n)]
+    if effects:
+        raise TraceError(
+            report(
+                f"`fn` calls operators that act beside returning values ({', '.join(effects[:4])}).",
+                fix="leave checks and prints out.",
+            )
+        )
+    if random:
+        raise TraceError(
+            report(
+                f"`fn` draws random numbers inside {', '.join(random[:4])}; recomputation would redraw them.",
+                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
+                "or draw the numbers outside and pass them with the batch.",
+            )
+        )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an op draws random numbers; attention kernels only do where their dropout is not 0."""
+    if not _seeded(node):
+        return False
+    names = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return value != 0.0
+
+
+def _flatten_signature(module: fx.GraphModule) -> None:
+    """An exported module takes and returns pytrees; kernels take and return flat tensors."""
+    module.graph.set_codegen(fx.graph.CodeGen())
+    module.recompile()
+
+
+# ------------------------------------------------------------------ what the partitioner may save
+
+
+def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
+    """Tag what rests on leaves and constants alone, and views of inputs: both are there again later."""
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    from_leaf: set[fx.Node] = set()  # and from constants: closed-over ones, and aranges and the like
+    of_input: set[fx.Node] = set()
+    for node, argument in zip(placeholders, source.inputs, strict=False):
+        of_input.add(node)
+        if argument.kind in ("leaf", "constant"):
+            from_leaf.add(node)
+    tangents = set(placeholders[len(source.inputs) :])
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node in tangents:
+            continue
+        sources = node.all_input_nodes
+        if all(n in from_leaf for n in sources):
+            from_leaf.add(node)
+            _tag(node)
+        if _views(node) and all(n in of_input for n in sources):
+            of_input.add(node)
+            _tag(node)
+
+
+def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
+    """Tag every op of the forward: results of `save` are kept, all others made again.
+
+    An op with several results has the tag of these: the partitioner goes by the op's.
+    """
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    backward = set(placeholders[len(source.inputs) :])  # and all that rests on a tangent
+    kept, named = dict[str, None](), dict[fx.Node, list[str]]()  # a tag may take an op's name away
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or backward.intersection(node.all_input_nodes):
+            backward.update([node] if node.op == "call_function" else [])
+            continue
+        made_by = node.args[0] if node.target is operator.getitem else node
+        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, (s,))])
+        kept |= dict.fromkeys(hits)
+        _tag(node, bool(hits))
+    return tuple(kept)
+
+
+def _tag(node: fx.Node, saved: bool = False) -> None:
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
+    if _seeded(node):
+        node.target = _Unseeded(node.target)
+
+
+def _seeded(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+@dataclass(frozen=True)
+class _Unseeded:
+    """An op that torch takes for random and that is not (attention without dropout): under a tag the
+    partitioner would thread a generator's state through it.
+    """
+
+    op: OpOverload
+
+    @property
+    def __name__(self) -> str:
+        return self.op.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+
+def _restore_ops(*modules: fx.GraphModule) -> None:
+    for module in modules:
+        for node in module.graph.nodes:
+            if isinstance(node.target, _Unseeded):
+                node.target = node.target.op
+
+
+def _views(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target.is_view
+    return getattr(target, "__name__", "") == "getitem" and _views(node.args[0])
+
+
+# ------------------------------------------------------------------ reading the partition
+
+
+def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
+    inputs = {n.name: i for i, n in enumerate(_placeholders(forward))}
+    flat = list(forward.graph.output_node().args[0])
+    outputs = {n.name: i for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
+    saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in inputs and n.name not in outputs]
+    saved = {n.name: i for i, n in enumerate(saved_nodes)}
+    _set_outputs(forward, flat[: len(source.outputs)] + saved_nodes)
+    grads = _prune_backward(backward)
+    taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
+    refs = []
+    for node in _placeholders(backward):
+        if node.name.startswith("tangents_"):
+            refs.append(Ref("tangent", taking[int(node.name.removeprefix("tangents_")) - 1]))
+        elif node.name in inputs:
+            refs.append(Ref("input", inputs[node.name]))
+        elif node.name in outputs:
+            refs.append(Ref("output", outputs[node.name]))
+        else:
+            refs.append(Ref("saved", saved[node.name]))
+    descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
+    return Kernel(name, source, forward, backward, descriptions, tuple(refs), grads, _shared(backward))
+
+
+def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Drop missing gradients and unused inputs; returns which input each gradient is of."""
+    flat = list(backward.graph.output_node().args[0])
+    kept = tuple(i for i, n in enumerate(flat) if isinstance(n, fx.Node))
+    _set_outputs(backward, [flat[i] for i in kept])
+    for node in _placeholders(backward):
+        if not node.users:
+            backward.graph.erase_node(node)
+    backward.recompile()
+    return kept
+
+
+def _shared(backward: fx.GraphModule) -> tuple[int, ...]:
+    def base(node: fx.Node) -> fx.Node:
+        while node.op == "call_function" and _views(node):
+            node = node.args[0]
+        return node
+
+    bases = [base(n) for n in backward.graph.output_node().args[0]]
+    return tuple(i for i, n in enumerate(bases) if n.op == "placeholder" or bases.count(n) > 1)
+
+
+def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+    output = module.graph.output_node()
+    output.args = (tuple(nodes),)
+    for key in ("desc", "partitioner_tag"):
+        output.meta.pop(key, None)
+    _flatten_signature(module)
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _value(node: fx.Node) -> Tensor:
+    value: Any = node.meta["val"]
+    if not isinstance(value, Tensor):
+        raise AssertionError(f"{node} saves {describe(value)}")
+    return value

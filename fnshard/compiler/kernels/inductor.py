@@ -1,0 +1,147 @@
+"""Kernels through torch.compile's stack: the only module that calls Inductor.
+
+A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
+call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:
+they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
+where it is used: it takes seconds, and `import fnshard` should not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.errors import SpecError, report
+
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+LOG = logging.getLogger("fnshard")
+
+
+def compile_graph(
+    module: fx.GraphModule, *, backend: str, options: Mapping[str, Any], is_backward: bool
+) -> Boxed:
+    """One flat graph module as a boxed callable.
+
+    Args:
+        backend: "inductor" or "eager" (the same graph, uncompiled).
+        options: of `torch.compile(options=)`.
+    """
+    if not any(n.op == "call_function" for n in module.graph.nodes):
+        return _eager(module)  # returns its inputs: nothing to compile
+    if backend == "eager":
+        return _eager(module)
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta["val"] for n in placeholders]
+    mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
+    flat = module.graph.output_node().args[0]
+    # Strides of all outputs are kept as traced: the backward was traced with them.
+    module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
+    with (
+        V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
+        inductor_config.patch(dict(options)),
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        torch.no_grad(),
+    ):
+        compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
+    return compiled
+
+
+def _eager(module: fx.GraphModule) -> Boxed:
+    interpreter = fx.Interpreter(module, garbage_collect_values=True)
+
+    def run(args: list[Tensor]) -> Sequence[Tensor]:
+        values = list(args)
+        args.clear()
+        with torch.no_grad():
+            results = interpreter.boxed_run(values)
+        interpreter.env = {}  # or it would keep them until the next call
+        return results
+
+    return run
+
+
+def warm_up(device_type: str, backend: str) -> None:
+    """Start the processes that compile for an accelerator: they take seconds, in which one may trace."""
+    if backend == "inductor" and device_type != "cpu":
+        from torch._inductor import async_compile
+
+        async_compile.maybe_warm_pool()
+
+
+def compile_kernels(
+    kernels: Iterable[Kernel], *, backend: str, options: Mapping[str, Any]
+) -> dict[str, tuple[Boxed, Boxed | None]]:
+    """Forward and backward of each kernel, by name; the logger "fnshard" is told how far it is (INFO)."""
+    kernels = list(kernels)
+    graphs = [(k.name, g) for k in kernels for g in (k.forward, k.backward) if g is not None]
+    done: dict[tuple[str, bool], Boxed] = {}
+    for number, (name, graph) in enumerate(graphs, 1):
+        if backend != "eager":
+            _say(f"compiling {number} of {len(graphs)} kernels")
+        is_backward = (name, False) in done
+        done[name, is_backward] = compile_graph(
+            graph, backend=backend, options=options, is_backward=is_backward
+        )
+    if backend != "eager":
+        _say(f"compiled {len(graphs)} kernels", end="\n")
+    return {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
+
+
+def _say(text: str, end: str = "") -> None:
+    """To the logger; where nobody listens to it, rank 0 says it on a terminal, in one line."""
+    LOG.info(text)
+    unheard = not LOG.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+    if unheard and sys.stderr.isatty():
+        print(f"\rfnshard: {text}\x1b[K", end=end, file=sys.stderr, flush=True)
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`mode` and `options` as `torch.compile` takes them, as one dict.
+
+    Raises:
+        SpecError: an unknown mode or option, or one with CUDA graphs.
+    """
+    if mode in (None, "default") and not options:
+        return {}
+    from torch._inductor import list_mode_options, list_options
+
+    merged: dict[str, Any] = {}
+    if mode not in (None, "default"):
+        known = list_mode_options()
+        if mode not in known:
+            raise SpecError(
+                report(f"mode={mode!r} is not a mode of torch.compile.", fix=f"one of: {', '.join(known)}.")
+            )
+        merged.update(known[mode])
+    if mode == "reduce-overhead":  # one graph of the whole step (`cuda_graph`), and none of a kernel
+        merged.pop("triton.cudagraphs", None)
+    merged.update(options or {})
+    unknown = [f"options[{name!r}]" for name in merged if name not in list_options()]
+    if unknown:
+        raise SpecError(
+            report(
+                f"{len(unknown)} option(s) that torch.compile does not have:",
+                unknown,
+                "torch._inductor.list_options() names them all.",
+            )
+        )
+    if merged.get("triton.cudagraphs"):
+        raise SpecError(
+            report(
+                "CUDA graphs keep a kernel's outputs in place, and the executor frees and reuses them.",
+                fix="mode='reduce-overhead', one graph of the step; or mode='max-autotune-no-cudagraphs', "
+                "options={'triton.cudagraphs': False}.",
+            )
+        )
+    return merged

@@ -1,0 +1,132 @@
+"""Remat: what each segment keeps for its backward, by name or by budget.
+
+Recomputing a whole block and keeping its input is Chen et al. 2016 (FSDP's and Lightning's activation
+checkpointing); a fraction goes to the min-cut partitioner as its memory budget; `save` is torch's selective
+checkpointing; `offload` keeps all on the host.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.kernels.split import Segment, Segments
+from fnshard.errors import SpecError, report
+
+Kept = Literal["none", "unit", "offload", "unit+offload"]
+Remat = Kept | float | Mapping[str, Kept | float]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one segment keeps.
+
+    Args:
+        budget: fraction of what the backward wants; 0 keeps nothing but the segment's inputs.
+        offload: whether what is kept rests on the host between forward and backward.
+        save: ops whose results are kept all the same (with a budget of 0).
+    """
+
+    budget: float = 1.0
+    offload: bool = False
+    save: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Tells kernels of one source apart; "" where everything is kept (where it is kept is no matter)."""
+        saved = "+".join(self.save) if self.budget == 0 else ""
+        return "" if self.budget == 1 else f"keep {self.budget:g} {saved}".strip()
+
+
+NAMED = {
+    "none": Policy(),
+    "unit": Policy(0.0),
+    "offload": Policy(offload=True),
+    "unit+offload": Policy(0.0, offload=True),
+}
+
+GROUPS = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    "attention": ("*scaled_dot_product*", "*flex_attention*"),
+}
+
+
+def check(remat: Any, save: Any) -> list[str]:
+    """What is wrong with these arguments of a step, a line each."""
+    choices = (
+        f"one of {', '.join(map(repr, NAMED))}, a fraction from 0 to 1, or a dict from unit globs to those"
+    )
+    given = list(remat.items()) if isinstance(remat, Mapping) else [("", remat)]
+    wrong = [
+        f"remat={f'{{{glob!r}: {policy!r}}}' if glob else repr(policy)}: {choices}"
+        for glob, policy in given
+        if not isinstance(glob, str) or _policy(policy) is None
+    ]
+    if isinstance(remat, Mapping) and not remat:
+        wrong.append(f"remat={{}}: {choices}")
+    if isinstance(save, str) or not isinstance(save, Sequence) or not all(isinstance(s, str) for s in save):
+        wrong.append(f"save={save!r}: a list of ops, such as ['matmul', 'attention'] or ['aten.mm']")
+    elif save and not any(p is not None and p.budget == 0 for p in (_policy(v) for _, v in given)):
+        wrong.append(f"save={list(save)!r}: nothing is recomputed; it goes with remat='unit'")
+    return wrong
+
+
+def _policy(value: Any) -> Policy | None:
+    if isinstance(value, str):
+        return NAMED.get(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return Policy(float(value))
+    return None
+
+
+def policies(
+    segments: Segments, remat: Remat, save: Sequence[str], units: Iterable[str]
+) -> tuple[Policy, ...]:
+    """The policy of each segment.
+
+    One that is given for all does not touch the last segment: its backward runs right behind its
+    forward, so that recomputing would cost time and save nothing. A dict is followed to the letter.
+
+    Args:
+        units: of all leaves; globs are matched against these.
+
+    Raises:
+        SpecError: a glob that matches no unit.
+    """
+    if not isinstance(remat, Mapping):
+        chosen = _with_save(_policy(remat), save)
+        return (*[chosen] * (len(segments.segments) - 1), Policy())
+    units = list(dict.fromkeys(units))
+    unused = [f"remat[{g!r}]" for g in remat if not any(fnmatch.fnmatchcase(u, g) for u in units)]
+    if unused:
+        shown = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "")
+        raise SpecError(
+            report(f"{len(unused)} remat rule(s) match no unit:", unused, f"the units are: {shown}")
+        )
+    return tuple(_first(s, remat, save) for s in segments.segments)
+
+
+def _first(segment: Segment, remat: Mapping[str, Any], save: Sequence[str]) -> Policy:
+    for glob, value in remat.items():
+        if any(fnmatch.fnmatchcase(unit, glob) for unit in segment.units):
+            return _with_save(_policy(value), save)
+    return Policy()
+
+
+def _with_save(policy: Policy, save: Sequence[str]) -> Policy:
+    return Policy(policy.budget, policy.offload, tuple(save) if policy.budget == 0 else ())
+
+
+def is_saved(node: fx.Node, save: Sequence[str]) -> bool:
+    """Whether one of `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = node.target._schema.name.replace("::", ".")
+    globs = [glob for s in save for glob in GROUPS.get(s, (s,))]
+    short = name.split(".", 1)[1]
+    return any(fnmatch.fnmatchcase(n, g.removesuffix(".default")) for g in globs for n in (name, short))

@@ -1,0 +1,73 @@
+"""Operands: tensors of several dtypes where an op takes one, which fakes let pass and kernels do not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.failures import MIXED, refused_at
+from fnshard.compiler.ir.program import OpOverload, Program, describe
+
+# Of the ops that `fn` may call, in place or not, those that torch does not check on tensors without values.
+_SAME = frozenset([
+    "linear", "matmul", "mm", "mv", "addmm", "addmv", "addbmm", "conv1d", "conv2d", "conv3d", "conv_tbc",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution",
+    "_convolution_mode", "index_put", "index_add", "index_copy", "put", "cross", "linalg_cross", "cdist",
+    "binary_cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d", "multi_margin_loss", "grid_sampler",
+    "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "polar", "complex",
+])  # fmt: skip
+# These take parameters and statistics in fp32 beside an input in half precision.
+_NORMS = frozenset(["layer_norm", "group_norm", "batch_norm", "instance_norm"])
+_HALF = (torch.bfloat16, torch.float16)
+_INDICES = frozenset(["index", "indices", "offsets", "target"])  # these may be integers beside floats
+
+
+def check_dtypes(program: Program) -> None:
+    """Refuse what eager torch refuses: say, a product of a float32 batch and a leaf computing in bfloat16.
+
+    Raises:
+        TraceError: all of them, each operand by the leaf or batch leaf that it comes from.
+    """
+    names = dict(zip(program.placeholders, program.inputs, strict=True))
+    wrong = []
+    for node in program.graph.nodes:
+        name = node.target._schema.name.removeprefix("aten::") if isinstance(node.target, OpOverload) else ""
+        kind = name.rstrip("_")
+        if not (kind in _SAME or kind in _NORMS) or node.meta.get("autocast"):
+            continue
+        operands = _operands(node)
+        dtypes = {n.meta["val"].dtype for n in operands}
+        if kind in _NORMS and operands[0].meta["val"].dtype in _HALF:
+            dtypes.discard(torch.float32)
+        if len(dtypes) > 1:
+            wrong.append((node, f"{name} of " + " and ".join(_named(n, names) for n in operands)))
+    if wrong:
+        raise refused_at(
+            f"`fn` gives tensors of different dtypes {len(wrong)} time(s) to one op:", wrong, MIXED
+        )
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op is given, without those that count or choose."""
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, fx.Node) and isinstance(each.meta["val"], Tensor):
+                dtype = each.meta["val"].dtype
+                if dtype.is_floating_point or dtype.is_complex or argument.name not in _INDICES:
+                    found.append(each)
+    return found
+
+
+def _named(node: fx.Node, names: dict[fx.Node, object]) -> str:
+    """What it is, and the leaf or batch leaf that it is made of, if of that alone and in its dtype."""
+    text, source = describe(node.meta["val"]), node
+    while source not in names and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    place = names.get(source)
+    if place is None or source.meta["val"].dtype != node.meta["val"].dtype:
+        return text
+    where = {"leaf": f"params[{place.name!r}]", "batch": f"batch[{place.name!r}]"}.get(place.kind, "")
+    return f"{where} {text}".strip()

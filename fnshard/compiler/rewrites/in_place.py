@@ -1,0 +1,266 @@
+"""In place: every write becomes a new value, so that a program is pure and can be cut anywhere.
+
+A write changes one tensor and all that shares its memory. It becomes one node here: a pure function from the
+memory's first tensor, its base, to a copy in which the op is done through the same views. What reads the base
+or a view of it behind the write reads the copy, through views made again. Autograd passes through the copy,
+the views and the op as it does in torch, so that no op needs a rule of its own, and AOTAutograd makes
+functional ops of them within a kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id
+
+aten = torch.ops.aten
+
+
+def functionalize(graph: fx.Graph) -> fx.Graph:
+    """The same program without writes; `graph` itself where it has none.
+
+    Args:
+        graph: its nodes carry fake values, whose storages say what shares memory. Those of the result are
+            to be made anew.
+
+    Raises:
+        TraceError: a write to memory whose copy is laid out otherwise, where that can be seen.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> from fnshard.compiler.rewrites.in_place import functionalize
+    >>> from fnshard.compiler.ir.program import propagate, replay
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> row = graph.call_function(torch.ops.aten.select.int, (x, 0, 1))
+    >>> _ = graph.call_function(torch.ops.aten.zero_.default, (row,))
+    >>> _ = graph.output([x])
+    >>> x = torch.ones(2, 2)
+    >>> propagate(graph, [x.clone()])
+    >>> pure = functionalize(graph)
+    >>> [str(n.target) for n in pure.nodes if n.op == "call_function"]
+    ['zero_(select.int(x0, 0, 1))']
+    >>> replay(pure, [x])[0].tolist(), x.tolist()
+    ([[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]])
+    """
+    if not any(mutated_args(n) for n in graph.nodes):
+        return graph
+    _check_bases(graph)
+    _check_detached(graph)
+    return _Functional().run(graph)
+
+
+def _check_bases(graph: fx.Graph) -> None:
+    """Refuse writes to tensors with gaps or overlaps where strides show: a copy of such a tensor is dense."""
+    bases: dict[int, fx.Node] = {}
+    strided: set[int] = set()
+    for node in graph.nodes:
+        for memory in _memories(node):
+            bases.setdefault(memory, node)
+        if node.target is aten.as_strided.default:
+            strided |= _memories(node)
+    wrong = {}
+    for node in graph.nodes:
+        for memory in {m for n in mutated_args(node) for m in _memories(n)}:
+            value = next(v for v in _tensors(bases[memory]) if storage_id(v) == memory)
+            shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in strided else ""
+            if shown and aten.clone.default(value).stride() != value.stride():
+                wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
+    if wrong:
+        raise refused_at(
+            f"`fn` writes in place to {len(wrong)} tensor(s) that are not dense, by their strides:",
+            list(wrong.values()),
+            "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
+        )
+
+
+def _is_its_source(node: fx.Node) -> bool:
+    """Whether this is a `detach` that nothing tells from its input, as behind `torch.tensor(...)`."""
+    if node.target is not aten.detach.default:
+        return False
+    source = node.args[0]
+    fresh = all(_memories(source).isdisjoint(_memories(n)) for n in source.all_input_nodes)
+    return fresh and len(source.users) == 1 and not source.meta["val"].requires_grad
+
+
+def _check_detached(graph: fx.Graph) -> None:
+    """Refuse gradients that are written through `detach`: what shares the memory has the values alone."""
+    wrong = [
+        (node, f"{describe(node.meta['val'])} in the memory of {node.args[0]}")
+        for node in graph.nodes
+        if node.target is aten.detach.default and node.meta["val"].requires_grad and not _is_its_source(node)
+    ]
+    if wrong:
+        raise refused_at(
+            f"`fn` writes values that need a gradient in place to {len(wrong)} detached tensor(s):",
+            wrong,
+            "write to a copy (.detach().clone()), or to the tensor itself.",
+        )
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether two of its elements may lie in one place."""
+    end = 0  # of what the dims so far reach
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += (size - 1) * stride
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """One op in place as a pure function: of copies of the bases it writes to, and of what else it reads.
+
+    Returns the copies, and behind them what the op returns beside; one tensor, or several.
+    """
+
+    graph: fx.Graph
+    op: fx.Node  # the write inside `graph`
+
+    def __call__(self, *values: Tensor) -> Any:
+        results = replay(self.graph, values)
+        return results[0] if len(results) == 1 else results
+
+    @property
+    def __name__(self) -> str:
+        return self.op.target.__name__.split(".")[0]
+
+    def __str__(self) -> str:
+        """The op and the views it writes through, of inputs x0, x1, ... : the same for the same code."""
+        numbers = {n: f"x{i}" for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
+
+        def text(value: Any) -> str:
+            if isinstance(value, list | tuple):
+                return f"[{', '.join(map(text, value))}]"
+            if not isinstance(value, fx.Node):
+                return repr(value)
+            if value.target is aten.clone.default and value.args[0] in numbers:
+                value = value.args[0]
+            if value in numbers:
+                return numbers[value]
+            arguments = [*map(text, value.args), *(f"{k}={text(v)}" for k, v in value.kwargs.items())]
+            name = getattr(value.target, "__name__", str(value.target)).removesuffix(".default")
+            return f"{name}({', '.join(arguments)})"
+
+        return text(self.op)
+
+
+class _Functional:
+    """One pass over a program: nodes of the old graph are keys, `read` says what they are by now."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.bases: dict[int, fx.Node] = {}  # by memory: the first tensor in it
+        self.writes: Counter[int] = Counter()  # by memory, so far
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.made_at: dict[fx.Node, dict[int, int]] = {}  # the writes that `current` has seen
+        self.same: dict[fx.Node, fx.Node] = {}  # what an op in place returns is what it wrote to
+        self.results: dict[fx.Node, list[fx.Node]] = {}  # of an op in place that returns several
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        for node in graph.nodes:
+            if isinstance(node.meta.get("val"), Tensor):
+                self.bases.setdefault(storage_id(node.meta["val"]), node)
+            if node.op == "output":
+                self.graph.output([self.read(n) for n in node.args[0]])
+            elif mutated_args(node):
+                self.write(node)
+            elif _is_its_source(node):
+                self.bind(node, node.args[0])
+            elif node.target is operator.getitem and node.args[0] in self.results:
+                self.bind(node, self.results[node.args[0]][node.args[1]])
+            else:
+                self.bind(node, self.graph.node_copy(node, self.read))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def bind(self, node: fx.Node, value: fx.Node) -> None:
+        """From here on `node` is `value`, of the new graph, or whatever `value`, of the old one, is."""
+        if value.graph is self.graph:
+            self.current[node] = value
+            self.made_at[node] = self._writes(node)
+        else:
+            self.same[node] = self.same.get(value, value)
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """`node` as it is now: a view of memory that was written to since is made again."""
+        node = self.same.get(node, node)
+        if self.made_at[node] != self._writes(node):
+            self.bind(node, self.graph.node_copy(node, self.read))
+        return self.current[node]
+
+    def write(self, node: fx.Node) -> None:
+        """A `Write` for `node`: its results are the bases by now, and what `node` returned beside."""
+        targets = mutated_args(node)
+        memories = list(dict.fromkeys(m for n in targets for m in _memories(n)))
+        bases = [self.bases[m] for m in memories]
+        write, inputs = _write(node, bases, set(memories), self.same)
+        made = self.graph.call_function(write, tuple(map(self.read, inputs)))
+        made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+        returned = [storage_id(v) in memories for v in _tensors(node)]
+        count = len(bases) + returned.count(False)
+        parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
+        parts = iter(parts if count > 1 else [made])
+        self.writes.update(memories)
+        for base in bases:
+            self.bind(base, next(parts))
+        aliases = iter(targets)
+        self.results[node] = [next(aliases if alias else parts) for alias in returned]
+        if isinstance(node.meta["val"], Tensor):
+            self.bind(node, self.results[node][0])
+
+    def _writes(self, node: fx.Node) -> dict[int, int]:
+        return {m: self.writes[m] for m in _memories(node)}
+
+
+def _write(
+    node: fx.Node, bases: list[fx.Node], memories: set[int], same: dict[fx.Node, fx.Node]
+) -> tuple[Write, list[fx.Node]]:
+    """`node` as a pure function, and the old nodes that it takes."""
+    body = fx.Graph()
+    inputs: list[fx.Node] = []
+    inside: dict[fx.Node, fx.Node] = {}
+
+    def enter(old: fx.Node) -> fx.Node:
+        inputs.append(old)
+        return body.placeholder(f"x{len(inputs) - 1}")
+
+    def place(old: fx.Node) -> fx.Node:
+        old = same.get(old, old)
+        if old not in inside:
+            inside[old] = enter(old) if memories.isdisjoint(_memories(old)) else copy(old)
+        return inside[old]
+
+    def copy(old: fx.Node) -> fx.Node:
+        new = body.node_copy(old, place)
+        new.meta = {}  # all of it runs in the modes of the whole
+        return new
+
+    for base in bases:
+        inside[base] = body.call_function(aten.clone.default, (enter(base),))
+    op = copy(node)
+    values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
+    beside = [i for i, v in enumerate(values) if storage_id(v) not in memories]
+    fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in beside]
+    body.output((*(inside[base] for base in bases), *fresh))
+    return Write(body, op), inputs
+
+
+_KEPT = ("autocast", "nn_module_stack", "stack_trace")
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+
+
+def _memories(node: fx.Node) -> set[int]:
+    return {storage_id(value) for value in _tensors(node)}

@@ -1,0 +1,122 @@
+"""Buckets: the leaves of one unit that travel together, and how they are packed flat.
+
+A bucket's wire form is one flat tensor per rank; each leaf's block starts at a multiple of 128
+bytes, in every rank's row. Blocks are padded to equal size on all ranks; padding is zero wherever it
+is summed, and is cut off before `fn`, a checkpoint or a norm can see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fnshard.layout.spec import LayoutSpec, P, block_shape
+from fnshard.mesh import Mesh
+
+ALIGN_bytes = 128
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One leaf's place in a bucket: full shape, padded block shape, offset in elements."""
+
+    path: str
+    shape: tuple[int, ...]
+    layout: P
+    block: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the padded block."""
+        return math.prod(self.block)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One collective: leaves of `unit` exchanged over `axes` as `dtype`. `numel`: of one rank's row."""
+
+    name: str
+    unit: str
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The leaves in it."""
+        return tuple(p.path for p in self.pieces)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one rank's row on the wire."""
+        return self.numel * self.dtype.itemsize
+
+
+def make_buckets(
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    layout: Callable[[LayoutSpec], P],
+    dtype: Callable[[LayoutSpec], torch.dtype],
+    purpose: str,
+    apart: Callable[[LayoutSpec], object] = lambda spec: None,
+) -> tuple[Bucket, ...]:
+    """Group leaves by (unit, axes, dtype), in order of the tree.
+
+    Args:
+        layout, dtype: which of a spec's layouts and dtypes travel.
+        purpose: first part of the buckets' names ("gather", "reduce", ...).
+        apart: leaves for which this differs do not share a bucket either.
+    """
+    groups: dict[tuple[str, tuple[str, ...], torch.dtype, object], list[str]] = {}
+    for path, spec in specs.items():
+        key = (spec.unit, mesh.ordered(layout(spec).axes), dtype(spec), apart(spec))
+        groups.setdefault(key, []).append(path)
+    out: list[Bucket] = []
+    for (unit, axes, wire, _), paths in groups.items():
+        pieces, numel = _place({p: specs[p] for p in paths}, mesh, layout, wire)
+        name = _unused(f"{purpose}/{unit}", {b.name for b in out})
+        out.append(Bucket(name, unit, axes, wire, pieces, numel))
+    return tuple(out)
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, or the first of `name:1`, `name:2`, ... that no other bucket has."""
+    return next(n for n in (name, *(f"{name}:{i}" for i in range(1, len(taken) + 2))) if n not in taken)
+
+
+def _place(
+    specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
+) -> tuple[tuple[Piece, ...], int]:
+    blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
+    starts, total = _aligned([math.prod(b) for b in blocks], dtype)
+    pieces = tuple(
+        Piece(path, spec.shape, layout(spec), block, start)
+        for (path, spec), block, start in zip(specs.items(), blocks, starts, strict=True)
+    )
+    return pieces, total
+
+
+def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
+    """Where its full leaves lie when they share one memory, (start, length) in elements; of how many."""
+    sizes = [math.prod(p.shape) for p in bucket.pieces]
+    starts, total = _aligned(sizes, bucket.dtype)
+    return list(zip(starts, sizes, strict=True)), total
+
+
+def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
+    """Starts of runs of these sizes, each at a multiple of 128 bytes, and where the next one would start.
+
+    What is shorter than 128 bytes ends where it ends: a scalar is no reason to send so many.
+    """
+    step = max(1, ALIGN_bytes // dtype.itemsize)
+    starts, at, end = [], 0, 0
+    for size in sizes:
+        starts.append(at)
+        end = at + size
+        at = -(-end // step) * step
+    return starts, at if end > step else end

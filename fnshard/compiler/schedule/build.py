@@ -1,0 +1,446 @@
+"""Build: Segments and Kernels -> the plainest right Schedule; passes make it fast.
+
+Every segment gathers what it reads right before it runs, forward and backward; every reduction is
+waited for at once; all updates come at the end. The chain rule across segments is plain reverse
+accumulation, written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.split import Segment, Segments
+from fnshard.compiler.schedule.buckets import Bucket, make_buckets
+from fnshard.compiler.schedule.instructions import (
+    Accumulate,
+    Add,
+    AllReduce,
+    Cast,
+    Gather,
+    Instruction,
+    Local,
+    Names,
+    Norms,
+    Publish,
+    ReduceScalars,
+    ReduceScatter,
+    Run,
+    Schedule,
+    Update,
+    Wait,
+    Zeros,
+)
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+
+AccumulateMode = Literal["reduce", "local"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the step is to do beside running `fn`.
+
+    Args:
+        accumulate: micro-batches in one step.
+        accumulate_mode: "reduce" each micro-batch's gradients into the sharded accumulator, or
+            accumulate "local" full gradients and reduce once.
+        update: run the optimizer (else return the gradients).
+        norms: reduce squared norms with the scalars.
+        scalars: how many numbers ride on ReduceScalars beside what `fn` returns.
+        barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
+            last of them and the first update.
+        counted: updates need the scalars of the forward (a Mean's count), which are summed before the
+            backward, so that updates stay in it.
+    """
+
+    accumulate: int = 1
+    accumulate_mode: AccumulateMode = "reduce"
+    update: bool = True
+    norms: bool = False
+    barrier: bool = False
+    counted: bool = False
+    scalars: int = 0
+    differentiate: bool = True
+
+
+def build(
+    segments: Segments,
+    kernels: Sequence[Kernel],
+    outputs: Outputs,
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    plan: Plan,
+) -> Schedule:
+    """The plain schedule of one step; `kernels`: of each segment."""
+    b = _Builder(segments, kernels, outputs, specs, mesh, plan)
+    for micro in range(plan.accumulate):
+        b.forward(micro)
+        if plan.differentiate:
+            if micro == plan.accumulate - 1 and not (plan.barrier or plan.norms):
+                b.scalars_issue()
+            b.backward(micro)
+    if plan.differentiate:
+        b.finish()
+    return b.schedule()
+
+
+@dataclass
+class _Builder:
+    segments: Segments
+    kernels: Sequence[Kernel]
+    outputs: Outputs
+    specs: Mapping[str, LayoutSpec]
+    mesh: Mesh
+    plan: Plan
+    lines: list[Instruction] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        read = {p for s in self.segments.segments for p in s.leaves}
+        moved = {p: s for p, s in self.specs.items() if p in read and not self._is_alias(p)}
+        trained = {p: s for p, s in self.specs.items() if s.trainable}
+        self.gathers = make_buckets(
+            moved, self.mesh, lambda s: s.storage, wire_dtype, "gather", apart=lambda s: s.compute_dtype
+        )
+        self.reduces = make_buckets(
+            trained,
+            self.mesh,
+            lambda s: s.gradient,
+            lambda s: s.reduce_dtype,
+            "reduce",
+            apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on),
+        )
+        published = {p: s for p, s in trained.items() if self._must_publish(s)} if self.plan.update else {}
+        self.publishes = make_buckets(
+            published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
+        )
+        self.gather_of = {p: b for b in self.gathers for p in b.paths}
+        self.reduce_of = {p: b for b in self.reduces for p in b.paths}
+        self.active = self._active()
+        self.complete = self._completion()
+        self.reduced: dict[str, str] = {}
+        self.local: dict[str, str] = {}
+
+    def _is_alias(self, path: str) -> bool:
+        """Whether the stored leaf is what `fn` sees: nothing to gather, nothing to cast."""
+        spec = self.specs[path]
+        return not self.mesh.ordered(spec.storage.axes) and spec.compute_dtype == spec.storage_dtype
+
+    def _must_publish(self, spec: LayoutSpec) -> bool:
+        return bool(self.mesh.ordered(spec.optimizer.axes)) and not self.mesh.ordered(spec.storage.axes)
+
+    def _active(self) -> set[int]:
+        """Segments whose backward runs: some output of theirs reaches the loss."""
+        if not self.plan.differentiate:
+            return set()
+        reached = {self.segments.results[self.outputs.loss]}
+        active: set[int] = set()
+        for segment in reversed(self.segments.segments):
+            kernel = self.kernels[segment.index]
+            if kernel.backward is None or not kernel.grads:
+                continue
+            if any(segment.outputs[i] in reached for i in kernel.tangents):
+                active.add(segment.index)
+                reached |= {segment.inputs[i] for i in kernel.grads}
+        return active
+
+    def _completion(self) -> dict[str, int | None]:
+        """For each reduce bucket the segment whose backward makes its last gradient; None: never used."""
+        first: dict[str, int] = {}
+        for segment in self.segments.segments:
+            if segment.index in self.active:
+                for i in self.kernels[segment.index].grads:
+                    name = segment.inputs[i]
+                    if name.startswith("leaf:"):
+                        first.setdefault(name.removeprefix("leaf:"), segment.index)
+        return {b.name: min((first[p] for p in b.paths if p in first), default=None) for b in self.reduces}
+
+    # -------------------------------------------------------------- names
+
+    def phase(self, name: str, micro: int) -> str:
+        return f"{name}.{micro}" if self.plan.accumulate > 1 else name
+
+    def value(self, name: str, micro: int) -> str:
+        if name.startswith("constant:") or self.plan.accumulate == 1:
+            return name
+        return f"{name}#{micro}"
+
+    def unit(self, segment: Segment) -> str:
+        return "+".join(segment.units) or "-"
+
+    # -------------------------------------------------------------- leaves
+
+    def fetch(self, segment: Segment, paths: Sequence[str], phase: str, version: str) -> dict[str, str]:
+        """Gather the buckets that hold `paths`; returns the name each leaf goes by."""
+        names = {p: f"s:{p}" for p in paths if p not in self.gather_of}
+        for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
+            stored = tuple(f"s:{p}" for p in bucket.paths)
+            fresh = tuple(f"p:{p}#{version}" for p in bucket.paths)
+            if bucket.axes:
+                flight = f"~{bucket.name}#{version}"
+                self.lines.append(Gather(bucket.unit, phase, stored, (flight,), bucket=bucket.name))
+                self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of="gather"))
+            else:
+                self.lines.append(Cast(bucket.unit, phase, stored, fresh, bucket=bucket.name))
+            names |= dict(zip(bucket.paths, fresh, strict=True))
+        return names
+
+    # -------------------------------------------------------------- forward
+
+    def forward(self, micro: int) -> None:
+        phase = self.phase("forward", micro)
+        for segment in self.segments.segments:
+            kernel = self.kernels[segment.index]
+            names = self.fetch(segment, segment.leaves, phase, f"f{micro}.{segment.index}")
+            reads = tuple(self.read(n, names, micro) for n in segment.inputs)
+            saved = self.saved(segment, micro) if segment.index in self.active else ()
+            writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
+            writes += tuple(f"_{n}" for n in self.saved(segment, micro)) if not saved else ()
+            self.lines.append(
+                Run(
+                    self.unit(segment), phase, reads, writes,
+                    kernel=kernel.name, segment=segment.index, units=segment.units,
+                )
+            )  # fmt: skip
+
+    def read(self, name: str, leaves: Mapping[str, str], micro: int) -> str:
+        if name.startswith("leaf:"):
+            return leaves[name.removeprefix("leaf:")]
+        return self.value(name, micro)
+
+    def saved(self, segment: Segment, micro: int) -> tuple[str, ...]:
+        kernel = self.kernels[segment.index]
+        return tuple(self.value(f"x{segment.index}.{i}", micro) for i in range(len(kernel.saved)))
+
+    # -------------------------------------------------------------- backward
+
+    def backward(self, micro: int) -> None:
+        phase = self.phase("backward", micro)
+        tangents = {self.segments.results[self.outputs.loss]: "seed"}
+        grads: dict[str, str] = {}
+        for segment in reversed(self.segments.segments):
+            if segment.index in self.active:
+                self.backward_of(segment, micro, phase, tangents, grads)
+            done = [b for b in self.reduces if self.complete[b.name] == segment.index]
+            for bucket in done:
+                self.reduce(bucket, micro, phase, grads)
+            if done and self.plan.counted and micro == self.plan.accumulate - 1:
+                self.scalars_wait()
+        for bucket in self.reduces:
+            if self.complete[bucket.name] is None and micro == self.plan.accumulate - 1:
+                name = f"r:{bucket.name}"
+                self.lines.append(Local(bucket.unit, phase, (), (name,), bucket=bucket.name))
+                self.reduced[bucket.name] = name
+
+    def backward_of(
+        self, segment: Segment, micro: int, phase: str, tangents: dict[str, str], grads: dict[str, str]
+    ) -> None:
+        kernel = self.kernels[segment.index]
+        unit = self.unit(segment)
+        saved = self.saved(segment, micro)
+        read = [segment.inputs[r.index] for r in kernel.backward_inputs if r.kind == "input"]
+        paths = [n.removeprefix("leaf:") for n in read if n.startswith("leaf:")]
+        names = self.fetch(segment, paths, phase, f"b{micro}.{segment.index}")
+        reads = []
+        for ref in kernel.backward_inputs:
+            if ref.kind == "input":
+                reads.append(self.read(segment.inputs[ref.index], names, micro))
+            elif ref.kind == "output":
+                reads.append(self.value(segment.outputs[ref.index], micro))
+            elif ref.kind == "saved":
+                reads.append(saved[ref.index])
+            else:
+                reads.append(self.tangent(segment, ref.index, unit, phase, micro, tangents))
+        writes, adds = [], []
+        for index in kernel.grads:
+            name = segment.inputs[index]
+            held, prefix = (grads, "g:") if name.startswith("leaf:") else (tangents, "d:")
+            plain = name.removeprefix("leaf:")
+            fresh = f"{self.value(prefix + plain, micro)}@{segment.index}"
+            writes.append(fresh)
+            if plain in held:
+                total = f"{fresh}+"
+                owned = held[plain].endswith("+")
+                adds.append(Add(unit, phase, (held[plain], fresh), (total,), owned=owned))
+                fresh = total
+            held[plain] = fresh
+        self.lines.append(
+            Run(
+                unit,
+                phase,
+                tuple(reads),
+                tuple(writes),
+                kernel=kernel.name,
+                backward=True,
+                segment=segment.index,
+                units=segment.units,
+            )
+        )
+        self.lines.extend(adds)
+
+    def tangent(
+        self, segment: Segment, index: int, unit: str, phase: str, micro: int, tangents: dict[str, str]
+    ) -> str:
+        name = segment.outputs[index]
+        if name not in tangents:
+            zero = self.value(f"d:{name}", micro)
+            like = self.kernels[segment.index].source.outputs[index]
+            self.lines.append(Zeros(unit, phase, (), (zero,), like=like))
+            tangents[name] = zero
+        return tangents[name]
+
+    # -------------------------------------------------------------- gradients
+
+    def reduce(self, bucket: Bucket, micro: int, phase: str, grads: Mapping[str, str]) -> None:
+        last = micro == self.plan.accumulate - 1
+        paths = tuple(p for p in bucket.paths if p in grads)
+        reads = tuple(grads[p] for p in paths)
+        if self.plan.accumulate > 1 and self.plan.accumulate_mode == "local":
+            before = self.local.get(bucket.name)
+            name = f"a:{bucket.name}#{micro}"
+            reads += (before,) if before else ()
+            self.lines.append(
+                Accumulate(
+                    bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths, first=before is None
+                )
+            )
+            self.local[bucket.name] = name
+            reads, paths = (name,), ()
+            if not last:
+                return
+        name = self.sum_over_ranks(bucket, phase, reads, paths, micro)
+        if self.plan.accumulate > 1 and self.plan.accumulate_mode == "reduce":
+            before = self.reduced.get(bucket.name)
+            total = f"r:{bucket.name}+{micro}"
+            self.lines.append(
+                Accumulate(
+                    bucket.unit, phase, (name, before) if before else (name,), (total,),
+                    bucket=bucket.name, first=before is None,
+                )
+            )  # fmt: skip
+            name = total
+        self.reduced[bucket.name] = name
+
+    def sum_over_ranks(self, bucket: Bucket, phase: str, reads: Names, paths: Names, micro: int) -> str:
+        """ReduceScatter over the gradient's own axes, AllReduce over the other data axes."""
+        rest = tuple(a for a in self.mesh.ordered(self.mesh.data_axes) if a not in bucket.axes)
+        name = f"r:{bucket.name}#{micro}"
+        if not bucket.axes and not rest:
+            self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
+            return name
+        if bucket.axes:
+            flight, part = f"~{bucket.name}#{micro}", f"{name}." if rest else name
+            self.lines.append(
+                ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
+            )
+            self.lines.append(
+                Wait(bucket.unit, phase, (flight,), (part,), bucket=bucket.name, of="reduce_scatter")
+            )
+            reads, paths = (part,), ()
+        if rest:
+            flight = f"~{bucket.name}#{micro}.sum"
+            self.lines.append(
+                AllReduce(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths, axes=rest)
+            )
+            self.lines.append(
+                Wait(bucket.unit, phase, (flight,), (name,), bucket=bucket.name, of="all_reduce")
+            )
+        return name
+
+    # -------------------------------------------------------------- the end of the step
+
+    def scalars_wanted(self) -> int:
+        """Numbers that `fn` returns and ranks sum."""
+        return len(self.outputs.summed) if self.plan.differentiate else 0
+
+    def scalar_reads(self) -> tuple[str, ...]:
+        names = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
+        return tuple(self.value(n, m) for m in range(self.plan.accumulate) for n in names)
+
+    def scalars_issue(self, extra: tuple[str, ...] = ()) -> None:
+        reads = self.scalar_reads() + extra
+        self.lines.append(ReduceScalars("-", "update", reads, ("~scalars",)))
+
+    def scalars_wait(self) -> None:
+        """Once: behind the first reduction, which leaves before the host blocks."""
+        wait = Wait("-", "update", ("~scalars",), ("scalars",), of="reduce_scalars")
+        if wait not in self.lines:
+            self.lines.append(wait)
+
+    def finish(self) -> None:
+        if self.plan.barrier or self.plan.norms:
+            norms = []
+            for bucket in self.reduces:
+                name = f"n:{bucket.name}"
+                if self.plan.norms:
+                    reads = (self.reduced[bucket.name],)
+                    self.lines.append(Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name))
+                    norms.append(name)
+            self.scalars_issue(tuple(norms))
+        if self.plan.barrier or self.plan.counted:
+            self.scalars_wait()
+        if self.plan.update:
+            self.updates()
+        self.scalars_wait()
+
+    def updates(self) -> None:
+        scalars = ("scalars",) if self.plan.barrier or self.plan.counted else ()
+        for bucket in sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0)):
+            spec = self.specs[bucket.paths[0]]
+            stored = tuple(f"s:{p}" for p in bucket.paths)
+            slots = tuple(f"o:{p}" for p in bucket.paths)
+            # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
+            params = () if spec.updated_on == "host" and spec.memory == "device" else stored
+            self.lines.append(
+                Update(
+                    bucket.unit,
+                    "update",
+                    (self.reduced[bucket.name], *params, *slots, *scalars),
+                    (*stored, *slots),
+                    bucket=bucket.name,
+                    paths=bucket.paths,
+                )
+            )
+        for bucket in self.publishes:
+            stored = tuple(f"s:{p}" for p in bucket.paths)
+            flight = f"~{bucket.name}"
+            self.lines.append(Publish(bucket.unit, "update", stored, (flight,), bucket=bucket.name))
+            self.lines.append(
+                Wait(bucket.unit, "update", (flight,), stored, bucket=bucket.name, of="publish")
+            )
+
+    def schedule(self) -> Schedule:
+        last = self.plan.accumulate - 1
+        local = ("tensor",) if self.plan.differentiate else ("tensor", "mean")
+        aux = [self.segments.results[i] for kind, *rest in self.outputs.aux if kind in local for i in rest]
+        outputs = [self.value(n, last) for n in aux]
+        if self.plan.differentiate:
+            outputs.append("scalars")
+        if self.plan.differentiate and not self.plan.update:
+            outputs += self.reduced.values()
+        named = {n for line in self.lines for n in line.reads}
+        made = {n for line in self.lines for n in line.writes}
+        inputs = [f"s:{p}" for p in self.specs] + [
+            n for n in named if (n not in made or n.startswith("o:")) and not n.startswith("s:")
+        ]
+        buckets = {b.name: b for b in (*self.gathers, *self.reduces, *self.publishes)}
+        return Schedule(
+            tuple(self.lines),
+            {k.name: k for k in self.kernels},
+            buckets,
+            self.specs,
+            self.mesh,
+            tuple(inputs),
+            tuple(outputs),
+            self.plan.accumulate,
+            scalars=self.scalars_wanted() + self.plan.scalars,
+            reduced=dict(self.reduced),
+        )
+
+
+def wire_dtype(spec: LayoutSpec):
+    """What a gathered leaf travels as: the narrower of storage and compute."""
+    return min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

@@ -1,0 +1,271 @@
+"""Offload: bring what rests on the host or on disk to where it is read, and back. Keeps numerics.
+
+Every value has a home (a stored shard: `memory`; optimizer slots and resting gradient shards:
+`optimizer_memory`; what an offloaded segment saves: the host), every instruction a place (an Update where
+`update_on` says, sums and norms of resting gradients beside these, all else on the device). Where the two
+differ, a transfer is written between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.schedule.instructions import (
+    Accumulate,
+    AllReduce,
+    Instruction,
+    Norms,
+    Run,
+    Schedule,
+    ToDevice,
+    ToHost,
+    Update,
+    Wait,
+)
+
+_OF_THE_STEP = (
+    "s:",
+    "o:",
+    "p:",
+    "g:",
+    "d:",
+    "r:",
+    "a:",
+    "n:",
+    "t:",
+    "h:",
+    "batch:",
+    "constant:",
+    "key:",
+    "~",
+)
+
+
+def offload(schedule: Schedule, segments: frozenset[int] = frozenset()) -> Schedule:
+    """Write the transfers that specs and remat ask for, each issued and waited for at once.
+
+    Args:
+        segments: those that keep on the host what they keep for their backward.
+    """
+    tiers = {t for s in schedule.specs.values() for t in (s.memory, s.optimizer_memory)}
+    if tiers == {"device"} and not segments:
+        return schedule
+    if segments:
+        schedule = _activations(schedule, segments)
+    state = _State(schedule)
+    for line in schedule.instructions:
+        state.add(line)
+    outputs = tuple(state.host.get(n, n) for n in schedule.outputs)
+    reduced = {b: state.host.get(n, n) for b, n in schedule.reduced.items()}
+    return replace(schedule.with_instructions(state.out), outputs=outputs, reduced=reduced)
+
+
+# ------------------------------------------------------------------ parameters, slots, gradients
+
+
+@dataclass
+class _State:
+    """A walk that rewrites lines.
+
+    `host`: host copies by name. `loaded`: device copies by name, how many kernels had run when it was read
+    last, in which phase, and at which line it was made. `written`: the last line that wrote a stored shard.
+    """
+
+    schedule: Schedule
+    out: list[Instruction] = field(default_factory=list)
+    host: dict[str, str] = field(default_factory=dict)
+    loaded: dict[str, tuple[str, int, str, int]] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
+    runs: int = 0
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        lines = self.schedule.instructions
+        self.updates = {i.bucket: i for i in lines if isinstance(i, Update)}
+        self.normed = any(isinstance(i, Norms) for i in lines)
+        finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
+            self.schedule.outputs
+        )
+        self.finals = {n for n in finals if n.startswith("r:")}
+
+    def rests(self, bucket: str) -> bool:
+        """Whether the bucket's gradient shards lie on the host until they are used."""
+        spec = self.schedule.specs[self.schedule.buckets[bucket].paths[0]]
+        update = self.updates.get(bucket)
+        at_once = update is not None and self.schedule.accumulate == 1
+        at_once = at_once and not (self.normed and "scalars" in update.reads)  # norms are known at the end
+        return spec.optimizer_memory != "device" and not (spec.updated_on == "device" and at_once)
+
+    def on_host(self, line: Instruction) -> bool:
+        """Where the instruction runs."""
+        if isinstance(line, Update):
+            return self.schedule.specs[line.paths[0]].updated_on == "host"
+        local = isinstance(line, Accumulate) and line.writes[0].startswith("a:")
+        return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
+
+    def home(self, name: str) -> str:
+        """The tier that a state value rests on."""
+        spec = self.schedule.specs.get(name[2:]) if name.startswith(("s:", "o:")) else None
+        if spec is None:
+            return "device"
+        return spec.memory if name.startswith("s:") else spec.optimizer_memory
+
+    def add(self, line: Instruction) -> None:
+        self.runs += isinstance(line, Run)
+        if self.on_host(line):
+            self.add_on_host(line)
+        else:
+            self.add_on_device(line)
+        self.written |= {n: len(self.out) for n in line.writes if n.startswith("s:")}
+
+    def add_on_host(self, line: Instruction) -> None:
+        """Gradients were sent before; what it writes of the device's is sent behind it."""
+        reads = tuple(self.host.get(n, n) for n in line.reads)
+        moved = [n for n in line.writes if n.startswith("s:") and self.home(n) == "device"]
+        gradients = {n: f"h:{n}" for n in line.writes if n.startswith("r:")}
+        self.host |= gradients
+        names = gradients | {n: f"h:{n}" for n in moved}
+        self.out.append(replace(line, reads=reads, writes=tuple(names.get(n, n) for n in line.writes)))
+        if moved:
+            self.transfer(ToDevice, line, [f"h:{n}" for n in moved], moved, into=True)
+
+    def add_on_device(self, line: Instruction) -> None:
+        """Load what it reads from elsewhere; send back what it writes of that, and gradients that rest."""
+        away = [n for n in dict.fromkeys(line.reads) if self.home(n) != "device"]
+        away += [self.host[n] for n in dict.fromkeys(line.reads) if n in self.host]
+        self.load(line, away)
+        names = {n: self.loaded[n][0] for n in away} | {
+            n: self.loaded[h][0] for n, h in self.host.items() if h in away
+        }
+        back = [n for n in line.writes if self.home(n) != "device"]
+        # A Publish that was issued on a copy is waited for into that copy.
+        names |= {n: self.loaded[n][0] for n in back}
+        reads, writes = (tuple(names.get(n, n) for n in side) for side in (line.reads, line.writes))
+        self.out.append(replace(line, reads=reads, writes=writes))
+        for n in away:
+            copy, _, _, at = self.loaded[n]
+            self.loaded[n] = (copy, self.runs, line.phase, at)
+        if back:
+            self.transfer(ToHost, line, [names[n] for n in back], back, into=True)
+        for n in line.writes:
+            if n in self.finals and self.rests(line.bucket):
+                self.host[n] = f"h:{n}"
+                self.transfer(ToHost, line, [n], [self.host[n]])
+
+    def load(self, line: Instruction, names: Sequence[str]) -> None:
+        fresh = [n for n in names if not self.still_there(n, line)]
+        copies = [f"t:{n.removeprefix('h:')}#{self.made}" for n in fresh]
+        if fresh:
+            self.made += 1
+            self.transfer(ToDevice, line, fresh, copies)
+            self.loaded |= {
+                n: (c, self.runs, line.phase, len(self.out)) for n, c in zip(fresh, copies, strict=True)
+            }
+
+    def still_there(self, name: str, line: Instruction) -> bool:
+        """Whether an earlier copy can be read again: no kernel has run since, or its unit is kept."""
+        if name not in self.loaded or not name.startswith("s:"):
+            return False
+        _, last, phase, at = self.loaded[name]
+        kept = (
+            not self.schedule.specs[name[2:]].reshard and phase.replace("forward", "backward") == line.phase
+        )
+        fresh = self.written.get(name, -1) < at
+        return (last >= self.runs - isinstance(line, Run) or kept) and fresh
+
+    def transfer(
+        self, kind: type, line: Instruction, reads: Sequence[str], writes: Sequence[str], into: bool = False
+    ) -> None:
+        self.out += _moved(kind, line, getattr(line, "bucket", ""), reads, writes, into)
+
+
+def _moved(
+    kind: type,
+    line: Instruction,
+    bucket: str,
+    reads: Sequence[str],
+    writes: Sequence[str],
+    into: bool = False,
+) -> tuple[Instruction, Instruction]:
+    """Issue and Wait of one transfer, beside `line`."""
+    flight = f"~{kind.__name__} {reads[0]} {writes[0]}"
+    given = tuple(writes) if into else ()
+    issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=given)
+    return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=issue.verb)
+
+
+# ------------------------------------------------------------------ activations
+
+
+def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
+    """Send what offloaded segments keep to the host behind its last reader of the forward, and load it again
+    before the backward.
+    """
+    lines = list(schedule.instructions)
+    known = _described(lines, schedule)
+    readers: dict[str, list[int]] = {}
+    for index, line in enumerate(lines):
+        for name in line.reads:
+            readers.setdefault(name, []).append(index)
+    made = {n: i for i, line in enumerate(lines) for n in line.writes}
+    after: dict[int, list[str]] = {}
+    wanted: dict[int, list[str]] = {}
+    for name, argument in known.items():
+        backward = [i for i in readers.get(name, ()) if _is_backward(lines[i])]
+        others = [i for i in readers.get(name, ()) if i not in backward]
+        last = max([made[name], *others])
+        if not backward or last > backward[0] or not _dense(argument):
+            continue
+        between = sum(isinstance(line, Run) for line in lines[last + 1 : backward[0]])
+        if between < 2 or not all(lines[i].segment in segments for i in backward):
+            continue
+        after.setdefault(last, []).append(name)
+        for i in backward:
+            wanted.setdefault(i, []).append(name)
+    return schedule.with_instructions(_with_transfers(lines, after, wanted))
+
+
+def _with_transfers(
+    lines: Sequence[Instruction], after: Mapping[int, Sequence[str]], wanted: Mapping[int, Sequence[str]]
+) -> list[Instruction]:
+    out: list[Instruction] = []
+    for index, line in enumerate(lines):
+        if index in wanted:
+            names = wanted[index]
+            copies = {n: f"t:{n}#{index}" for n in names}
+            out += _moved(ToDevice, line, "", [f"h:{n}" for n in names], list(copies.values()))
+            line = replace(line, reads=tuple(copies.get(n, n) for n in line.reads))
+        out.append(line)
+        if index in after:
+            names = after[index]
+            out += _moved(ToHost, line, "", names, [f"h:{n}" for n in names])
+    return out
+
+
+def _is_backward(line: Instruction) -> bool:
+    return isinstance(line, Run) and line.backward
+
+
+def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[str, Argument]:
+    """What forward kernels hand on or save."""
+    out: dict[str, Argument] = {}
+    for line in lines:
+        if isinstance(line, Run) and not line.backward:
+            kernel = schedule.kernels[line.kernel]
+            named = zip(line.writes, (*kernel.source.outputs, *kernel.saved), strict=True)
+            out |= {n: a for n, a in named if not n.startswith(_OF_THE_STEP)}
+    return out
+
+
+def _dense(argument: Argument) -> bool:
+    """Whether the strides cover a block of memory without gaps or overlaps."""
+    step = 1
+    for size, stride in sorted(zip(argument.shape, argument.stride, strict=True), key=lambda p: p[1]):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,71 @@
+"""Overlap: wait for what leaves (a reduction, a transfer to the host) after more kernels. Keeps numerics."""
+
+from __future__ import annotations
+
+from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
+
+_LEAVING = ("reduce_scatter", "all_reduce", "to_host")
+
+
+def overlap(schedule: Schedule, depth: int) -> Schedule:
+    """Move the Wait of each reduction and each transfer to the host, and all that rests on it, below `depth`
+    more kernels.
+
+    So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
+    buckets of full gradients are in flight. A kernel is never moved: what it reads is waited for in time,
+    and no gather overtakes a kernel.
+    """
+    queue = _Queue(depth)
+    for line in schedule.instructions:
+        queue.feed(line)
+    queue.flush()
+    return schedule.with_instructions(queue.out)
+
+
+class _Queue:
+    def __init__(self, depth: int):
+        self.depth = depth
+        self.out: list[Instruction] = []
+        self.waiting: list[tuple[int, list[Instruction]]] = []
+
+    def feed(self, line: Instruction) -> None:
+        while isinstance(line, Run) and self.waited_for_by(line):
+            self.release()
+        if held := self.waited_for_by(line):
+            held.append(line)
+            return
+        if isinstance(line, Wait) and line.of in _LEAVING and self.depth:
+            self.waiting.append((self.depth, [line]))
+            return
+        self.out.append(line)
+        if isinstance(line, Run):
+            self.tick()
+
+    def waited_for_by(self, line: Instruction) -> list[Instruction]:
+        """The first of the delayed groups that `line` must stay behind, or []."""
+        groups = (held for _, held in self.waiting)
+        return next((held for held in groups if any(_depends(line, other) for other in held)), [])
+
+    def tick(self) -> None:
+        self.waiting = [(left - 1, held) for left, held in self.waiting]
+        while self.waiting and self.waiting[0][0] <= 0:
+            self.release()
+
+    def release(self) -> None:
+        _, (first, *rest) = self.waiting.pop(0)
+        self.out.append(first)
+        for line in rest:
+            self.feed(line)
+
+    def flush(self) -> None:
+        while self.waiting:
+            self.release()
+
+
+def _depends(line: Instruction, other: Instruction) -> bool:
+    """Whether `line` must stay behind `other`."""
+    return bool(
+        set(line.reads) & set(other.writes)
+        or set(line.writes) & set(other.reads)
+        or set(line.writes) & set(other.writes)
+    )

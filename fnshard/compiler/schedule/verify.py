@@ -1,0 +1,199 @@
+"""Verify: what no numeric test can see, checked on every schedule that is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fnshard.compiler.kernels.canonical import Source
+from fnshard.compiler.kernels.derived import Derived, derived
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.schedule.instructions import (
+    COLLECTIVES,
+    TRANSFERS,
+    Cast,
+    Free,
+    Gather,
+    Instruction,
+    Run,
+    Schedule,
+    Wait,
+    leaf_of,
+    taken_over,
+)
+from fnshard.errors import ScheduleError, report
+
+_STATE = ("s:", "o:", "t:s:", "t:o:")  # written in place
+
+
+@dataclass
+class _Walk:
+    live: set[str]
+    flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)  # by the line that may have written to it
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(schedule: Schedule) -> Schedule:
+    """Return the schedule, or raise with every line that breaks a rule.
+
+    - every read is of a live value, every value is written once before it is read;
+    - a bucket has one live gathered version at a time, and it is read; no more units than planned
+      are alive at once;
+    - nothing that rests on leaves alone is saved, or crosses a cut where `derived` says it may not (checked
+      on the kernels);
+    - every collective and every transfer is waited for, exactly once;
+    - nothing writes or frees what a collective or transfer in flight reads, or reads what was taken over;
+    - whatever is alive at the end is an output.
+
+    Raises:
+        ScheduleError: a bug in a pass.
+    """
+    walk = _Walk(set(schedule.inputs))
+    for number, line in enumerate(schedule.instructions):
+        _check_line(walk, number, line, schedule)
+    for name, (number, _) in walk.flying.items():
+        walk.problems.append(f"{number}: {name} is never waited for")
+    left = walk.live - set(schedule.inputs) - set(schedule.outputs)
+    if left:
+        walk.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
+    walk.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in walk.live]
+    walk.problems += _too_many_units(schedule) + _double_gathers(schedule)
+    if not walk.problems:  # it takes every kernel to read what it should
+        walk.problems += _kept_leaves(schedule)
+    if walk.problems:
+        raise ScheduleError(report(f"{len(walk.problems)} faults in the schedule:", walk.problems[:20]))
+    return schedule
+
+
+def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule) -> None:
+    here = f"{number}: {line.verb} {line.detail}"
+    for name in line.reads:
+        if name not in walk.live:
+            walk.problems.append(f"{here}: reads {name}, which is not alive")
+        if name in walk.taken:
+            walk.problems.append(f"{here}: reads {name}, which line {walk.taken[name]} may overwrite")
+    walk.taken |= dict.fromkeys(taken_over(line), number)
+    changed = set(line.drops) | (set(line.writes) & walk.live)
+    for flight, (issued, issue) in walk.flying.items():
+        touched = changed & set(issue.reads) - {flight}
+        held = {n for n in touched if not _copied(issue, n)}
+        if held and not (isinstance(line, Wait) and flight in line.reads):
+            walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
+    if isinstance(line, COLLECTIVES + TRANSFERS):
+        if line.writes[0] in walk.flying:
+            walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
+        walk.flying[line.writes[0]] = (number, line)
+    if isinstance(line, Wait):
+        walk.flying.pop(line.reads[0], None)
+    if isinstance(line, Free) and not line.drops:
+        walk.problems.append(f"{here}: frees nothing")
+    for name in line.writes:
+        if name in walk.live and not name.startswith(_STATE):
+            walk.problems.append(f"{here}: writes {name} again")
+    walk.live |= set(line.writes)
+    walk.live -= set(line.drops)
+
+
+def _copied(issue: Instruction, name: str) -> bool:
+    """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
+    if isinstance(issue, TRANSFERS):
+        return False
+    return name.startswith(("g:", "a:", "n:", "r:", "t:s:")) or issue.verb == "reduce_scalars"
+
+
+def _too_many_units(schedule: Schedule) -> list[str]:
+    """A resharded unit alive, from issue to free, that none of the next `planned` kernels reads.
+
+    So at most the units of that many kernels are alive; a kernel may read several.
+    """
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
+    alive: dict[str, str] = {}  # value or flight -> unit
+    problems = []
+    for number, line in enumerate(schedule.instructions):
+        if isinstance(line, Gather) and line.bucket not in kept:
+            alive[line.writes[0]] = line.unit
+        if isinstance(line, Wait) and line.reads[0] in alive:
+            alive.pop(line.reads[0])
+            alive |= dict.fromkeys(line.writes, line.unit)
+        if isinstance(line, Run):
+            units = set(alive.values())
+            read = [n for run in runs[: schedule.planned] for n in run.reads if n.startswith("p:")]
+            wanted = {schedule.specs[leaf_of(n)].unit for n in read}
+            runs.pop(0)
+            if not units <= wanted:
+                problems.append(
+                    f"{number}: {len(units)} units are gathered ({', '.join(sorted(units))}), "
+                    f"planned are {schedule.planned}"
+                )
+        for name in line.drops:
+            alive.pop(name, None)
+    return problems
+
+
+def _double_gathers(schedule: Schedule) -> list[str]:
+    """A bucket gathered while an earlier version of it is alive, or gathered and never read."""
+    alive: dict[str, str] = {}  # gathered value or flight -> bucket
+    unread: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(schedule.instructions):
+        for name in {n for n in line.reads if n in alive and n.startswith("p:")}:
+            unread.pop(alive[name], None)
+        if isinstance(line, Gather | Cast):
+            if line.bucket in alive.values():
+                problems.append(f"{number}: {line.bucket} is gathered again while it is alive")
+            if line.bucket in unread:
+                problems.append(f"{unread[line.bucket]}: {line.bucket} is gathered and never read")
+            unread[line.bucket] = number
+        if isinstance(line, Gather | Cast) or (isinstance(line, Wait) and line.of == "gather"):
+            alive |= dict.fromkeys(line.writes, line.bucket)
+        if isinstance(line, Wait):
+            alive.pop(line.reads[0], None)
+        for name in line.drops:
+            alive.pop(name, None)
+    return problems + [f"{n}: {b} is gathered and never read" for b, n in unread.items()]
+
+
+def _kept_leaves(schedule: Schedule) -> list[str]:
+    """Values that rest on leaves alone and are saved, or cross a cut and may not."""
+    problems = [f"{k.name}: {text} is saved" for k in schedule.kernels.values() for text in _saved_leaves(k)]
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    read = {name for line in runs for name in line.reads}
+    known: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    for line in [r for r in runs if not r.backward]:
+        kernel = schedule.kernels[line.kernel]
+        inputs = zip(kernel.source.inputs, line.reads, strict=True)
+        units = [schedule.specs[leaf_of(n)].unit for a, n in inputs if a.kind == "leaf"]
+        alike = tuple(units.index(u) for u in units)  # which leaves are of one unit: the same in equal blocks
+        handed_on = tuple(i for i, n in enumerate(line.writes[: len(kernel.source.outputs)]) if n in read)
+        if (kernel.name, alike, handed_on) in known:
+            continue
+        known.add((kernel.name, alike, handed_on))
+        outputs = kernel.source.graph.output_node().args[0]
+        rests = _derived(kernel.source.graph, kernel.source, units)
+        crossing = [outputs[i] for i in handed_on if not rests.may_cross(outputs[i])]
+        problems += [f"{kernel.name}: {_on_leaves(node)} is handed on" for node in crossing]
+    return problems
+
+
+def _saved_leaves(kernel: Kernel) -> list[str]:
+    graph = kernel.forward.graph
+    rests = _derived(graph, kernel.source, ["" for a in kernel.source.inputs if a.kind == "leaf"])
+    saved = graph.output_node().args[0][len(kernel.source.outputs) :]
+    return [_on_leaves(node) for node in saved if rests.leaves.get(node)]
+
+
+def _derived(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
+    """`units`: of the leaves, in the order of the source's inputs."""
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    kinds = [a.kind for a in source.inputs]
+    leaves = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "leaf"]
+    constants = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "constant"]
+    return derived(graph, dict(zip(leaves, units, strict=True)), constants)
+
+
+def _on_leaves(node: fx.Node) -> str:
+    return f"{node} {list(node.meta['val'].shape)} rests on leaves and"

@@ -1,0 +1,1 @@
+"""Launcher: ranks and nodes: started, watched, ended, and why they died."""

@@ -1,0 +1,351 @@
+"""Nodes: the machines of one job: how their agents meet, watch each other, and agree on how it ended.
+
+On every machine one process, the agent, starts the ranks of its machine:
+`fnshard.launcher.local.launch(nodes=)`.
+Agents meet in a folder that all machines see and that nobody but their user may enter: every second each of
+them writes a file of JSON there, the first one reads those of all others, the others its. So all restart, or
+end, together, with the same words. A machine that dies is noticed within `silent_s`, whatever the ranks are
+waiting for. Agents listen on no network and unpickle nothing; their ranks meet by a file in the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fnshard.errors import FnshardError, report
+from fnshard.mesh.process_group import RENDEZVOUS
+
+BEAT_S, SETTLE_S = 1.0, 0.1  # between two looks at the folder; and in the end, when others wait for it
+POLL_S = 0.2
+CLOSE_S = 5.0  # what ending the thread may take
+AGAIN_S = 60.0  # how long a restart waits for all agents: they are there already
+LARGEST = 1 << 20  # bytes of a file
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOST = -1  # of echoes: who is gone is the cause before all others
+
+
+class NodesError(FnshardError, RuntimeError):
+    """The machines of a job did not meet."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of one job, as the agent on one of them knows them.
+
+    Args:
+        count: how many there are.
+        number: which one this is, from 0.
+        folder: where they meet, on a file system that all of them see; made, for this user alone.
+        head: name or address of the first one.
+        join_s: how long to wait for all agents in the beginning.
+        silent_s: a machine not heard of for so long is gone.
+    """
+
+    count: int
+    number: int
+    folder: Path
+    head: str = ""
+    join_s: float = 600.0
+    silent_s: float = 20.0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks are told of the network: nothing, unless all machines are this one."""
+        return {"GLOO_SOCKET_IFNAME": "lo"} if self.head in LOOPBACK else {}
+
+
+def under_slurm(environ: Mapping[str, str], folder: Path) -> Nodes | None:
+    """The machines of the job step that this process is a task of; None on one machine, or outside of `srun`.
+
+    Args:
+        folder: where they are to meet, the same on all of them.
+
+    Raises:
+        NodesError: not one task a node.
+
+    >>> step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+    >>> step |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_TASKS": "2"}
+    >>> nodes = under_slurm(step, Path("outputs/slurm/7.0/nodes"))
+    >>> nodes.number, nodes.count, nodes.head
+    (1, 2, 'gpu07')
+    """
+    count = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if "SLURM_STEP_ID" not in environ or count == 1:
+        return None
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", count))
+    if tasks != count:
+        raise NodesError(
+            f"SLURM started {tasks} tasks on {count} nodes; each starts all ranks of its node. Fix: srun "
+            "--ntasks-per-node=1; or, to use this node alone, SLURM_STEP_NUM_NODES=1 before the command."
+        )
+    return Nodes(count, int(environ["SLURM_NODEID"]), folder, first_host(environ["SLURM_STEP_NODELIST"]))
+
+
+def first_host(listed: str) -> str:
+    """The first of SLURM's list of hosts.
+
+    >>> first_host("rack[2-3]node[07,09-11],login"), first_host("alone,two")
+    ('rack2node07', 'alone')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", listed)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else listed)
+
+
+# ------------------------------------------------------------------ how an attempt ended
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one node's ranks ended.
+
+    Args:
+        message: what to tell a person of it; empty: well.
+        may_go_on: whether this node would start its ranks anew.
+        echo: the more, the less it is the cause.
+    """
+
+    message: str = ""
+    may_go_on: bool = True
+    echo: int = 0
+
+
+def verdict(endings: Mapping[int, Ending], count: int) -> Ending:
+    """What all nodes' endings come to, the same on each of them.
+
+    >>> verdict({0: Ending("connection closed", echo=2), 1: Ending("seven is not even", may_go_on=False)}, 2)
+    Ending(message='on node 1 of 2: seven is not even', may_go_on=False, echo=0)
+    """
+    failed = {node: ending for node, ending in endings.items() if ending.message}
+    if not failed:
+        return Ending()
+    cause = min(failed, key=lambda node: (failed[node].echo, node))
+    message = f"on node {cause} of {count}: {failed[cause].message}"
+    return Ending(message, all(ending.may_go_on for ending in endings.values()), failed[cause].echo)
+
+
+# ------------------------------------------------------------------ the folder
+
+
+@contextmanager
+def _entered(folder: Path) -> Iterator[int]:
+    """The folder, opened anew: on a network file system that is what makes new files visible.
+
+    Raises:
+        NodesError: it is not this user's alone.
+    """
+    try:
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise NodesError(f"{folder}, where nodes meet, is no folder ({error.strerror}).") from None
+    try:
+        found = os.fstat(number)
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid != os.geteuid() or mode & 0o077:
+            raise NodesError(
+                report(
+                    f"{folder}, where nodes meet, is open to others (owner {found.st_uid}, mode {mode:04o}).",
+                    fix="remove it: it is made for this user alone; or name another folder.",
+                )
+            )
+        os.listdir(number)
+        yield number
+    finally:
+        os.close(number)
+
+
+def _write(folder: Path, name: str, values: Mapping[str, Any]) -> None:
+    """Into the same file, again and again: on a network file system a new one may be seen late."""
+    line = json.dumps(values).encode()
+    with _entered(folder) as inside:
+        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=inside)
+        with open(number, "wb") as file:
+            file.write(b"%08x %s\n" % (zlib.crc32(line), line))
+            file.truncate()
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """What an agent wrote; empty where nothing is, or nothing whole."""
+    with _entered(folder) as inside, suppress(OSError, ValueError):
+        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+        with open(number, "rb") as file:
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                checksum, _, line = file.read(LARGEST).partition(b"\n")[0].partition(b" ")
+                if checksum == b"%08x" % zlib.crc32(line) and isinstance(values := json.loads(line), dict):
+                    return values
+    return {}
+
+
+# ------------------------------------------------------------------ meeting
+
+
+def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
+    """Wait for the agents of all nodes.
+
+    Args:
+        attempt: how often the ranks were started before.
+        idle: called again and again while waiting; what it raises ends the wait.
+
+    Raises:
+        NodesError: not all came in time, or the folder is open to others.
+    """
+    with suppress(FileExistsError):  # what is there is looked at below
+        nodes.folder.mkdir(mode=0o700, parents=True)
+    peers = Peers(nodes, attempt)
+    wait_s = nodes.join_s if attempt == 0 else AGAIN_S
+    until = time.monotonic() + wait_s
+    while missing := peers.missing():
+        if time.monotonic() > until:
+            named = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+            raise NodesError(
+                f"node {nodes.number} of {nodes.count} has not met node {named} in {nodes.folder} within "
+                f"{wait_s:g} s. Fix: start the same command once on every node; all have to see this folder."
+            )
+        idle()
+        time.sleep(POLL_S)
+    peers.watch()
+    return peers
+
+
+class Peers:
+    """The other agents in one attempt; a thread reads their files, so that nobody waits for a dead disk.
+
+    Each agent writes a `token` of its own, `first` (the first agent's token), `beat` (it counts up), and
+    `ended`, its `Ending` once there is one; the first one also `tokens` (the others', once all are there),
+    `failed` (whether anybody has) and `verdict`. Files may be left of an earlier job: who repeats a token
+    lives.
+    """
+
+    def __init__(self, nodes: Nodes, attempt: int):
+        self._nodes, self._attempt = nodes, attempt
+        self._leads = nodes.number == 0
+        self._token = uuid.uuid4().hex
+        self._first = self._token if self._leads else ""
+        self._tokens: dict[int, str] = {}  # of those that this agent listens to
+        self._others = range(1, nodes.count) if self._leads else range(1)
+        self._beat, self._beats = 0, dict.fromkeys(self._others, 0)
+        self._heard: dict[int, float] = {}
+        self._mine: Ending | None = None
+        self._verdict: Ending | None = None
+        self._failed = False
+        self._endings: dict[int, Ending] = {}
+        self._closed, self._ends = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the ranks of this attempt meet by."""
+        return {RENDEZVOUS: str(self._nodes.folder / self._first)}
+
+    def missing(self) -> list[int]:
+        """Whom this agent has not met yet, of those that it listens to."""
+        number, found = self._nodes.number, {other: self._read(other) for other in self._others}
+        if self._leads:
+            self._tokens = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
+        elif found[0].get("tokens", {}).get(str(number)) == self._token:
+            self._tokens = {0: self._first}
+        else:
+            self._first = found[0].get("token", "")
+        missing = [n for n in self._others if n not in self._tokens]
+        if self._leads and not missing:
+            (self._nodes.folder / self._first).mkdir(mode=0o700)
+        self._write(tokens={} if missing else self._tokens)
+        return missing
+
+    def watch(self) -> None:
+        """All are there: listen to them from now on."""
+        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self._thread.start()
+
+    def trouble(self) -> bool:
+        """Whether another node has failed, or is gone."""
+        return self._failed or bool(self._lost())
+
+    def settle(self, mine: Ending, idle: Callable[[], Any]) -> Ending:
+        """Tell the others how this node ended, wait for them, and find what all of them find."""
+        self._mine = mine
+        self._ends.set()
+        while self._verdict is None:
+            if not self._leads and self._lost():
+                return verdict({0: self._gone(), self._nodes.number: mine}, self._nodes.count)
+            idle()
+            time.sleep(POLL_S)
+        return self._verdict
+
+    def leave(self) -> None:
+        """Say no more."""
+        self._closed.set()
+        self._ends.set()
+        self._thread.join(CLOSE_S)
+        if self._leads:
+            shutil.rmtree(self._nodes.folder / self._first, ignore_errors=True)
+
+    def _gone(self) -> Ending:
+        silent_s = self._nodes.silent_s
+        message = (
+            f"its agent is gone: it was killed, or nothing was heard of its machine for {silent_s:g} s. "
+            "All ranks were ended. The same command on all nodes goes on from the newest checkpoint."
+        )
+        return Ending(message, may_go_on=False, echo=LOST)
+
+    def _lost(self) -> list[int]:
+        since = time.monotonic() - self._nodes.silent_s
+        return [n for n, heard in self._heard.items() if n not in self._endings and heard < since]
+
+    def _read(self, number: int) -> dict[str, Any]:
+        return _read(self._nodes.folder, f"{number}-{self._attempt}.json")
+
+    def _write(self, **more: Any) -> None:
+        self._beat += 1
+        ended = None if self._mine is None else asdict(self._mine)
+        values = {"token": self._token, "first": self._first, "beat": self._beat, "ended": ended, **more}
+        _write(self._nodes.folder, f"{self._nodes.number}-{self._attempt}.json", values)
+
+    # -------------------------------------------------------------- the thread's
+
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            for work in (self._listen, self._tell):
+                with suppress(Exception):  # of a disk, or of a file that somebody damaged: it goes unheard
+                    work()
+            if self._ends.wait(BEAT_S):
+                self._closed.wait(SETTLE_S)
+
+    def _listen(self) -> None:
+        for number, token in self._tokens.items():
+            found = self._read(number)
+            if found.get("token") != token or found["beat"] == self._beats[number]:
+                continue
+            self._beats[number], self._heard[number] = found["beat"], time.monotonic()
+            if not self._leads:
+                self._failed = found.get("failed", False)
+                self._verdict = Ending(**found["verdict"]) if found.get("verdict") else None
+            elif found["ended"] is not None:
+                self._endings[number] = Ending(**found["ended"])
+
+    def _tell(self) -> None:
+        if not self._leads:
+            self._write()
+            return
+        self._endings |= {number: self._gone() for number in self._lost()}
+        self._failed = any(ending.message for ending in self._endings.values())
+        mine, found = self._mine, None
+        if mine is not None and len(self._endings) == len(self._others):
+            found = verdict({0: mine, **self._endings}, self._nodes.count)
+        failed = self._failed or (mine is not None and bool(mine.message))
+        try:
+            self._write(tokens=self._tokens, failed=failed, verdict=found and asdict(found))
+        finally:
+            self._verdict = found  # once it was told, or cannot be

@@ -1,0 +1,1 @@
+"""Layout: what a leaf's spec means, and how specs are chosen."""

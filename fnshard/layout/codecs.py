@@ -1,0 +1,370 @@
+"""Codecs: frozen leaves stored, sharded, gathered and offloaded as codes, decoded where they are used.
+
+A coded leaf "w" is stored as several leaves, its parts ("w.codes", "w.scales"), and `fn` is given what they
+decode to: an expression of leaves alone, so the compiler decodes inside the kernel that uses the weight and
+never keeps it. Every row of a leaf (dim 0) is coded by itself: on any mesh, the codes of a shard of rows are
+a shard of the codes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.errors import SpecError, StateError, leaves, report
+from fnshard.layout.spec import LayoutSpec, P, is_spec
+
+__all__ = ["Codec", "decoded", "encoded", "register"]
+
+Shape = tuple[int, ...]
+Parts = Mapping[str, tuple[Shape, torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a frozen leaf is coded; `register` makes it known to `LayoutSpec(codec=name)`.
+
+    Args:
+        name: what specs call it.
+        parts: a leaf's shape, of two dims or more -> `{part: (shape, dtype)}`; dim 0 of each is the leaf's.
+        encode: float rows [n, ...] -> `{part: tensor}`, each row by itself.
+        decode: parts, their leaf's shape and a dtype -> rows; plain torch operators, so that it is compiled.
+
+    >>> half = Codec(
+    ...     "half",
+    ...     lambda shape: {"halves": (shape, torch.float16)},
+    ...     lambda rows: {"halves": rows.half()},
+    ...     lambda parts, shape, dtype: parts["halves"].to(dtype),
+    ... )
+    >>> half.decode(half.encode(torch.tensor([[0.1]])), (1, 1), torch.float32)
+    tensor([[0.1000]])
+    """
+
+    name: str
+    parts: Callable[[Shape], Parts]
+    encode: Callable[[Tensor], Mapping[str, Tensor]]
+    decode: Callable[[Mapping[str, Tensor], Shape, torch.dtype], Tensor]
+
+
+BLOCK, GROUP = 64, 256  # weights to a scale, scales to a scale of scales (Dettmers et al. 2023)
+RUN = 1 << 20  # weights that are coded at once
+
+# The 16 quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+PAIRS = [(NF4[byte >> 4], NF4[byte & 15]) for byte in range(256)]
+
+
+def _columns(shape: Shape) -> tuple[int, int]:
+    """Blocks and groups of a row."""
+    blocks = -(-math.prod(shape[1:]) // BLOCK)
+    return blocks, -(-blocks // GROUP)
+
+
+def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as blocks [n, blocks, BLOCK] in fp32, padded with zeros, and each block's largest size."""
+    flat = rows.reshape(rows.shape[0], -1).float()
+    flat = F.pad(flat, (0, -flat.shape[1] % BLOCK))
+    blocks = flat.view(flat.shape[0], -1, BLOCK)
+    return blocks, blocks.abs().amax(2)
+
+
+def _rows(blocks: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    flat = blocks.reshape(blocks.shape[0], -1)
+    return flat[:, : math.prod(shape[1:])].reshape(shape).to(dtype)
+
+
+def _int8_parts(shape: Shape) -> Parts:
+    blocks, _ = _columns(shape)
+    return {
+        "codes": ((shape[0], blocks * BLOCK), torch.int8),
+        "scales": ((shape[0], blocks), torch.float32),
+    }
+
+
+def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:
+    blocks, most = _blocks(rows)
+    scales = most / 127
+    codes = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
+    return {"codes": _int8(codes).flatten(1), "scales": scales}
+
+
+def _int8(values: Tensor) -> Tensor:
+    """Rounded. Of denormals a 127th is so coarse that more than 127 of it may be asked for."""
+    return values.round().clamp(-127, 127).to(torch.int8)
+
+
+def _int8_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
+    scales = parts["scales"]
+    codes = parts["codes"].view(*scales.shape, BLOCK)
+    return _rows(codes.float() * scales.unsqueeze(2), shape, dtype)
+
+
+def _nf4_parts(shape: Shape) -> Parts:
+    blocks, groups = _columns(shape)
+    return {
+        "codes": ((shape[0], blocks * BLOCK // 2), torch.uint8),
+        "scales": ((shape[0], groups * GROUP if groups > 1 else blocks), torch.int8),
+        "scale_scales": ((shape[0], groups, 2), torch.float32),
+    }
+
+
+def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
+    blocks, most = _blocks(rows)
+    # Scales are coded in turn: 8 bits around the mean of their group.
+    groups = -(-most.shape[1] // GROUP)
+    padded = F.pad(most, (0, -most.shape[1] % GROUP)) if groups > 1 else most
+    grouped = padded.view(most.shape[0], groups, -1)
+    filled = torch.ones_like(most)
+    counted = (F.pad(filled, (0, -most.shape[1] % GROUP)) if groups > 1 else filled).view_as(grouped)
+    mean = (grouped * counted).sum(2) / counted.sum(2)
+    spread = ((grouped - mean.unsqueeze(2)) * counted).abs().amax(2) / 127
+    step = torch.where(spread > 0, spread, 1.0).unsqueeze(2)
+    scales = _int8((grouped - mean.unsqueeze(2)) * counted / step)
+    kept = {"scales": scales.flatten(1), "scale_scales": torch.stack([spread, mean], 2)}
+    # Codes are the nearest to what the scales, as coded, will make of them.
+    size = _nf4_scales(kept, most.shape[1])
+    unit = blocks / torch.where(size != 0, size, 1.0).unsqueeze(2)
+    levels = torch.tensor(NF4, device=rows.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(unit, middles, out_int32=True).to(torch.uint8).flatten(1)
+    return {"codes": (codes[:, ::2] << 4) | codes[:, 1::2], **kept}
+
+
+def _nf4_scales(parts: Mapping[str, Tensor], blocks: int) -> Tensor:
+    """A scale for each block, [n, blocks] in fp32."""
+    spread, mean = parts["scale_scales"].unbind(2)
+    grouped = parts["scales"].view(*spread.shape, -1).float()
+    return (grouped * spread.unsqueeze(2) + mean.unsqueeze(2)).flatten(1)[:, :blocks]
+
+
+def _nf4_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
+    rows, size = parts["codes"].shape
+    blocks = size * 2 // BLOCK
+    values = _nf4_levels(parts["codes"]).view(rows, blocks, BLOCK) * _nf4_scales(parts, blocks).unsqueeze(2)
+    return _rows(values, shape, dtype)
+
+
+def _nf4_levels(codes: Tensor) -> Tensor:
+    """Both of every byte at once: where nothing is fused, decoding takes 8 bytes a weight and not 16."""
+    return torch.tensor(PAIRS, device=codes.device).index_select(0, codes.flatten().int())
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("int8", _int8_parts, _int8_encode, _int8_decode),
+        Codec("nf4", _nf4_parts, _nf4_encode, _nf4_decode),
+    )
+}
+
+
+def register(codec: Codec) -> None:
+    """Make a codec known by its name, on every rank before specs that name it are used.
+
+    Raises:
+        SpecError: no `Codec`, another of that name, or one whose functions do not agree with each other.
+    """
+    if not isinstance(codec, Codec):
+        raise SpecError(f"fs.codecs.register takes a Codec, not {type(codec).__name__}.")
+    if CODECS.get(codec.name, codec) is not codec:
+        raise SpecError(f"a codec is called {codec.name!r} already; give yours another name.")
+    wrong = [text for shape in ((4, 3), (2, 5, 70)) for text in _disagreements(codec, shape)]
+    if wrong:
+        fix = (
+            "parts(shape) announces what encode gives; every row is coded by itself; decode gives the shape."
+        )
+        raise SpecError(report(f"codec {codec.name!r} does not hold to its contract:", wrong, fix))
+    CODECS[codec.name] = codec
+
+
+def _disagreements(codec: Codec, shape: Shape) -> list[str]:
+    rows = torch.linspace(-1, 1, math.prod(shape)).view(shape)
+    announced, made = codec.parts(shape), codec.encode(rows)
+    wrong = []
+    if announced.keys() != made.keys():
+        return [f"{list(shape)}: parts are {', '.join(announced)}, encode gives {', '.join(made)}"]
+    for name, (part, dtype) in announced.items():
+        if tuple(made[name].shape) != tuple(part) or made[name].dtype != dtype:
+            found = f"{list(made[name].shape)} {made[name].dtype}"
+            wrong.append(f"{list(shape)}: {name} is {found}, announced as {list(part)} {dtype}")
+    decoded = codec.decode(made, shape, torch.float32)
+    if tuple(decoded.shape) != shape or decoded.dtype != torch.float32:
+        return [*wrong, f"{list(shape)}: decode gives {list(decoded.shape)} {decoded.dtype}"]
+    half = codec.encode(rows[:1])
+    if not wrong and any(not torch.equal(half[n], made[n][:1]) for n in made):
+        wrong.append(f"{list(shape)}: the first row alone is coded otherwise than among others")
+    return wrong
+
+
+# ------------------------------------------------------------------ coded leaves in a spec tree
+
+
+def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
+    """Refuse, all at once, the leaves that cannot take their codec.
+
+    Raises:
+        SpecError: an unknown codec; a leaf that trains, is no float or has less than two dims; a layout that
+            cuts rows.
+    """
+    found = {path: _problem(spec) for path, spec in specs.items() if is_coded(spec)}
+    wrong = {path: problem for path, problem in found.items() if problem is not None}
+    if wrong:
+        lines = [f"params[{p!r}] {list(specs[p].shape)} with {what}." for p, (what, _) in wrong.items()]
+        fixes = dict.fromkeys(fix for _, fix in wrong.values())
+        raise SpecError(report(f"{leaves(len(wrong))} cannot be coded:", lines, " ".join(fixes)))
+
+
+def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
+    """Why a leaf cannot take its codec, and the way out."""
+    if spec.codec not in CODECS:
+        known = ", ".join(map(repr, CODECS))
+        return f"codec={spec.codec!r}", f"one of {known}, or your own by fs.codecs.register."
+    if spec.trainable:
+        return (
+            f"codec={spec.codec!r} and trainable=True",
+            "a code has no gradient: trainable=False, or train an adapter beside it (fs.lora).",
+        )
+    if len(spec.shape) < 2 or not spec.compute_dtype.is_floating_point:
+        what = f"codec={spec.codec!r} of {spec.compute_dtype}"
+        return what, "codecs are for float leaves of two dims or more: leave codec=None for others."
+    if any(spec.storage.of(dim) for dim in range(1, len(spec.shape))):
+        return (
+            f"codec={spec.codec!r} and storage={spec.storage!r}",
+            "rows are coded one by one: shard dim 0, P('shard').",
+        )
+    return None
+
+
+@dataclass
+class Unfit:
+    """Leaves whose values no code can hold: noted one by one, on their way in, and told together."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def look(self, path: str, spec: LayoutSpec, values: Tensor) -> None:
+        """Note a leaf, or a run of its rows, that is to be coded and is not finite in fp32."""
+        if not is_coded(spec) or values.is_meta:
+            return
+        finite = (int(values[run].detach().float().isfinite().sum()) for run in _runs(values))
+        count = values.numel() - sum(finite)
+        if count:
+            of = f"params[{path!r}] {list(spec.shape)} with codec={spec.codec!r}"
+            self.lines.append(f"{of}: {count} of {values.numel()} values")
+
+    def refuse(self) -> None:
+        """Tell of all that were noted.
+
+        Raises:
+            StateError: there are any.
+        """
+        if self.lines:
+            fix = "load or train them again; or keep them as they are, codec=None."
+            what = f"{leaves(len(self.lines))} cannot be coded: inf, nan or too large for fp32 are"
+            raise StateError(report(what, self.lines, fix))
+
+
+def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
+    """The specs of a coded leaf's parts: they go where the leaf would, in their own dtypes."""
+    rows = P(*spec.storage.parts[:1])
+    return {
+        name: replace(
+            spec,
+            codec=None,
+            storage=rows,
+            gradient=rows,
+            optimizer=rows,
+            storage_dtype=dtype,
+            compute_dtype=dtype,
+            reduce_dtype=dtype,
+            optimizer_dtype=dtype,
+            shape=tuple(shape),
+            buffers=True,
+        )
+        for name, (shape, dtype) in CODECS[spec.codec].parts(spec.shape).items()
+    }
+
+
+def stored_specs(specs: Any) -> Any:
+    """The spec tree of what is stored: a dict of its parts in the place of each coded leaf."""
+    return tree.map(lambda s: parts_of(s) if is_coded(s) else s, specs, is_leaf=is_spec)
+
+
+def is_coded(spec: Any) -> bool:
+    """Whether a leaf is stored as something else than itself."""
+    return is_spec(spec) and spec.codec is not None and spec.shape is not None
+
+
+def encoded(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
+    """The parts of a block of rows, coded a run of them at a time: on the way, a weight takes 16 bytes."""
+    codec, runs, block = CODECS[spec.codec], _runs(block), block.detach()
+    if len(runs) < 2:
+        return codec.encode(block)
+    shape = (block.shape[0], *spec.shape[1:])
+    parts = {n: torch.empty(s, dtype=d, device=block.device) for n, (s, d) in codec.parts(shape).items()}
+    for run in runs:
+        for name, part in codec.encode(block[run]).items():
+            parts[name][run] = part
+    return parts
+
+
+def _runs(rows: Tensor) -> list[Any]:
+    """Of about `RUN` weights each, at least a row; of a tensor on meta, which takes no memory, one."""
+    count = rows.shape[0] if rows.dim() else 1
+    step = max(1, RUN * count // max(1, rows.numel()))
+    if rows.is_meta or step >= count:
+        return [...]
+    return [slice(low, low + step) for low in range(0, count, step)]
+
+
+def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tensor:
+    """A leaf's stored block by its path; of a coded one what its parts decode to, in storage dtype."""
+    if not is_coded(spec):
+        return blocks[path].detach()
+    codec = CODECS[spec.codec]
+    parts = {name: blocks[f"{path}.{name}"].detach() for name in codec.parts(spec.shape)}
+    rows = next(iter(parts.values())).shape[0]
+    return codec.decode(parts, (rows, *spec.shape[1:]), spec.storage_dtype)
+
+
+def decoding(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+    """`fn` for a tree in which coded leaves are dicts of their parts.
+
+    Args:
+        specs: the tree with the codecs, resolved.
+    """
+    named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
+    if not any(map(is_coded, named.values())):
+        return fn
+
+    @functools.wraps(fn)
+    def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
+        return fn(decoded(params, named, structure), *batch, **keywords)
+
+    return of_parts
+
+
+def decoded(params: Any, named: Mapping[str, LayoutSpec], structure: tree.TreeDef) -> Any:
+    """A tree of full leaves from one of full parts; coded leaves come in `compute_dtype`."""
+    given = tree.flatten_with_paths(params)[0]
+    return tree.unflatten([_leaf(given, path, spec) for path, spec in named.items()], structure)
+
+
+def _leaf(given: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tensor:
+    if not is_coded(spec):
+        return given[path]
+    codec = CODECS[spec.codec]
+    parts = {name: given[f"{path}.{name}"] for name in codec.parts(spec.shape)}
+    return codec.decode(parts, spec.shape, spec.compute_dtype)

@@ -1,0 +1,132 @@
+"""Presets: the strategies people know by name. Each is a function to specs, and nothing but specs."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fnshard import tree
+from fnshard.layout.rules import Rule, check_tree, match_specs
+from fnshard.layout.spec import LayoutSpec, P, is_buffer
+from fnshard.mesh import Mesh
+
+__all__ = [
+    "best_split",
+    "full_shard",
+    "hybrid_shard",
+    "no_shard",
+    "shard_grad_op",
+    "zero1",
+    "zero2",
+    "zero3",
+]
+
+Layouts = Callable[[P], dict[str, Any]]
+
+
+def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str) -> Callable[..., Any]:
+    def preset(
+        params: Any,
+        mesh: Mesh,
+        *,
+        rules: Sequence[Rule] = (),
+        units: Callable[[Any], Mapping[str, str]] | None = None,
+        **policy: Any,
+    ) -> Any:
+        named, _ = tree.flatten_with_paths(params)
+        check_tree(named)
+        own: list[Rule] = list(rules)
+        for path, leaf in named.items():
+            if is_buffer(leaf) or not leaf.dtype.is_floating_point:
+                layout = P()
+            else:
+                split = leaf.shape[:1] if policy.get("codec") else leaf.shape  # rows are coded one by one
+                layout = best_split(split, axes(mesh), mesh)
+            own.append((glob.escape(path), LayoutSpec(**{**layouts(layout), **policy})))
+        return _first_match(params, own, len(rules), units)
+
+    preset.__doc__ = doc + (
+        "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
+        "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
+        "        units: unit policy, see `fnshard.units`.\n"
+        "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
+    )
+    return preset
+
+
+def _first_match(params: Any, rules: list[Rule], given: int, units: Any) -> Any:
+    """`match_specs`, where the preset's own rules may be shadowed by the caller's."""
+    import fnmatch
+
+    named = tree.flatten_with_paths(params)[0]
+    taken = {p for p in named for glob, _ in rules[:given] if fnmatch.fnmatchcase(p, glob)}
+    own = [r for p, r in zip(named, rules[given:], strict=True) if p not in taken]
+    return match_specs(params, rules[:given] + own, units=units)
+
+
+def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh) -> P:
+    """Split the dim that pads least (the first of them) over `axes`; a scalar is replicated.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> best_split((50257, 768), ("shard",), make_mesh(shard=8, abstract=True))
+    P(None, 'shard')
+    """
+    ways = mesh.axes_size(axes)
+    if not axes or not shape:
+        return P()
+    pads = [(-size % ways) / max(size, 1) for size in shape]
+    dim = pads.index(min(pads))
+    return P(*[None] * dim, axes if len(axes) > 1 else axes[0])
+
+
+def _all(mesh: Mesh) -> tuple[str, ...]:
+    return mesh.data_axes
+
+
+def _inner(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(a for a in mesh.data_axes if a != "replicate") or mesh.data_axes
+
+
+full_shard = _preset(
+    lambda s: {"storage": s},
+    _all,
+    """FSDP's FULL_SHARD, DeepSpeed's ZeRO 3: parameters, gradients and optimizer state sharded over
+    all data axes; parameters gathered for forward, freed, and gathered again for backward.""",
+)
+shard_grad_op = _preset(
+    lambda s: {"storage": s, "reshard": False},
+    _all,
+    """FSDP's SHARD_GRAD_OP: as `full_shard`, but gathered once and kept until after backward.""",
+)
+zero2 = _preset(
+    lambda s: {"storage": P(), "gradient": s, "optimizer": s},
+    _all,
+    """ZeRO 2: parameters whole, gradients and optimizer state sharded; updated shards are published.""",
+)
+zero1 = _preset(
+    lambda s: {"storage": P(), "gradient": P(), "optimizer": s},
+    _all,
+    """ZeRO 1: parameters and gradients whole, optimizer state sharded; updated shards are published.""",
+)
+no_shard = _preset(
+    lambda s: {"storage": P()},
+    _all,
+    """DDP, FSDP's NO_SHARD: everything whole on every rank, gradients summed.""",
+)
+hybrid_shard = _preset(
+    lambda s: {"storage": s},
+    _inner,
+    """HSDP, FSDP's HYBRID_SHARD: `full_shard` over the inner data axes, replicas over "replicate".""",
+)
+zero3 = full_shard
+
+PRESETS: dict[str, Callable[..., Any]] = {
+    "full_shard": full_shard,
+    "zero3": zero3,
+    "shard_grad_op": shard_grad_op,
+    "zero2": zero2,
+    "zero1": zero1,
+    "no_shard": no_shard,
+    "hybrid_shard": hybrid_shard,
+}

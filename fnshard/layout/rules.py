@@ -1,0 +1,202 @@
+"""Rules: globs on paths -> a spec for every leaf. What nobody used, and what is left over, is an error."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fnshard import tree
+from fnshard.errors import SpecError, leaves, report
+from fnshard.layout.spec import LayoutSpec, is_buffer, is_spec
+from fnshard.layout.units import numeric
+
+__all__ = ["match_specs"]
+
+Rule = tuple[str, LayoutSpec]
+
+
+def match_specs(
+    params: Any,
+    rules: Sequence[Rule],
+    *,
+    units: Callable[[Any], Mapping[str, str]] | None = None,
+) -> Any:
+    """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
+
+    What is an `nn.Parameter`, a buffer or tied is read off the leaves that `make_functional` gives. Making
+    them anew (`{k: v.to(...)}`) loses that: cast the module beforehand, or say `compute_dtype`.
+
+    Buffers and non-float leaves are replicated and keep their dtype unless the rule says
+    `buffers=True`. `units`: a policy of `fnshard.units` (default: by numeric path part).
+
+    Args:
+        params: pytree of real, meta or fake tensors, full shapes.
+        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight".
+
+    Raises:
+        SpecError: a rule that matches no leaf, a leaf that no rule covers, rules that differ on the
+            names of one tied weight.
+
+    >>> import torch
+    >>> from fnshard.layout.spec import P
+    >>> specs = match_specs({"w": torch.zeros(4, 2)}, [("*", LayoutSpec(P("shard")))])
+    >>> specs["w"].storage, specs["w"].shape
+    (P('shard'), (4, 2))
+    """
+    named, structure = tree.flatten_with_paths(params)
+    check_tree(named)
+    _tensors_only(named)
+    _check_rules(rules)
+    unit_of = _units(units or numeric, params, named)
+    tied = tied_names(named)
+    used: set[int] = _tied_hits(tied, named, rules)
+    uncovered: list[str] = []
+    specs: list[LayoutSpec] = []
+    for path, leaf in named.items():
+        hit = next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+        if hit is None:
+            uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
+            continue
+        used.add(hit)
+        specs.append(_apply_rule(rules[hit][1], leaf).resolve(leaf, unit_of[path]))
+    unused = [_unused(glob, tied) for i, (glob, _) in enumerate(rules) if i not in used]
+    if uncovered:
+        raise SpecError(
+            report(
+                f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
+                uncovered,
+                'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
+            )
+        )
+    if unused:
+        shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
+        raise SpecError(
+            report(
+                f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
+                unused,
+                f"mend or delete them; the leaves are: {shown}",
+            )
+        )
+    return tree.unflatten(specs, structure)
+
+
+def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str, str]:
+    fix = "see fnshard.units, or units=lambda params: {path: unit name, for every leaf}."
+    if not callable(policy):
+        raise SpecError(
+            report(f"units is a function from the parameter tree, not {type(policy).__name__}.", fix=fix)
+        )
+    unit_of = policy(params)
+    if not isinstance(unit_of, Mapping):
+        raise SpecError(
+            report(f"units returned {type(unit_of).__name__}, not a dict from paths to units.", fix=fix)
+        )
+    wrong = [
+        f"params[{path!r}] " + (f"is of unit {unit_of[path]!r}" if path in unit_of else "has none")
+        for path in named
+        if not isinstance(unit_of.get(path), str) or not unit_of[path]
+    ]
+    if wrong:
+        raise SpecError(report(f"units gives {leaves(len(wrong))} no name of a unit:", wrong, fix))
+    # An adapter is gathered with the leaf it belongs to.
+    return {path: unit_of.get(getattr(leaf, "beside", path), unit_of[path]) for path, leaf in named.items()}
+
+
+def check_tree(named: Mapping[str, Any]) -> None:
+    """Refuse what is often passed for a parameter tree: a module, or `model.parameters()`.
+
+    Raises:
+        SpecError: says what makes a tree of it.
+    """
+    wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), None)
+    if wrong is not None:
+        what = f"the module {type(wrong).__name__}" if isinstance(wrong, nn.Module) else "an iterator"
+        raise SpecError(
+            report(
+                f"the parameters are a tree of tensors, not {what}.",
+                fix="apply, params = fs.make_functional(model): params is {path: tensor}, and "
+                "apply(params, *inputs) the module's forward.",
+            )
+        )
+
+
+def _check_rules(rules: Any) -> None:
+    good = isinstance(rules, Sequence) and all(
+        isinstance(r, tuple | list) and len(r) == 2 and isinstance(r[0], str) and is_spec(r[1]) for r in rules
+    )
+    if not good:
+        raise SpecError(
+            report(
+                "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; a P goes into a "
+                f"LayoutSpec; these are {type(rules).__name__} {str(rules)[:80]}.",
+                fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
+            )
+        )
+
+
+def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """`{other name: the path it is stored under}` of the weights that `make_functional` found tied."""
+    return {other: path for path, leaf in named.items() for other in getattr(leaf, "tied_names", ())}
+
+
+def _tied_hits(tied: Mapping[str, str], named: Mapping[str, Tensor], rules: Sequence[Rule]) -> set[int]:
+    """Rules that a tied weight takes by another of its names; they must say what its path's rule says."""
+
+    def first(path: str) -> int | None:
+        return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+
+    hits = {other: first(other) for other in tied}
+    differ = [
+        f"params[{path!r}] takes {_show(rules, first(path))}, its other name {other!r} takes "
+        f"{_show(rules, hits[other])}"
+        for other, path in tied.items()
+        if hits[other] is not None and _layout(rules, hits[other]) != _layout(rules, first(path))
+    ]
+    if differ:
+        raise SpecError(
+            report(
+                f"{leaves(len(differ))} tied under several names whose rules differ:",
+                differ,
+                "a tied weight is stored once, under the first of its names: give all names one rule.",
+            )
+        )
+    return {i for i in hits.values() if i is not None}
+
+
+def _layout(rules: Sequence[Rule], index: int | None) -> LayoutSpec | None:
+    return None if index is None else rules[index][1]
+
+
+def _show(rules: Sequence[Rule], index: int | None) -> str:
+    return "no rule" if index is None else f"rule {rules[index][0]!r}"
+
+
+def _unused(glob: str, tied: Mapping[str, str]) -> str:
+    other = next((o for o in tied if fnmatch.fnmatchcase(o, glob)), None)
+    stored = f": {other!r} is tied and stored as {tied[other]!r}" if other else ""
+    return f"rule {glob!r}{stored}"
+
+
+def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
+    floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    if spec.buffers or (floating and not is_buffer(leaf)):
+        return spec
+    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard)
+
+
+def _tensors_only(named: Mapping[str, Any]) -> None:
+    if not named:
+        raise SpecError(report("the parameter tree has no leaves.", fix="pass a tree of tensors, as a dict."))
+    wrong = {p: v for p, v in named.items() if not isinstance(v, Tensor)}
+    if wrong:
+        raise SpecError(
+            report(
+                f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
+                [f"params[{p!r}] is {type(v).__name__}" for p, v in wrong.items()],
+                f"{tree.how_to_register(wrong.values())}keep tensors, plain constants and functions "
+                "in the tree; close over the rest.",
+            )
+        )

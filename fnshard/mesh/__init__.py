@@ -1,0 +1,221 @@
+"""A mesh: ranks on named axes. Over torch's `DeviceMesh`, or one rank, or simulated, or abstract."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from fnshard.errors import SpecError, report
+from fnshard.mesh.process_group import join_group, world_size
+
+__all__ = ["Mesh", "make_mesh"]
+
+Kind = Literal["local", "group", "simulated", "abstract"]
+
+_simulated = threading.local()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes over ranks, row-major: the last axis varies fastest.
+
+    `kind`: "local" (one rank, no process group), "group" (a `torch.distributed` process group),
+    "simulated" (threads of one process, see `fnshard.simulate`, of `fnshard.runtime.collectives.simulated`),
+    "abstract" (no ranks at all: for lowering).
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    data_axes: tuple[str, ...]
+    device_type: str = "cpu"
+    kind: Kind = "local"
+    device_mesh: Any = field(default=None, compare=False, repr=False)
+    connections: dict[float, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the mesh."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different slices of the batch."""
+        return self.axes_size(self.data_axes)
+
+    @property
+    def rank(self) -> int:
+        """This rank; 0 on a local or abstract mesh."""
+        if self.kind == "group":
+            return dist.get_rank()
+        if self.kind == "simulated":
+            return getattr(_simulated, "rank", 0)
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        if self.kind == "abstract":
+            return torch.device(self.device_type)
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    def axis_size(self, name: str) -> int:
+        """Ranks along one axis."""
+        if name not in self.names:
+            raise SpecError(f"the mesh has no axis {name!r} (it has: {', '.join(self.names)}).")
+        return self.sizes[self.names.index(name)]
+
+    def axes_size(self, axes: Sequence[str]) -> int:
+        """Ranks in a group that spans `axes`; 1 for none."""
+        return math.prod(self.axis_size(a) for a in axes)
+
+    def coordinate(self, rank: int | None = None) -> dict[str, int]:
+        """`{axis: index}` of a rank (default: this one)."""
+        rank = self.rank if rank is None else rank
+        out: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            out[name] = rank % size
+            rank //= size
+        return {name: out[name] for name in self.names}
+
+    def rank_of(self, coordinate: Mapping[str, int]) -> int:
+        """The inverse of `coordinate`."""
+        rank = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank = rank * size + coordinate[name]
+        return rank
+
+    def group_ranks(self, axes: Sequence[str], rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, row-major in the order of `axes`."""
+        here = self.coordinate(rank)
+        spans = [range(self.axis_size(a)) for a in axes]
+        return tuple(
+            self.rank_of({**here, **dict(zip(axes, index, strict=True))}) for index in product(*spans)
+        )
+
+    def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """`axes` in the mesh's own order, those of size one left out."""
+        return tuple(n for n in self.names if n in axes and self.axis_size(n) > 1)
+
+    def __str__(self) -> str:
+        return "(" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"
+
+
+def make_mesh(
+    *,
+    data_axes: str | Sequence[str] | None = None,
+    device: str | None = None,
+    abstract: bool = False,
+    simulated: bool = False,
+    **axes: int,
+) -> Mesh:
+    """Make a mesh with named axes, `make_mesh(replicate=2, shard=4)`.
+
+    Where a launcher (`torchrun`, `fs.launch`) started several ranks and there is no process group yet, it is
+    made, and taken down when the process ends: gloo for CPU tensors and, on an accelerator, its own backend
+    for the others; `LOCAL_RANK` says which device is this rank's.
+
+    Args:
+        data_axes: the axes (or the one axis) the batch is split over; default all of them.
+        device: "cpu", "cuda", ...; default the accelerator if there is one, else, and if simulated, "cpu".
+        abstract: no process group and no devices, any size: for `lower` alone.
+        simulated: the ranks are threads of this process (tests, debugging).
+        axes: sizes by name; at most one may be -1: what is left of the world. None is `shard=-1`, all ranks
+            there are; one where these are not real.
+
+    Raises:
+        SpecError: the axes' product is not the number of ranks there are; a size, device or data axis that
+            is none; abstract and simulated at once; ranks that cannot meet.
+
+    >>> make_mesh(replicate=2, shard=4, abstract=True).group_ranks(["shard"], rank=5)
+    (4, 5, 6, 7)
+    """
+    axes = axes or {"shard": 1 if abstract or simulated else -1}
+    names = tuple(axes)
+    if abstract and simulated:
+        raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
+    device_type = _default_device(simulated) if device is None else _device_type(device)
+    world = None if abstract or simulated else dist.get_world_size() if _started() else world_size()
+    sizes = _sizes(axes, world)
+    chosen = (data_axes,) if isinstance(data_axes, str) else names if data_axes is None else tuple(data_axes)
+    unknown = [a for a in chosen if a not in names]
+    if unknown:
+        raise SpecError(
+            report(
+                f"data_axes names {', '.join(map(repr, unknown))}, which the mesh does not have.",
+                fix=f"name some of: {', '.join(names)}.",
+            )
+        )
+    if abstract or simulated:
+        return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
+    if world == 1 and not _started():
+        return Mesh(names, sizes, chosen, device_type, "local")
+    join_group(device_type)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return Mesh(names, sizes, chosen, device_type, "group", device_mesh)
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
+    bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
+    free = [n for n, s in axes.items() if s == -1]
+    if bad or len(free) > 1 or (free and world is None):
+        shown = ", ".join(f"{n}={s}" for n, s in axes.items())
+        raise SpecError(
+            report(
+                f"mesh ({shown}) has a size that is not a positive integer.",
+                fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
+            )
+        )
+    fixed = math.prod(s for s in axes.values() if s != -1)
+    sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
+    if world is not None and math.prod(sizes) != world:
+        shown = ", ".join(f"{n}={s}" for n, s in axes.items())
+        raise SpecError(
+            report(
+                f"mesh ({shown}) needs {math.prod(sizes)} ranks; this world has {world}.",
+                fix="start as many ranks (torchrun --nproc-per-node), change a size, or lower with "
+                "make_mesh(..., abstract=True).",
+            )
+        )
+    return sizes
+
+
+def _device_type(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(
+            report(f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.')
+        ) from error
+
+
+def _default_device(simulated: bool) -> str:
+    if not simulated and torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type
+    return "cpu"
+
+
+@contextmanager
+def simulated_rank(rank: int) -> Iterator[None]:
+    """Make this thread that rank of every simulated mesh."""
+    before = getattr(_simulated, "rank", 0)
+    _simulated.rank = rank
+    try:
+        yield
+    finally:
+        _simulated.rank = before

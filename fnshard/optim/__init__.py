@@ -1,0 +1,17 @@
+"""Optimizers: the contract, `sgd`, `adamw` and what chains are made of, schedules, loss scaling."""
+
+from fnshard.optim.contract import Optimizer, StepInfo
+from fnshard.optim.optimizers import OPTIMIZERS, adamw, chain, clip_by_global_norm, ema, ema_params, lars, sgd
+
+__all__ = [
+    "OPTIMIZERS",
+    "Optimizer",
+    "StepInfo",
+    "adamw",
+    "chain",
+    "clip_by_global_norm",
+    "ema",
+    "ema_params",
+    "lars",
+    "sgd",
+]

@@ -1,0 +1,321 @@
+"""Transform: the optimizer's contract: pure `(init, update)` in Optax's signs, and `apply`, the same
+thing in place.
+
+All trees are flat, `{path: tensor}`, and the tensors are whatever piece of the leaf this rank holds.
+An optimizer is a function of *one leaf*, so it may be called for any subset of the leaves, in any
+order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
+step, norms over all ranks, the whole of a sharded leaf) comes in a `StepInfo`. An optimizer that is
+not elementwise must declare that it needs the latter; `check` refuses any other on a sharded leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import OptimizerError, leaves, report
+from fnshard.optim.schedules import PathRules, counterpart
+
+__all__ = ["Optimizer", "StepInfo", "check"]
+
+Tensors = Mapping[str, Tensor]
+Slots = Mapping[str, Mapping[str, Tensor]]
+NEEDS = frozenset({"global_norm", "leaf_norms", "gather"})
+
+
+@dataclass(frozen=True)
+class LeafNorms:
+    """Exact L2 norms of one whole leaf, over all its shards: 0-d, fp32 or fp64."""
+
+    param: Tensor
+    grad: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StepInfo:
+    """What one update knows beyond its leaves; make a new one for every step.
+
+    All tensors are 0-d and, but for the step, on the device of the leaves (`to` moves them).
+
+    Args:
+        step: int64, the number of updates made before this one; on the host, which knows it, so that rates
+            are exact and nothing waits for them. A 0-d tensor there may meet tensors of any device.
+        global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
+        leaf_norms: by path; where the optimizer needs it.
+        grad_scale: all gradients are multiplied by it first. The norms are those of the product.
+        gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. A collective:
+            every rank must call it for the same leaves in the same order.
+        cut: `(path, whole) -> shard`, the inverse; comes with `gather`.
+    """
+
+    step: Tensor
+    global_norm: Tensor | None = None
+    leaf_norms: Mapping[str, LeafNorms] | None = None
+    grad_scale: Tensor | None = None
+    gather: Callable[[str, Tensor], Tensor] | None = None
+    cut: Callable[[str, Tensor], Tensor] | None = None
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """`compute()`, made once per step however many units ask (the rate, the clip factor)."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
+
+    def require(self, name: str) -> Any:
+        """The field `name`, or an error that says who should have filled it."""
+        value = getattr(self, name)
+        if value is None:
+            raise OptimizerError(
+                report(
+                    f"the optimizer asks for StepInfo.{name}, which this step does not carry.",
+                    fix=f"declare needs=frozenset({{{name!r}}}), and fill the field where that is declared.",
+                )
+            )
+        return value
+
+    def scaled(self, factor: Tensor) -> StepInfo:
+        """The same step with all gradients multiplied by `factor` (not negative) beforehand."""
+        norms = self.leaf_norms and {
+            path: LeafNorms(norm.param, norm.grad * factor) for path, norm in self.leaf_norms.items()
+        }
+        return replace(
+            self,
+            global_norm=None if self.global_norm is None else self.global_norm * factor,
+            leaf_norms=norms,
+            grad_scale=factor if self.grad_scale is None else self.grad_scale * factor,
+        )
+
+    def to(self, device: torch.device) -> StepInfo:
+        """The same step for leaves on another device (host optimizer state). Nobody waits: on the host its
+        numbers are there when a GPU has come so far."""
+
+        def move(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device, non_blocking=True)
+
+        norms = self.leaf_norms and {
+            path: LeafNorms(move(norm.param), move(norm.grad)) for path, norm in self.leaf_norms.items()
+        }
+        return replace(
+            self,
+            global_norm=move(self.global_norm),
+            leaf_norms=norms,
+            grad_scale=move(self.grad_scale),
+        )
+
+
+LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], tuple[Tensor, dict[str, Tensor]]]
+Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Optimizer:
+    """One gradient transform; `name` is the call that makes it.
+
+    Args:
+        leaf: the whole of the mathematics, pure: `(path, grad, slots, param, info) -> (update, slots)`
+            of one leaf. `param + update` is the new parameter. It sees fp32 where the leaf is of a
+            shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
+            `numbers`, it takes what they return in the place of `info`.
+        slots: state by name, each made from the parameter and of its shape, dtype and device.
+        needs: which of "global_norm", "leaf_norms", "gather" the `StepInfo` must carry.
+        elementwise: an element's update depends on nothing of the leaf but that element.
+        rules: numbers by path, checked against all leaves by `init`.
+        values: `info -> {name: 0-d tensor}` for the step's metrics.
+        kernel: `leaf` in place on many leaves of one dtype and device whose `settings(path)` are
+            equal, `(params, grads, slots by name, settings, info)`; it may spoil the gradients.
+        takes: whether the kernel is right for such a parameter; others go through `leaf`.
+        factor: set if `leaf` does nothing but multiply by `factor(info)`.
+        follow: set if `leaf` hands the update on as it came and keeps something of the new
+            parameters: `(slots, params) -> None`, in place.
+        in_place: takes the place of the whole `apply`.
+        members: what `chain` was made of.
+        numbers: `(path, info) -> tree of 0-d tensors`: all that `leaf` reads of the step. With them the
+            update can be compiled (`shard_step(update=)`): numbers are inputs of the kernel, never constants.
+            `leaf` and `numbers` may then depend on the path through `settings(path)` and `info.leaf_norms`
+            alone: leaves that are alike share a kernel.
+
+    >>> half = Optimizer("half()", leaf=lambda path, grad, slots, param, info: (-0.5 * grad, {}))
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    >>> half.apply(grads, half.init(params), params, StepInfo(step=torch.tensor(0)))
+    >>> params["w"]
+    tensor([0.5000, 0.5000])
+    """
+
+    name: str
+    leaf: LeafRule
+    slots: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    elementwise: bool = True
+    rules: tuple[PathRules, ...] = ()
+    values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
+    kernel: Kernel | None = None
+    settings: Callable[[str], Hashable] = lambda path: None
+    takes: Callable[[Tensor], bool] = lambda param: True
+    factor: Callable[[StepInfo], Tensor] | None = None
+    follow: Callable[[Slots, Tensors], None] | None = None
+    in_place: Callable[[Tensors, Slots, Tensors, StepInfo], None] | None = None
+    members: tuple[Optimizer, ...] = ()
+    numbers: Callable[[str, StepInfo], Any] | None = None
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.needs - NEEDS)
+        if unknown:
+            raise OptimizerError(
+                f"{self.name} needs {', '.join(map(repr, unknown))}; known are {', '.join(sorted(NEEDS))}."
+            )
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @torch.no_grad()
+    def init(self, params: Tensors) -> dict[str, dict[str, Tensor]]:
+        """State for `params`, which must be *all* leaves that this optimizer will see.
+
+        Raises:
+            OptimizerError: a rule by path that decides for no leaf, or a leaf without one.
+        """
+        for rules in self.rules:
+            rules.check(params)
+        return {path: self.init_leaf(param) for path, param in params.items()}
+
+    @torch.no_grad()
+    def init_leaf(self, param: Tensor) -> dict[str, Tensor]:
+        """State of one leaf; `init` checks the rules by path too."""
+        return {n: make(param) for n, make in self.slots.items()}
+
+    @torch.no_grad()
+    def update(
+        self, grads: Tensors, slots: Slots, params: Tensors, info: StepInfo
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """`updates, slots` of the leaves in `grads`, in their dtypes; nothing given is changed."""
+        updates, new = {}, {}
+        for path, grad in grads.items():
+            updates[path], new[path] = self.update_leaf(
+                path, grad, slots[path], params[path], self.given(path, info), info.grad_scale
+            )
+        return updates, new
+
+    @torch.no_grad()
+    def apply(self, grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
+        """`update` in place, on `slots` and `params` of the leaves in `grads`, which may be spoiled.
+
+        Equal to `params + updates` up to rounding. Allocates nothing where gradients come in the
+        parameters' dtype and layout and there is a kernel; else one leaf's or one unit's worth.
+        """
+        if self.in_place is not None:
+            self.in_place(grads, slots, params, info)
+            return
+        groups: dict[Hashable, list[str]] = {}
+        for path, grad in grads.items():
+            param, state = params[path], slots[path]
+            if self.kernel is not None and fusable(param, state) and self.takes(param):
+                if param.numel():
+                    groups.setdefault((param.dtype, param.device, self.settings(path)), []).append(path)
+                continue
+            given = self.given(path, info)
+            update, new = self.update_leaf(path, grad, state, param, given, info.grad_scale)
+            param.add_(update)
+            for name, value in new.items():
+                state[name].copy_(value)
+        for (_, _, settings), paths in groups.items():
+            some = [params[p] for p in paths]
+            state_lists = {name: [slots[p][name] for p in paths] for name in self.slots}
+            given = ready([grads[p] for p in paths], some, info.grad_scale)
+            self.kernel(some, given, state_lists, settings, info)
+
+    def metrics(self, info: StepInfo) -> dict[str, Tensor]:
+        """0-d tensors worth a place in the step's metrics: `lr`, `grad_norm`."""
+        return self.values(info)
+
+    @property
+    def compilable(self) -> bool:
+        """Whether all that the update reads of the step are `numbers`."""
+        return self.numbers is not None and all(m.compilable for m in self.members)
+
+    def given(self, path: str, info: StepInfo) -> Any:
+        """What `leaf` takes of the step: its numbers, or the whole of it."""
+        return info if self.numbers is None else self.numbers(path, info)
+
+    def update_leaf(
+        self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
+        scale: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """Update and new slots of one leaf, computed in fp32 at least, in the dtypes of the leaf.
+
+        Args:
+            given: what `given` returned.
+            scale: the gradient is multiplied by it.
+        """
+        wide = torch.promote_types(param.dtype, torch.float32)
+        grad = grad.to(wide)
+        if scale is not None:
+            grad = (grad * scale).to(wide)  # a 0-d leaf takes on the factor's dtype
+        held = {name: slots[name].to(wide) for name in self.slots}
+        update, new = self.leaf(path, grad, held, param.to(wide), given)
+        return update.to(param.dtype), {name: value.to(slots[name].dtype) for name, value in new.items()}
+
+
+def check_kind(optimizer: object) -> None:
+    """Refuse what is neither None nor an optimizer of this library's.
+
+    Raises:
+        OptimizerError: says what it is, and what takes its place.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
+        raise OptimizerError(
+            report(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer))
+        )
+
+
+def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:
+    """Refuse an optimizer that would treat a shard as if it were the leaf.
+
+    Raises:
+        OptimizerError: it is not elementwise, does not need norms or a gather, and leaves are sharded.
+    """
+    blind = not optimizer.elementwise and not optimizer.needs & {"leaf_norms", "gather"}
+    if blind and sharded_paths:
+        raise OptimizerError(
+            report(
+                f"{optimizer} is not elementwise, and {leaves(len(sharded_paths))} it would see are sharded:",
+                [f"params[{path!r}]" for path in sharded_paths],
+                'declare needs={"leaf_norms"} or {"gather"} and use what StepInfo then carries, or keep '
+                "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
+            )
+        )
+
+
+def fusable(param: Tensor, slots: Mapping[str, Tensor]) -> bool:
+    """torch's fused kernels walk memory and never look at strides. Runs per leaf and step: plain loop."""
+    if not ((param.is_cpu or param.is_cuda) and param.is_contiguous()):
+        return False
+    dtype = param.dtype
+    for slot in slots.values():  # noqa: SIM110
+        if slot.dtype != dtype or not slot.is_contiguous():
+            return False
+    return True
+
+
+def ready(grads: list[Tensor], params: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    """Gradients in the parameters' dtype, contiguous and scaled; in place where that is possible.
+
+    The kernels' own `grad_scale` is not used: it divides, is read as fp32, and writes the quotient
+    back, so it costs the same traffic as one foreach multiplication and loses digits in fp64.
+    """
+    out = [
+        g if g.dtype == p.dtype and g.is_contiguous() else torch.empty_like(p)
+        for g, p in zip(grads, params, strict=True)
+    ]
+    if made := [(o, g) for o, g in zip(out, grads, strict=True) if o is not g]:
+        torch._foreach_copy_(*map(list, zip(*made, strict=True)))
+    if scale is not None:
+        # A factor of another dtype costs CUDA a kernel per leaf; one of 16 bits would lose digits.
+        dtype = out[0].dtype
+        torch._foreach_mul_(out, scale.to(dtype) if dtype.itemsize >= 4 else scale)
+    return out

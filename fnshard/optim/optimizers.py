@@ -1,0 +1,430 @@
+"""Optimizers: `sgd`, `adamw`, `lars`, and what chains are made of. The contract is `fnshard.optim.contract`.
+
+Inside are torch's own fused kernels where torch has them and they are right; the mathematics of one
+leaf, in plain ops, is beside each and says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import OptimizerError, leaves, report
+from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
+from fnshard.optim.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text, rate_first
+
+__all__ = [
+    "OPTIMIZERS",
+    "adamw",
+    "chain",
+    "clip_by_global_norm",
+    "ema",
+    "ema_params",
+    "lars",
+    "sgd",
+]
+
+# ------------------------------------------------------------------ optimizers
+
+
+@rate_first
+def sgd(
+    lr: Rate,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: ByPath = 0.0,
+    lr_scale: ByPath = 1.0,
+) -> Optimizer:
+    """`torch.optim.SGD`, dampening 0: weight decay is added to the gradient (L2).
+
+    `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
+
+    >>> sgd(0.1, weight_decay=[("*norm*", 0.0), ("*", 0.01)])
+    sgd(lr=0.1, momentum=0.0, nesterov=False, weight_decay=[('*norm*', 0.0), ('*', 0.01)], lr_scale=1.0)
+    """
+    name = call_text(
+        "sgd", lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale
+    )
+    _within(name, momentum=momentum)
+    if nesterov and momentum == 0:
+        raise OptimizerError(f"{name}: nesterov needs a momentum above 0.")
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+
+    def numbers(path, info):
+        return _rate(rate, settings(path)[1], info)
+
+    def leaf(path, grad, slots, param, lr):
+        decay, _ = settings(path)
+        step = grad + decay * param if decay else grad
+        if momentum == 0:
+            return -lr * step, {}
+        trace = momentum * slots["momentum"] + step
+        step = step + momentum * trace if nesterov else trace
+        return -lr * step, {"momentum": trace}
+
+    def kernel(params, grads, slots, settings, info):
+        decay, scale = settings
+        torch._fused_sgd_(
+            params,
+            grads,
+            slots.get("momentum", []),
+            weight_decay=decay,
+            momentum=momentum,
+            lr=_kernel_rate(rate, scale, info),
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    def takes(param: Tensor) -> bool:
+        # On CPU, up to torch 2.13 at least, the fused sgd kernel skips whole vectors of fp16 and bf16
+        # parameters and spoils their momentum, in silence (pytorch issue 191763).
+        return not param.is_cpu or param.dtype in (torch.float32, torch.float64)
+
+    return Optimizer(
+        name,
+        leaf,
+        {"momentum": torch.zeros_like} if momentum else {},
+        rules=rules,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        kernel=kernel,
+        settings=settings,
+        takes=takes,
+        numbers=numbers,
+    )
+
+
+@rate_first
+def adamw(
+    lr: Rate = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: ByPath = 1e-2,
+    lr_scale: ByPath = 1.0,
+    *,
+    betas: tuple[float, float] | None = None,
+) -> Optimizer:
+    """`torch.optim.AdamW`, its numerics and its defaults: the decay is `lr * weight_decay * param`.
+
+    `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
+    `betas=(b1, b2)` is torch's spelling of the two. The decay shrinks a leaf that `fn` does not read; torch
+    skips it.
+
+    >>> adamw(3e-4, weight_decay=0.1)
+    adamw(lr=0.0003, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.1, lr_scale=1.0)
+    """
+    if betas is not None:
+        b1, b2 = _pair(betas, b1, b2)
+    name = call_text("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)
+    _within(name, b1=b1, b2=b2)
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+
+    def biases(info: StepInfo) -> tuple[Tensor, Tensor]:
+        count = (info.step + 1).to(torch.float64)
+        return 1 - torch.pow(b1, count), (1 - torch.pow(b2, count)).sqrt()
+
+    def numbers(path, info):
+        decay, scale = settings(path)
+        lr = _rate(rate, scale, info)
+        bias1, bias2 = info.once((leaf, "biases"), lambda: biases(info))
+        return -(lr / bias1), bias2, lr * decay
+
+    def leaf(path, grad, slots, param, given):
+        size, bias2, shrink = given
+        mu = slots["mu"].lerp(grad, 1 - b1)
+        nu = (slots["nu"] * b2).addcmul_(grad, grad, value=1 - b2)
+        update = mu / (nu.sqrt() / bias2).add_(eps) * size
+        return (update - shrink * param if settings(path)[0] else update), {"mu": mu, "nu": nu}
+
+    def kernel(params, grads, slots, settings, info):
+        decay, scale = settings
+        # The kernel wants one fp32 count per leaf, beside it, and only reads it: all leaves share one.
+        device, number = params[0].device, int(info.step) + 1
+        count = info.once((leaf, device), lambda: torch.full((), number, dtype=torch.float32, device=device))
+        torch._fused_adamw_(
+            params,
+            grads,
+            slots["mu"],
+            slots["nu"],
+            [],
+            [count] * len(params),
+            lr=_kernel_rate(rate, scale, info),
+            beta1=b1,
+            beta2=b2,
+            weight_decay=decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return Optimizer(
+        name,
+        leaf,
+        {"mu": torch.zeros_like, "nu": torch.zeros_like},
+        rules=rules,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        kernel=kernel,
+        settings=settings,
+        numbers=numbers,
+    )
+
+
+@rate_first
+def lars(
+    lr: Rate,
+    momentum: float = 0.9,
+    weight_decay: ByPath = 0.0,
+    trust: float = 1e-3,
+    eps: float = 1e-8,
+    lr_scale: ByPath = 1.0,
+) -> Optimizer:
+    """LARS (You, Gitman, Ginsburg 2017): sgd whose rate is scaled per leaf by `|param| / |gradient|`.
+
+    Needs "leaf_norms". A leaf whose parameters or gradients are all zero takes the rate as it is.
+    """
+    name = call_text(
+        "lars", lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust, eps=eps, lr_scale=lr_scale
+    )
+    _within(name, momentum=momentum)
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+
+    def numbers(path, info):
+        decay, scale = settings(path)
+        norm = info.require("leaf_norms")[path]
+        ratio = trust * norm.param / (norm.grad + decay * norm.param + eps)
+        ratio = torch.where((norm.param > 0) & (norm.grad > 0), ratio, torch.ones_like(ratio))
+        return _rate(rate, scale, info) * ratio
+
+    def leaf(path, grad, slots, param, size):
+        trace = momentum * slots["momentum"] + size * (grad + settings(path)[0] * param)
+        return -trace, {"momentum": trace}
+
+    return Optimizer(
+        name,
+        leaf,
+        {"momentum": torch.zeros_like},
+        needs=frozenset({"leaf_norms"}),
+        elementwise=False,
+        rules=rules,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        settings=settings,
+        numbers=numbers,
+    )
+
+
+# ------------------------------------------------------------------ members of a chain
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """`torch.nn.utils.clip_grad_norm_`: all gradients times `min(1, max_norm / (norm + 1e-6))`.
+
+    Needs "global_norm"; goes before the optimizer in a `chain`. Metric `grad_norm`: before clipping.
+    """
+    name = call_text("clip_by_global_norm", max_norm=max_norm)
+    if not _number(max_norm) or not max_norm > 0:
+        raise OptimizerError(f"{name}: the norm must be a number above 0.")
+
+    def factor(info: StepInfo) -> Tensor:
+        norm = info.require("global_norm")
+        return info.once(factor, lambda: torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    return Optimizer(
+        name,
+        leaf=lambda path, grad, slots, param, given: (grad * given, {}),
+        needs=frozenset({"global_norm"}),
+        values=lambda info: {"grad_norm": info.require("global_norm")},
+        factor=factor,
+        numbers=lambda path, info: factor(info),
+    )
+
+
+def ema(decay: float) -> Optimizer:
+    """Keeps `decay * average + (1 - decay) * new parameters`, from the initial ones on.
+
+    Goes last in a `chain`; read with `ema_params`. The average has the optimizer's dtype: in bf16 it
+    would stand still at a decay of 0.999.
+    """
+    name = call_text("ema", decay=decay)
+    _within(name, decay=decay)
+
+    def leaf(path, update, slots, param, given):
+        return update, {"ema": slots["ema"].lerp(param + update, 1 - decay)}
+
+    def follow(slots: Slots, params: Tensors) -> None:
+        averages = [slots[path]["ema"] for path in params]
+        if averages:
+            torch._foreach_lerp_(averages, list(params.values()), 1 - decay)
+
+    return Optimizer(name, leaf, {"ema": torch.clone}, follow=follow, numbers=lambda path, info: ())
+
+
+def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
+    """The averaged parameters out of an optimizer's state, in the layout of that state."""
+    bare = [
+        f"params[{path!r}] has {', '.join(held) or 'none'}"
+        for path, held in slots.items()
+        if name not in held
+    ]
+    if bare:
+        raise OptimizerError(
+            report(f"{leaves(len(bare))} without a slot {name!r}:", bare, "end the chain with ema(decay).")
+        )
+    return {path: held[name] for path, held in slots.items()}
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """One after another, as Optax's: each takes the update of the one before as its gradient.
+
+    A slot name that is taken gets a number: the second `ema` keeps "ema_2".
+
+    Raises:
+        OptimizerError: a member needs gradient norms after something else than clipping has changed
+            the gradients, or one that keeps new parameters (`ema`) is not at the end.
+
+    >>> chain(clip_by_global_norm(1.0), adamw(3e-4), ema(0.999)).init({"w": torch.zeros(2)})["w"].keys()
+    dict_keys(['mu', 'nu', 'ema'])
+    """
+    strange = [f"{t!r}" for t in transforms if not isinstance(t, Optimizer)]
+    if strange:
+        raise OptimizerError(
+            report(
+                "chain takes transforms of fnshard.optim, and these are none:",
+                strange,
+                "chain(clip_by_global_norm(1.0), adamw(3e-4)); torch.optim's are no pure functions.",
+            )
+        )
+    members = tuple(m for t in transforms for m in (t.members or (t,)))
+    heads = next((i for i, m in enumerate(members) if m.factor is None), len(members))
+    tails = next((i for i, m in reversed(list(enumerate(members))) if m.follow is None), -1) + 1
+    _check_order(members, heads, tails)
+    names = _slot_names(members)
+
+    def views(info: StepInfo) -> list[StepInfo]:
+        """What each member may know: norms are those of its own input, or absent."""
+        out = []
+        for member in members:
+            out.append(info)
+            if member.factor is not None:
+                info = info.scaled(member.factor(info))
+            elif member.follow is None:
+                info = replace(info, global_norm=None, leaf_norms=None)
+        return out
+
+    def numbers(path, info):
+        seen = info.once((leaf, "views"), lambda: views(info))
+        return tuple(member.given(path, view) for member, view in zip(members, seen, strict=True))
+
+    def leaf(path, grad, slots, param, given):
+        new: dict[str, Tensor] = {}
+        for member, own, each in zip(members, names, given, strict=True):
+            grad, part = member.leaf(path, grad.to(param.dtype), {n: slots[own[n]] for n in own}, param, each)
+            new.update({own[n]: value for n, value in part.items()})
+        return grad, new
+
+    def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
+        """Factors ride on the gradients' scale, one member updates, the rest follow."""
+        view = info.once((leaf, "views"), lambda: views(info))[heads]
+        members[heads].apply(grads, _own(slots, names[heads], grads), params, view)
+        for member, own in zip(members[tails:], names[tails:], strict=True):
+            member.follow(_own(slots, own, grads), {path: params[path] for path in grads})
+
+    return Optimizer(
+        f"chain({', '.join(m.name for m in members)})",
+        leaf,
+        {own[n]: make for m, own in zip(members, names, strict=True) for n, make in m.slots.items()},
+        needs=frozenset().union(*(m.needs for m in members)),
+        elementwise=all(m.elementwise for m in members),
+        rules=tuple(r for m in members for r in m.rules),
+        values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
+        settings=lambda path: tuple(m.settings(path) for m in members),
+        in_place=in_place if tails - heads == 1 else None,
+        members=members,
+        numbers=numbers,
+    )
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "lars": lars}
+
+
+def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
+    if not members:
+        raise OptimizerError("chain() has no members.")
+    norms = {"global_norm", "leaf_norms"}
+    late = [
+        f"{m} at {i}, needs {', '.join(sorted(m.needs & norms))}"
+        for i, m in enumerate(members)
+        if i > heads and m.needs & norms
+    ]
+    early = [f"{m} at {i}" for i, m in enumerate(members[:tails]) if m.follow is not None]
+    if late or early:
+        raise OptimizerError(
+            report(
+                f"{len(late) + len(early)} member(s) of the chain stand in the wrong place:",
+                late + early,
+                "clip_by_global_norm(...) first, then one optimizer, ema(...) last.",
+            )
+        )
+
+
+def _slot_names(members: Sequence[Optimizer]) -> list[dict[str, str]]:
+    """For each member, its own slot names to the chain's."""
+    count: dict[str, int] = {}
+    out = []
+    for member in members:
+        own = {}
+        for name in member.slots:
+            count[name] = count.get(name, 0) + 1
+            own[name] = name if count[name] == 1 else f"{name}_{count[name]}"
+        out.append(own)
+    return out
+
+
+def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
+    if all(name == outer for name, outer in own.items()):
+        return slots
+    return {path: {name: slots[path][outer] for name, outer in own.items()} for path in paths}
+
+
+# ------------------------------------------------------------------ rates and kernels
+
+
+def _hyper(
+    lr: Rate, weight_decay: ByPath, lr_scale: ByPath
+) -> tuple[Schedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
+    decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
+    return as_schedule(lr), (decays, scales), cache(lambda path: (decays(path), scales(path)))
+
+
+def _rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
+    base = info.once(rate, lambda: rate(info.step))
+    return base if scale == 1 else info.once((rate, scale), lambda: base * scale)
+
+
+def _kernel_rate(rate: Schedule, scale: float, info: StepInfo) -> float:
+    """A number, which is exact: a tensor is read through an fp32 pointer by torch's CUDA kernels."""
+    return info.once((rate, scale, "number"), lambda: float(_rate(rate, scale, info)))
+
+
+def _within(name: str, **values: float) -> None:
+    wrong = [f"{key}={value!r}" for key, value in values.items() if not _number(value) or not 0 <= value < 1]
+    if wrong:
+        raise OptimizerError(f"{name}: {', '.join(wrong)} must be at least 0 and below 1.")
+
+
+def _pair(betas: object, b1: float, b2: float) -> tuple[float, float]:
+    """`betas` of two numbers, which `b1` and `b2` do not say as well."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise OptimizerError(f"adamw: betas={betas!r} are not two numbers, as in betas=(0.9, 0.95).")
+    if (b1, b2) != (0.9, 0.999):
+        raise OptimizerError(f"adamw: betas={betas!r} and b1={b1!r}, b2={b2!r}: give one or the other.")
+    return tuple(betas)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

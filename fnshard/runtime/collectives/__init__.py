@@ -1,0 +1,1 @@
+"""Collectives: gloo and NCCL, shared memory, simulated ranks, and none at all."""

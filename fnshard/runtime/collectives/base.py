@@ -1,0 +1,404 @@
+"""Collectives as an argument of the executor: what a rank can ask of its peers, flat tensors only.
+
+`fnshard.runtime.collectives.connect` picks the implementation: `Local` (one rank), `Group` (a
+`torch.distributed` process group), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`),
+`Shared` (CPU ranks that share hosts, `fnshard.runtime.collectives.shared_memory`), `Abstract` (nothing can
+run). All of them keep one contract:
+
+- Groups are named by an ordered tuple of mesh axes; rank order is `mesh.group_ranks(axes)`. A group
+  of one needs no transport.
+- Every rank of a group issues the same collectives in the same order. Any number may be in flight, and
+  they may be waited for in any order.
+- A tensor handed over must not change until the handle was waited for, and for a gather released
+  (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
+- Every handle is waited for, and a gather's is released; every send buffer is sent.
+- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too.
+- A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fnshard.errors import CollectiveError, report
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.monitor import Monitor
+from fnshard.runtime.collectives.roll_call import absent, lost
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Axes = Sequence[str]
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Transport = Literal["auto", "p2p", "native"]
+
+DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
+LATER_S = 60.0  # an accelerator's backend names nobody: its time is up after that of who does
+
+
+class Handle(Protocol[T_co]):
+    """A collective in flight."""
+
+    def wait(self) -> T_co:
+        """Block (on CUDA: let the current stream wait) until the result is there, and give it. Once."""
+
+    def release(self) -> None:
+        """The result of a gather has been copied out; its rows must not be read again."""
+
+
+class Collectives(Protocol):
+    """What the executor needs of a backend. Sums are exact to the wire's dtype, equal on all ranks."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh whose axes name the groups."""
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        """An uninitialised flat [rows * numel] tensor to pack into what is sent next over `axes`.
+
+        At most one such buffer is handed out and not yet sent, per `axes`. Using it is not a duty:
+        a collective takes any contiguous flat tensor.
+        """
+
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
+        """[k] on each rank -> n tensors [k], read-only, in group order. Any dtype."""
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        """[n * k] on each rank -> [k], the sum of this rank's row; the caller owns it."""
+
+    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
+
+    def gather_object(self, text: str) -> list[str]:
+        """One small string of every rank of the mesh, by rank."""
+
+    def barrier(self) -> None:
+        """Return when all ranks of the mesh have come here."""
+
+    def transport_bytes(self) -> int:
+        """Memory that the transport itself holds on this rank (shared slots), in bytes."""
+
+    def close(self) -> None:
+        """Give groups and shared memory back. Leaving without it is clean too."""
+
+
+# ------------------------------------------------------------------ handles and errors
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A handle whose result is there already."""
+
+    value: T
+
+    def wait(self) -> T:
+        return self.value
+
+    def release(self) -> None:
+        pass
+
+
+class Pending(Generic[T]):
+    """Torch `Work`s and what to make of their outputs; holds inputs and outputs until waited for.
+
+    `monitor`: hears of waits that do not block the host.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        take: Callable[[], T],
+        what: Callable[[], str],
+        blame: Callable[[str], str] | None = None,
+        monitor: Monitor | None = None,
+    ):
+        self._works, self._take, self._what, self._blame = works, take, what, blame
+        self._monitor = monitor
+
+    def wait(self) -> T:
+        with failing(self._what, self._blame):
+            for work in self._works:
+                work.wait()
+            if self._monitor is not None:
+                self._monitor.note(self._what)
+            result = self._take()
+        self._works, self._take = (), waited_twice
+        return result
+
+    def release(self) -> None:
+        pass
+
+
+def waited_twice(*_: Any) -> Any:
+    """What stands in a handle's place of a result once it was given."""
+    raise CollectiveError("a collective was waited for twice; keep the first result.")
+
+
+@contextmanager
+def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
+    """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause.
+
+    What the device itself says (no memory is left, a kernel failed) is this rank's own and stays what it is.
+
+    Args:
+        what: the collective.
+        blame: makes of the transport's words a cause that names a rank.
+    """
+    try:
+        yield
+    except (CollectiveError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CollectiveError(lost(what(), blame(line) if blame else line)) from error
+
+
+def forget(closed: Collectives) -> None:
+    """The next step on the mesh connects anew."""
+    known = closed.mesh.connections
+    for key in [k for k, v in known.items() if v is closed]:
+        del known[key]
+
+
+def describe(name: str, mesh: Mesh, axes: Axes) -> str:
+    """`all_gather over (shard) of ranks 0, 1, on rank 1`."""
+    ranks = ", ".join(map(str, mesh.group_ranks(axes)))
+    return f"{name} over ({', '.join(axes)}) of ranks {ranks}, on rank {mesh.rank}"
+
+
+def empty(mesh: Mesh, numel: int, dtype: torch.dtype) -> Tensor:
+    """A plain send buffer [numel] on the mesh's device."""
+    return torch.empty(numel, dtype=dtype, device=mesh.device)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """[k] -> uint8 [k * itemsize], a view: a gather copies, so no backend need know the dtype."""
+    return flat.view(torch.uint8)
+
+
+_CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in cache
+
+
+def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Sum of at least two flat [k] tensors into `out`, in the order given; half types add in fp32."""
+    half = out.dtype in (torch.bfloat16, torch.float16) and len(parts) > 2  # one addition rounds once anyway
+    sums, wide = (
+        (out.new_empty(min(_CHUNK, out.numel()), dtype=torch.float32) for _ in range(2))
+        if half
+        else (out, out)
+    )
+    for low in range(0, out.numel(), _CHUNK):
+        pieces = [part[low : low + _CHUNK] for part in parts]
+        target = out[low : low + _CHUNK]
+        if not half:
+            torch.add(pieces[0], pieces[1], out=target)
+            for piece in pieces[2:]:
+                target += piece
+            continue
+        total, piece32 = sums[: target.numel()], wide[: target.numel()]
+        total.copy_(pieces[0])
+        for piece in pieces[1:]:
+            total += piece32.copy_(piece)
+        target.copy_(total)
+    return out
+
+
+# ------------------------------------------------------------------ one rank; no ranks
+
+
+@dataclass(frozen=True)
+class Local:
+    """The one rank of a mesh without a process group; also what every backend does with groups of one."""
+
+    mesh: Mesh
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        return empty(self.mesh, rows * numel, dtype)
+
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
+        return Done([flat])
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        return Done(rows)
+
+    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        return Done(flat)
+
+    def gather_object(self, text: str) -> list[str]:
+        return [text]
+
+    def barrier(self) -> None:
+        pass
+
+    def transport_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """No ranks: everything is refused, with the way out."""
+
+    mesh: Mesh
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CollectiveError(
+            report(
+                f"mesh {self.mesh} is abstract: it can be lowered on, not run.",
+                fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
+                "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
+            )
+        )
+
+    send_buffer = all_gather = reduce_scatter = all_reduce = gather_object = barrier = _refuse
+
+    def transport_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+# ------------------------------------------------------------------ torch.distributed
+
+
+@dataclass(frozen=True)
+class Group:
+    """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
+
+    With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
+    everything in full-size temporaries. `monitor`: where waits do not block.
+    """
+
+    mesh: Mesh
+    timeout: float = DEFAULT_TIMEOUT
+    peer_to_peer: bool = False
+    monitor: Monitor | None = field(default=None, compare=False, repr=False)
+    groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        return empty(self.mesh, rows * numel, dtype)
+
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
+        n = self.mesh.axes_size(axes)
+        if n == 1:
+            return Done([flat])
+        what = self._what("all_gather", axes)
+        with failing(what, self._blame):
+            group, order = self.group(axes, "gather")
+            if self.peer_to_peer:
+                works, rows = self._exchange([flat] * n, axes, group)
+                return self._pending(works, lambda: rows, what)
+            out = flat.new_empty(n * flat.numel())
+            work = _all_gather(as_bytes(out), as_bytes(flat), group=group, async_op=True)
+        rows = out.view(n, -1).unbind(0)
+        return self._pending([work], lambda: (flat, [rows[place] for place in order])[1], what)
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        n = self.mesh.axes_size(axes)
+        if n == 1:
+            return Done(rows)
+        what = self._what("reduce_scatter", axes)
+        with failing(what, self._blame):
+            group, order = self.group(axes, "reduce")
+            if self.peer_to_peer:
+                works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
+                return self._pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what)
+            if order != tuple(range(n)):
+                rows = rows.view(n, -1)[[order.index(place) for place in range(n)]].view(-1)
+            out = rows.new_empty(rows.numel() // n)
+            work = _reduce_scatter(out, rows, group=group, async_op=True)
+        return self._pending([work], lambda: (rows, out)[1], what)
+
+    def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
+        """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
+        works, got = [], list(sent)
+        for place, peer in enumerate(self.mesh.group_ranks(axes)):
+            if peer != self.mesh.rank:
+                got[place] = torch.empty_like(sent[place])
+                works.append(dist.isend(as_bytes(sent[place]), peer, group=group))
+                works.append(dist.irecv(as_bytes(got[place]), peer, group=group))
+        return works, got
+
+    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(flat)
+        what = self._what("all_reduce", axes)
+        with failing(what, self._blame):
+            group, _ = self.group(axes, "reduce")
+            work = dist.all_reduce(flat, group=group, async_op=True)
+        return self._pending([work], lambda: flat, what)
+
+    def gather_object(self, text: str) -> list[str]:
+        with failing(self._what("gather_object", self.mesh.names), self._blame):
+            group, order = self.group(self.mesh.names, "host")
+            out: list[Any] = [None] * len(order)
+            dist.all_gather_object(out, text, group=group)
+        return out
+
+    def barrier(self) -> None:
+        self.gather_object("")
+
+    def transport_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        forget(self)
+        if self.monitor is not None:
+            self.monitor.close()
+        groups, owned = list(self.groups.values()), dist.is_initialized()
+        self.groups.clear()
+        for group, _ in groups:
+            if owned:
+                dist.destroy_process_group(group)
+
+    def _pending(self, works: Sequence[Any], take: Callable[[], T], what: Callable[[], str]) -> Pending[T]:
+        return Pending(works, take, what, self._blame, self.monitor)
+
+    def _what(self, name: str, axes: Axes) -> Callable[[], str]:
+        return lambda: describe(name, self.mesh, axes)
+
+    def _blame(self, line: str) -> str:
+        """Torch says that time ran out, not on whom it waited."""
+        silent = absent(self.mesh.rank, self.mesh.size) if "time" in line.lower() else []
+        named = f"rank {', '.join(map(str, silent))} did not answer within {self.timeout:g} s ({line})"
+        return named if silent else line
+
+    def group(self, axes: Axes, purpose: str) -> tuple[Any, tuple[int, ...]]:
+        """The sub-group over `axes` and, for each place of `mesh.group_ranks(axes)`, its place there.
+
+        Made at its first use, by all ranks of the mesh at once: a rank makes the groups that it is
+        not in too. Torch sorts the ranks of a group, hence the second value.
+
+        Args:
+            purpose: "gather", "reduce", or "host" (strings and barriers, always gloo).
+        """
+        backend = "gloo" if purpose == "host" else dist.get_default_backend_for_device(self.mesh.device_type)
+        axes = tuple(axes)
+        key = (axes, "all" if backend == "gloo" else purpose)
+        if key not in self.groups:
+            every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
+            own = backend != "gloo"  # an accelerator's own: it aborts the process when time is up
+            timeout = datetime.timedelta(seconds=self.timeout + LATER_S * own)
+            options = None
+            if backend == "nccl":  # kernels that fill the device must not keep communication waiting
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            group, _ = dist.new_subgroups_by_enumeration(
+                [list(ranks) for ranks in every], timeout=timeout, backend=backend, pg_options=options
+            )
+            here = self.mesh.group_ranks(axes)
+            self.groups[key] = group, tuple(sorted(here).index(rank) for rank in here)
+        return self.groups[key]

@@ -1,0 +1,59 @@
+"""Connect: which collectives serve a mesh."""
+
+from __future__ import annotations
+
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, Abstract, Collectives, Group, Local, Transport
+from fnshard.runtime.collectives.monitor import Monitor
+from fnshard.runtime.collectives.shared_memory import connect_shared
+from fnshard.runtime.collectives.simulated import Simulated
+
+
+def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transport = "auto") -> Collectives:
+    """The collectives of `mesh`. On a process group this is itself a collective call.
+
+    Args:
+        timeout: seconds after which a silent peer is a `CollectiveError`.
+        transport: how CPU ranks move bytes. "auto": shared memory for groups on one host, else
+            "p2p": gathers and reduce-scatters as sends from rank to rank. "native": torch's own
+            collectives throughout (what a CUDA mesh always does).
+
+    >>> import torch
+    >>> from fnshard.mesh import make_mesh
+    >>> connect(make_mesh(shard=1)).all_gather(torch.arange(3), ("shard",)).wait()
+    [tensor([0, 1, 2])]
+    """
+    if mesh.kind == "abstract":
+        return Abstract(mesh)
+    if mesh.kind == "simulated":
+        return Simulated(mesh)
+    if mesh.size == 1:
+        return Local(mesh)
+    # CPU, 32 MiB fp32, median ms of gather / reduce-scatter / all-reduce, packing and unpacking
+    # included (2 cores; `python -m experiments.micro.collectives` measures anew):
+    #   ranks   native          p2p            shared memory
+    #   2       51 / 46 / 24    28 / 26 / 24   4 / 5 / 10
+    #   4       110 / 94 / 50   45 / 59 / 50   6 / 10 / 21
+    on_cpu = mesh.device_type == "cpu"
+    monitor = None if on_cpu else Monitor(mesh.rank, mesh.size, mesh.device_type, timeout)
+    group = Group(mesh, timeout, on_cpu and transport != "native", monitor)
+    if on_cpu and transport == "auto":
+        return connect_shared(group) or group
+    return group
+
+
+def connection(mesh: Mesh, *, timeout: float | None = None) -> Collectives:
+    """The collectives that all steps on this mesh share; connected at the first call, a collective.
+
+    Groups and shared memory are dear: a thread, sockets and address space each.
+
+    Args:
+        timeout: of the connection to be made; None takes any there is.
+    """
+    known = mesh.connections
+    if timeout is None and known:
+        return next(iter(known.values()))
+    chosen = DEFAULT_TIMEOUT if timeout is None else timeout
+    if chosen not in known:
+        known[chosen] = connect(mesh, timeout=chosen)
+    return known[chosen]

@@ -1,0 +1,284 @@
+"""Simulated ranks: N threads of one process, the same user code as on real ones.
+
+    mesh = make_mesh(shard=4, simulated=True)
+    results = simulate(mesh, lambda rank: ...)        # one result per rank
+
+Ranks take turns: a thread runs until it waits for a peer. So what lies between two collectives is
+never interleaved, and tracing or compiling in a rank is safe. Sums run in rank order (half types
+in fp32), so that results are deterministic and bit-identical on all ranks.
+
+`adversary` shows schedules that touch a buffer they should not, which a GPU would show as rare wrong
+numbers. Inputs are read at issue ("early") or when the sender waits ("late"); send buffers, reductions
+in flight and released rows are filled with NaN. A right schedule gives the same bits in all modes.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fnshard.errors import CollectiveError, report
+from fnshard.mesh import Mesh, simulated_rank
+from fnshard.runtime.collectives.base import Axes, Done, Handle, empty, lost
+from fnshard.runtime.collectives.endpoint import Endpoint
+from fnshard.runtime.collectives.messages import Memory
+
+__all__ = ["simulate"]
+
+Adversary = Literal["early", "late"] | None
+
+_thread = threading.local()  # .session: the `simulate` call that this thread is a rank of
+
+
+def simulate(
+    mesh: Mesh,
+    fn: Callable[..., Any],
+    *args: Any,
+    adversary: Adversary = None,
+    timeout: float = 300.0,
+) -> list[Any]:
+    """Run `fn(rank, *args)` on every rank of a simulated mesh; their results, by rank.
+
+    Args:
+        adversary: None, "early" or "late": when inputs are read, see the module.
+        timeout: seconds without any rank coming to a collective or its end before it is an error.
+
+    Raises:
+        The first exception that any rank raised; the others are stopped at their next collective.
+        CollectiveError: a rank waits for one that has returned, ranks issue different collectives,
+            or nothing happened for `timeout` seconds.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> from fnshard.runtime.collectives.connect import connect
+    >>> mesh = make_mesh(shard=2, simulated=True)
+    >>> def total(rank):
+    ...     return connect(mesh).all_reduce(torch.tensor([float(rank)]), ("shard",)).wait().item()
+    >>> simulate(mesh, total)
+    [1.0, 1.0]
+    """
+    if mesh.kind != "simulated":
+        raise CollectiveError(
+            report(f"mesh {mesh} is {mesh.kind}, not simulated.", fix="make_mesh(..., simulated=True).")
+        )
+    if adversary not in (None, "early", "late"):
+        raise CollectiveError(f"adversary={adversary!r}: one of None, 'early', 'late'.")
+    session = _Session(mesh.size, adversary, timeout)
+    grad = torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        with session.running(rank), simulated_rank(rank), torch.set_grad_enabled(grad):
+            session.results[rank] = fn(rank, *args)
+
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(run, rank), name=f"rank-{rank}", daemon=True
+        )
+        for rank in range(mesh.size)
+    ]
+    for thread in threads:
+        thread.start()
+    session.watch(threads)
+    if session.failure is not None:
+        raise session.failure
+    return [session.results[rank] for rank in range(mesh.size)]
+
+
+@dataclass(eq=False)
+class Threaded:
+    """One rank's memory, which all threads see as it is; what is put there is a copy."""
+
+    rank: int
+    pages: dict[int, np.ndarray] = field(default_factory=dict)
+    slots: dict[int, Tensor] = field(default_factory=dict)
+
+    def words(self, offset: int, count: int) -> np.ndarray:
+        if offset not in self.pages:
+            self.pages[offset] = np.zeros(count, dtype=np.int64)
+        return self.pages[offset]
+
+    def put(self, offset: int, flat: Tensor) -> None:
+        self.slots[offset] = flat.clone()
+
+    def get(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self.slots[offset]
+
+    def drop(self, offset: int) -> None:
+        del self.slots[offset]
+
+    def offset_of(self, flat: Tensor) -> int | None:
+        return None
+
+
+@dataclass
+class _Session:
+    """One `simulate` call: where its ranks meet. `turn` is held by the one rank that runs."""
+
+    size: int
+    adversary: Adversary
+    timeout: float
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    memories: dict[Any, dict[int, Threaded]] = field(default_factory=dict)
+    endpoints: dict[Any, Endpoint] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    failure: BaseException | None = None
+    seen: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def running(self, rank: int) -> Iterator[None]:
+        """This thread is `rank` and has its turn, until it waits or ends."""
+        _thread.session = self
+        with self.turn:
+            try:
+                yield
+            except BaseException as error:
+                self.fail(error)
+            finally:
+                self.gone.add(rank)
+                self.announce()
+
+    def watch(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for all ranks; give up on those that neither end nor come to a collective."""
+        while any(thread.is_alive() for thread in threads):
+            next(thread for thread in threads if thread.is_alive()).join(0.2)
+            if time.monotonic() - self.seen > self.timeout + 1.0:
+                stuck = ", ".join(t.name for t in threads if t.is_alive())
+                text = f"nothing happened for {self.timeout:g} s; still running: {stuck}"
+                self.fail(CollectiveError(lost("simulate", text)))
+                return
+
+    def fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+
+    def announce(self) -> None:
+        self.seen = time.monotonic()
+        self.turn.notify_all()
+
+    def wait(self, ready: Callable[[], bool], peer: Memory, deadline: float) -> str:
+        """Let other ranks have their turn until `ready()`."""
+        self.turn.wait_for(
+            lambda: ready() or self.failure is not None or peer.rank in self.gone,
+            deadline - time.monotonic(),
+        )
+        if self.failure is not None:
+            return f"another rank raised {self.failure!r}"
+        if ready():
+            return ""
+        late = f"did not come within {self.timeout:g} s"
+        return f"rank {peer.rank} {'has returned' if peer.rank in self.gone else late}"
+
+    def endpoint(self, mesh: Mesh) -> Endpoint:
+        """This rank's, of a mesh: meshes of other axes have other groups."""
+        key = mesh.names, mesh.sizes
+        if (key, mesh.rank) not in self.endpoints:
+            memories = self.memories.setdefault(key, {rank: Threaded(rank) for rank in range(self.size)})
+            self.endpoints[key, mesh.rank] = Endpoint(mesh, memories, self, late=self.adversary == "late")
+        return self.endpoints[key, mesh.rank]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Collectives between the threads of one `simulate`. Has no state: may be shared and reused."""
+
+    mesh: Mesh
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        out = empty(self.mesh, rows * numel, dtype)
+        if getattr(_thread, "session", None) is not None and _thread.session.adversary:
+            poison(out)
+        return out
+
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done([flat])
+        session = self._session()
+        handle = session.endpoint(self.mesh).all_gather(flat, axes)
+        return _Lent(handle) if session.adversary else handle
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(rows)
+        return self._session().endpoint(self.mesh).reduce_scatter(rows, axes)
+
+    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(flat)
+        session = self._session()
+        handle = session.endpoint(self.mesh).all_reduce(flat, axes)
+        if session.adversary == "early":
+            poison(flat)
+        return handle
+
+    def gather_object(self, text: str) -> list[str]:
+        sent = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather_words(torch.tensor([len(sent)]))]
+        padded = torch.cat([sent, torch.zeros(max(sizes) - len(sent), dtype=torch.uint8)])
+        rows = self._gather_words(padded)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_words(self, flat: Tensor) -> list[Tensor]:
+        session = self._session()
+        if self.mesh.size == 1:
+            return [flat]
+        handle = session.endpoint(self.mesh).all_gather(flat, self.mesh.names, "gather_object")
+        rows = [row.clone() for row in handle.wait()]
+        handle.release()
+        return rows
+
+    def barrier(self) -> None:
+        self.gather_object("")
+
+    def transport_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    def _session(self) -> _Session:
+        session = getattr(_thread, "session", None)
+        if session is None or session.size != self.mesh.size:
+            raise CollectiveError(
+                report(
+                    f"the ranks of mesh {self.mesh} are simulated, and this thread is none of them.",
+                    fix="run the code under simulate(mesh, fn), with this mesh.",
+                )
+            )
+        if session.failure is not None:
+            raise CollectiveError(lost("simulate", f"another rank raised {session.failure!r}"))
+        return session
+
+
+@dataclass
+class _Lent:
+    """A gather whose rows are nobody's once they are released."""
+
+    handle: Handle[list[Tensor]]
+    rows: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> list[Tensor]:
+        self.rows = [row.clone() for row in self.handle.wait()]
+        return self.rows
+
+    def release(self) -> None:
+        for row in self.rows:
+            poison(row)
+        self.rows = []
+        self.handle.release()
+
+
+def poison(flat: Tensor) -> None:
+    """NaN, or the largest integer, or True: what nobody should read."""
+    if flat.dtype.is_floating_point:
+        flat.fill_(float("nan"))
+    else:
+        flat.fill_(True if flat.dtype == torch.bool else torch.iinfo(flat.dtype).max)

@@ -1,0 +1,1 @@
+"""Executor: a loop over the instructions of a schedule, each bound once."""

@@ -1,0 +1,163 @@
+"""Scalars: what all ranks must know at the end of a step, in one small sum.
+
+Losses, counts, aux scalars, squared norms and flags ride on one all-reduce, so that what is agreed
+(an overflow, the end of the data) costs no collective of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import LeafNorms
+from fnshard.runtime.tiers import send
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The sums over all ranks, read.
+
+    `loss`, `aux`: means over ranks and micro-batches. `count`: of the Mean, or None. `norm`: of the
+    summed gradients as they lie (not yet unscaled), or None. `leaf_norms`: by path. `flags`: sums.
+    """
+
+    loss: Tensor
+    count: Tensor | None
+    aux: tuple[Tensor, ...]
+    norm: Tensor | None
+    leaf_norms: Mapping[str, LeafNorms]
+    flags: Mapping[str, Tensor]
+
+
+def rescale(summary: Summary | None, unscale: float, divisor: float, device: torch.device) -> Tensor | None:
+    """What reduced gradients must be multiplied by before they are used, in fp64, if anything.
+
+    Args:
+        summary: None while the scalars are still under way.
+        unscale: what is due whatever they say: the loss scale undone, and what the seed left over.
+        divisor: what gradients were divided by on the way; a Mean's count takes its place.
+    """
+    factor = None
+    if unscale != 1.0:
+        factor = torch.full((), unscale, dtype=torch.float64, device=device)
+    if summary is not None and summary.count is not None:
+        safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
+        mean = torch.where(summary.count > 0, divisor / safe, 0.0)
+        factor = mean if factor is None else factor * mean
+    return factor
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """How the vector is laid out: fixed at lowering, equal on all ranks.
+
+    `results`: the program's flat result names; `flags`: names of the caller's 0/1 numbers.
+    """
+
+    outputs: Outputs
+    results: Sequence[str]
+    mesh: Mesh
+    specs: Mapping[str, LayoutSpec]
+    accumulate: int
+    norms: bool
+    leaf_norms: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    # -------------------------------------------------------------- this rank's part
+
+    def squares(
+        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """What a `Norms` instruction makes: squared norms by replicas, fp64, whose sum over ranks is exact.
+
+        "total": 0-d, of all gradients. By path, where asked: [2], of the stored leaf and of its gradient.
+        """
+        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(bucket.axes)
+        out = {"total": grads.sum()}
+        if self.leaf_norms:
+            replicas = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
+            # Each norm is taken where its piece lies.
+            stored = _squares([env[f"s:{p}"] for p in bucket.paths]).to(grads.device)
+            stored = torch.stack(torch._foreach_div(stored.unbind(), replicas))
+            out |= zip(bucket.paths, torch.stack([stored, grads], dim=1), strict=True)
+        return out
+
+    def _replicas(self, axes: Sequence[str]) -> int:
+        return self.mesh.data_size // self.mesh.axes_size(axes)
+
+    def pack(self, env: Mapping[str, Any], norms: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """fp64 vector of this rank's summands."""
+        parts = [self._over_micros(env, i) for i in self.outputs.summed]
+        if self.norms:
+            device = parts[0].device
+            found = {p: send(v, device) for n in norms for p, v in n.items()}
+            parts.append(torch.stack([send(n["total"], device) for n in norms]).sum())
+            parts += [found[p][i] for p in self.leaf_norms for i in (0, 1)]
+        device = parts[0].device
+        # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
+        for flag in self.flags:
+            told = env["flags"].get(flag, 0.0)  # a tensor where a graph reads it
+            is_tensor = isinstance(told, Tensor)
+            parts.append(told if is_tensor else torch.full((), told, dtype=torch.float64, device=device))
+        return torch.stack(parts)
+
+    def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
+        name = self.results[index]
+        if self.accumulate == 1:
+            return env[name].double()
+        return torch.stack([env[f"{name}#{m}"].double() for m in range(self.accumulate)]).sum()
+
+    # -------------------------------------------------------------- all ranks' sum
+
+    def unpack(self, vector: Tensor) -> Summary:
+        """Read the summed vector."""
+        feed = iter(vector.unbind(0))
+        parts = self.mesh.data_size * self.accumulate
+        loss = next(feed)
+        count = next(feed) if self.outputs.count is not None else None
+        loss = loss / (parts if count is None else _positive(count))
+        aux = []
+        for kind, *_ in self.outputs.aux:
+            if kind == "scalar":
+                aux.append(next(feed) / parts)
+            elif kind == "mean":
+                total = next(feed)
+                aux.append(total / _positive(next(feed)))
+        norm = next(feed).sqrt() if self.norms else None
+        leaf_norms = {p: LeafNorms(next(feed).sqrt(), next(feed).sqrt()) for p in self.leaf_norms}
+        flags = {f: next(feed) for f in self.flags}
+        return Summary(loss, count, tuple(aux), norm, leaf_norms, flags)
+
+    def aux_tree(self, summary: Summary, env: Mapping[str, Any]) -> Any:
+        """`fn`'s aux with scalars averaged, Means exact, and tensors of the last micro-batch."""
+        if self.outputs.aux_structure is None:
+            return None
+        means = iter(summary.aux)
+        last = f"#{self.accumulate - 1}" if self.accumulate > 1 else ""
+        leaves = []
+        for kind, *rest in self.outputs.aux:
+            if kind in ("scalar", "mean"):
+                leaves.append(next(means))
+            else:
+                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]] + last])
+        return tree.unflatten(leaves, self.outputs.aux_structure)
+
+
+def _positive(count: Tensor) -> Tensor:
+    """A count of zero divides a total of zero: the mean of nothing is zero here."""
+    return count.clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _squares(blocks: list[Tensor]) -> Tensor:
+    """Squared norms, fp64 [number of blocks]; the norms are taken in fp32 at least, by one call."""
+    wide = torch.float64 if any(b.dtype == torch.float64 for b in blocks) else torch.float32
+    return torch.stack(torch._foreach_norm(blocks, 2, dtype=wide)).double().square()

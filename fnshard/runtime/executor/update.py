@@ -1,0 +1,236 @@
+"""Update: one bucket's reduced gradients -> the optimizer, in place on stored shards and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
+from fnshard.runtime.collectives.base import Collectives, Done
+from fnshard.runtime.executor.fused_update import FusedUpdates
+from fnshard.runtime.executor.scalars import Summary
+from fnshard.runtime.tiers import rest
+
+MASTER = "master"
+UpdateOf = Callable[[Tensors, Slots, Tensors, dict[str, Any]], None]  # gradients, slots, parameters, env
+
+
+@dataclass(frozen=True)
+class Place:
+    """How one leaf's optimizer block lies in its stored and its gradient block; padding cut off.
+
+    `stored`, `gradient`: slices of the local tensors, or None for the whole. `valid`: extent of the
+    part of the optimizer block that is not padding, or None where nothing is padded.
+    """
+
+    stored: tuple[slice, ...] | None
+    gradient: tuple[slice, ...] | None
+    valid: tuple[slice, ...] | None
+
+
+def place(spec: LayoutSpec, mesh: Mesh, rank: int) -> Place:
+    """Where a rank's optimizer block lies."""
+    here = mesh.coordinate(rank)
+    mine = block_slices(spec.shape, spec.optimizer, mesh, here)
+    block = block_shape(spec.shape, spec.optimizer, mesh)
+    extent = tuple(slice(0, s.stop - s.start) for s in mine)
+    whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
+    sliced = None if whole else extent
+    return Place(
+        stored=sliced if spec.storage == spec.optimizer else mine,
+        gradient=sliced if spec.gradient == spec.optimizer else mine,
+        valid=sliced,
+    )
+
+
+@dataclass
+class Updater:
+    """Runs the optimizer of one step on whatever buckets the schedule says, in its order.
+
+    `fused`: where updates are compiled; those on the host never are.
+    """
+
+    optimizer: Optimizer
+    specs: Mapping[str, LayoutSpec]
+    mesh: Mesh
+    rank: int
+    comm: Collectives
+    fused: FusedUpdates | None = None
+    places: dict[str, Place] = field(default_factory=dict)
+
+    def scalars_arrived(self, env: dict[str, Any], summary: Summary) -> None:
+        """Fill in what the update reads of the whole step: norms, the factor, whether to skip."""
+        factor = env["rescale"](summary)
+        norms, leaf_norms = summary.norm, summary.leaf_norms
+        info = StepInfo(
+            env["info"].step, global_norm=norms, leaf_norms=leaf_norms or None, **self._moves(env)
+        )
+        env["info"] = info if factor is None else info.scaled(factor)
+        env["skip"] = env["skip_if"] is not None and env["skip_if"](summary)
+
+    def _moves(self, env: dict[str, Any]) -> dict[str, Any]:
+        if "gather" not in self.optimizer.needs:
+            return {}
+        return {"gather": self._gather, "cut": self._cut}
+
+    def start(self, env: dict[str, Any], step: Tensor) -> None:
+        """At the beginning of a step."""
+        info, factor = StepInfo(step, **self._moves(env)), env["rescale"](None)
+        env["info"] = info if factor is None else info.scaled(factor)
+        env["skip"] = False
+
+    def bind(self, bucket: Bucket) -> UpdateOf:
+        """A function that updates the bucket's leaves from their reduced blocks, where these lie."""
+        for path in bucket.paths:
+            self.places[path] = place(self.specs[path], self.mesh, self.rank)
+        paths = bucket.paths
+        if self.fused is not None and self.specs[paths[0]].updated_on == "device":
+            return self._bind_fused(paths)
+        if all(self._plain(p) for p in paths):
+
+            def update_plain(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+                if not env["skip"]:
+                    self.optimizer.apply(blocks, slots, params, env["info"])
+
+            return update_plain
+
+        def update(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+            if env["skip"]:
+                return
+            grads, held, targets = {}, {}, {}
+            for path in paths:
+                where = self.places[path]
+                grads[path] = _cut(blocks[path], where.gradient)
+                held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
+                master = held[path].pop(MASTER, None)
+                targets[path] = _cut(params[path], where.stored) if master is None else master
+            self.optimizer.apply(grads, held, targets, env["info"])
+            for path in paths:
+                if MASTER in slots[path] and path in params:
+                    _cut(params[path], self.places[path].stored).copy_(targets[path])
+
+        return update
+
+    def numbers(self, env: dict[str, Any], bucket: Bucket) -> tuple[dict[str, Any], Any]:
+        """What the bucket's update reads of the whole step, and the event that it is there behind, if any.
+
+        For an update on the host it is sent there, once before the scalars are known and once after.
+        """
+        spec = self.specs[bucket.paths[0]]
+        if spec.updated_on != "host" or self.mesh.device_type == "cpu":
+            return {"info": env["info"], "skip": env["skip"]}, None
+        if env.get("info_of") is not env["info"]:
+            env["info_of"], env["info_on_host"] = env["info"], env["info"].to(torch.device("cpu"))
+            env["info_there"] = torch.Event(self.mesh.device_type)
+            env["info_there"].record()
+        return {"info": env["info_on_host"], "skip": env["skip"]}, env["info_there"]
+
+    def _bind_fused(self, paths: tuple[str, ...]) -> UpdateOf:
+        """The same, compiled. A bucket's leaves are of one dtype on the wire, and may differ in all else."""
+        places, names = self.places, tuple(self.optimizer.slots)
+        empty = {
+            p for p in paths
+            if 0 in self.specs[p].shape or any(s.start == s.stop for s in places[p].valid or ())
+        }  # fmt: skip
+        parts: list[tuple[list[str], Callable[..., None]]] = []
+        for copied in (False, True):
+            mine = [p for p in paths if self.specs[p].has_master is copied and p not in empty]
+            if mine:
+                parts.append((mine, self.fused.bind(mine, copied)))
+
+        def tensors(path: str, blocks: Tensors, slots: Slots, params: Tensors) -> list[Tensor]:
+            where, held = places[path], slots[path]
+            own = [_cut(params[path], where.stored)]
+            if MASTER in held:
+                own.insert(0, _cut(held[MASTER], where.valid))
+            return [_cut(blocks[path], where.gradient), *own, *(_cut(held[n], where.valid) for n in names)]
+
+        def update(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+            if env["skip"]:
+                return
+            for mine, run in parts:
+                run({p: tensors(p, blocks, slots, params) for p in mine}, env["info"])
+
+        return update
+
+    def stored_part(self, path: str, stored: Tensor) -> Tensor:
+        """The part of a stored leaf that its optimizer block holds, padding cut off."""
+        return _cut(stored, self.places[path].stored)
+
+    def valid_part(self, path: str, block: Tensor) -> Tensor:
+        """An optimizer block without its padding."""
+        return _cut(block, self.places[path].valid)
+
+    def _plain(self, path: str) -> bool:
+        """Whether gradient, slots and stored block are the optimizer's as they are."""
+        spec = self.specs[path]
+        one_dtype = spec.storage_dtype == spec.optimizer_dtype == spec.reduce_dtype
+        return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
+
+    def _gather(self, path: str, shard: Tensor) -> Tensor:
+        """The whole leaf from optimizer blocks (padding cut off); a collective."""
+        spec = self.specs[path]
+        axes = self.mesh.ordered(spec.optimizer.axes)
+        block = block_shape(spec.shape, spec.optimizer, self.mesh)
+        flat = torch.zeros(block, dtype=shard.dtype, device=self.mesh.device)
+        flat[tuple(slice(0, n) for n in shard.shape)] = shard.to(self.mesh.device)
+        handle = self.comm.all_gather(flat.flatten(), axes) if axes else Done([flat.flatten()])
+        full = shard.new_empty(spec.shape)
+        for rank, row in zip(self.mesh.group_ranks(axes, self.rank), handle.wait(), strict=True):
+            slices = block_slices(spec.shape, spec.optimizer, self.mesh, self.mesh.coordinate(rank))
+            full[slices] = row.view(block)[tuple(slice(0, s.stop - s.start) for s in slices)]
+        handle.release()
+        return full
+
+    def _cut(self, path: str, whole: Tensor) -> Tensor:
+        spec = self.specs[path]
+        return whole[block_slices(spec.shape, spec.optimizer, self.mesh, self.mesh.coordinate(self.rank))]
+
+
+def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
+    return tensor if slices is None else tensor[slices]
+
+
+def init_slots(
+    optimizer: Optimizer,
+    params: Mapping[str, Tensor],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    rank: int,
+    disk_dir: str | None = None,
+) -> dict[str, dict[str, Tensor]]:
+    """Optimizer state for this rank's blocks, where it rests, and master copies where there are any.
+
+    `params`: stored blocks of all leaves; leaves that do not train get none. One leaf's state at a time is
+    outside its tier.
+    """
+    trained = {p: s for p, s in specs.items() if s.trainable}
+    for rules in optimizer.rules:
+        rules.check(trained)
+    out = {}
+    for path, spec in trained.items():
+        block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
+        slots = dict(optimizer.init_leaf(block))
+        if spec.has_master:
+            slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
+        out[path] = {k: rest(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}
+    return out
+
+
+def optimizer_block(stored: Tensor, spec: LayoutSpec, mesh: Mesh, rank: int) -> Tensor:
+    """The optimizer's padded block of a stored leaf."""
+    if spec.storage == spec.optimizer:
+        return stored
+    where = place(spec, mesh, rank)
+    block = torch.zeros(
+        block_shape(spec.shape, spec.optimizer, mesh), dtype=stored.dtype, device=stored.device
+    )
+    _cut(block, where.valid).copy_(stored[where.stored])
+    return block

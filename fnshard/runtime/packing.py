@@ -1,0 +1,240 @@
+"""Packing: the leaves of a bucket in and out of flat rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.schedule.buckets import Bucket, Piece
+from fnshard.layout.spec import P, block_shape, block_slices
+from fnshard.mesh import Mesh
+
+MOST_GAPS = 16  # that are cleared one by one: each is a launch
+
+
+class Packer:
+    """Moves one bucket's leaves in and out of flat rows; what it needs of the mesh is worked out once.
+
+    A leaf split along dim 0 alone is, rank by rank, a run of its elements; such runs are cut out of
+    rows and leaves by one `split_with_sizes` each and copied by one `_foreach_copy_` (FSDP2's copy-in
+    and copy-out do likewise). Leaves split along other dims are copied through strided views.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
+        self.bucket = bucket
+        ranks = mesh.group_ranks(bucket.axes, rank)
+        self.rows = len(ranks)
+        slices = [
+            [block_slices(p.shape, p.layout, mesh, mesh.coordinate(r)) for p in bucket.pieces] for r in ranks
+        ]
+        self._mine = {
+            p.path: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
+            for p in bucket.pieces
+        }
+        self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
+        runs = [all(not p.layout.of(d) for d in range(1, len(p.shape))) for p in bucket.pieces]
+        extents = [  # [rank][leaf]: elements that are not padding
+            [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
+        ]
+        self._runs = [i for i, run in enumerate(runs) if run]
+        self._row_runs = [
+            _Cuts.of([(bucket.pieces[i].offset, row[i]) for i in self._runs], bucket.numel) for row in extents
+        ]
+        # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
+        self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
+        self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}
+        self._strided = [
+            (i, [_Window.of(bucket.pieces[i], row[i]) for row in slices])
+            for i, run in enumerate(runs)
+            if not run
+        ]
+        self._here = ranks.index(rank)
+        own = zip(bucket.pieces, slices[self._here], strict=True)
+        self._windows = [_Window.of(piece, where) for piece, where in own]
+        filled = sum(p.numel for p in bucket.pieces)
+        self._unpadded = self.rows * filled == sum(map(sum, extents))
+
+    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a row [numel], one padded block per leaf."""
+        parts = self._blocks.of_flat(flat)
+        return {p.path: part.view(p.block) for p, part in zip(self.bucket.pieces, parts, strict=True)}
+
+    def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
+        """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
+        self._clear(out, [out])
+        sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
+        torch._foreach_copy_(self._blocks.of_flat(out), sources)
+
+    def write_blocks(self, blocks: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
+        """This rank's stored blocks -> their places in flat full leaves, cast to the leaves' dtype."""
+        own = [blocks[p.path].contiguous() for p in self.bucket.pieces]
+        torch._foreach_copy_(
+            [w.of_full(leaf) for w, leaf in zip(self._windows, leaves, strict=True)],
+            [w.of_block(block) for w, block in zip(self._windows, own, strict=True)],
+        )
+
+    def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """One row per rank -> full leaves in `dtype`, padding cut off.
+
+        Each is a tensor of its own: a backward kernel lets go of one leaf while it makes the
+        gradient of the next.
+        """
+        device = rows[0].device
+        leaves = {p.path: torch.empty(p.shape, dtype=dtype, device=device) for p in self.bucket.pieces}
+        self.unpack_into(rows, leaves)
+        return leaves
+
+    def unpack_into(self, rows: Sequence[Tensor], fulls: Mapping[str, Tensor]) -> None:
+        """One row per rank -> written into existing, contiguous full leaves."""
+        pieces = self.bucket.pieces
+        to, out_of = self._runs_of([fulls[p.path] for p in pieces], rows)
+        for i, windows in self._strided:
+            to += [w.of_full(fulls[pieces[i].path]) for w in windows]
+            out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
+        torch._foreach_copy_(to, out_of)
+
+    def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
+        """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
+        self._pack(fulls, out, out.view(self.rows, -1).unbind(0))
+
+    def pack_for_peer(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
+        """Full gradients of a group of two -> the other rank's row [numel]."""
+        self._pack(fulls, out, [None, out] if self._here == 0 else [out, None])
+
+    def add_to_own(self, fulls: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
+        """This rank's blocks of full gradients plus a row [numel] from a peer -> a row [numel]."""
+        self._clear(out, [out], whole=not self._unpadded)
+        for piece, window in zip(self.bucket.pieces, self._windows, strict=True):
+            torch.add(window.of_full(fulls[piece.path]), window.of_row(got), out=window.of_row(out))
+
+    def _pack(self, fulls: Mapping[str, Tensor], out: Tensor, rows: Sequence[Tensor | None]) -> None:
+        """Full gradients -> rows by rank, which make up `out`; None: not wanted."""
+        pieces = self.bucket.pieces
+        sent = [row for row in rows if row is not None]
+        self._clear(out, sent, whole=not self._unpadded or len(fulls) != len(pieces))
+        given = [fulls[p.path].contiguous() if p.path in fulls else None for p in pieces]
+        out_of, to = self._runs_of(given, rows)
+        for i, windows in self._strided:
+            if given[i] is not None:
+                pairs = [(w, row) for w, row in zip(windows, rows, strict=True) if row is not None]
+                out_of += [w.of_full(given[i]) for w, _ in pairs]
+                to += [w.of_row(row) for w, row in pairs]
+        torch._foreach_copy_(to, out_of)
+
+    def _clear(self, out: Tensor, rows: Sequence[Tensor], whole: bool = False) -> None:
+        """Zeros where no block lies, behind the last one for most; or everywhere."""
+        gaps = [] if whole else [gap for row in rows for gap in self._blocks.gaps_of(row)]
+        for part in [out] if whole or len(gaps) > MOST_GAPS else gaps:
+            part.zero_()
+
+    def _runs_of(
+        self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Matching 1-d views of leaves and of rows, for the leaves split along dim 0."""
+        of_rows = [row if row is None else cuts.of_flat(row)
+                   for cuts, row in zip(self._row_runs, rows, strict=True)]  # fmt: skip
+        left: list[Tensor] = []
+        right: list[Tensor] = []
+        for k, i in enumerate(self._runs):
+            full = fulls[i]
+            if full is not None:
+                runs = zip(full.view(-1).split_with_sizes(self._leaf_runs[i]), self._order[i], strict=True)
+                pairs = [(run, of_rows[r][k]) for run, r in runs if of_rows[r] is not None]
+                left += [run for run, _ in pairs]
+                right += [part for _, part in pairs]
+        return left, right
+
+    def cut(self, fulls: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""
+        return {path: padded(fulls[path][slices], block) for path, (slices, block) in self._mine.items()}
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Runs of a flat tensor, cut out by one call: sizes with the gaps between, and which is which."""
+
+    sizes: tuple[int, ...]
+    wanted: tuple[int, ...]
+    gaps: tuple[int, ...]
+
+    @staticmethod
+    def of(runs: Sequence[tuple[int, int]], total: int) -> _Cuts:
+        """From (start, length) of each run, in order."""
+        sizes, wanted, at = [], [], 0
+        for start, length in runs:
+            if start > at:
+                sizes.append(start - at)
+            wanted.append(len(sizes))
+            sizes.append(length)
+            at = start + length
+        if total > at:
+            sizes.append(total - at)
+        return _Cuts(tuple(sizes), tuple(wanted), tuple(sorted({*range(len(sizes))} - {*wanted})))
+
+    def of_flat(self, flat: Tensor) -> Sequence[Tensor]:
+        parts = flat.split_with_sizes(self.sizes)
+        return [parts[i] for i in self.wanted] if self.gaps else parts
+
+    def gaps_of(self, flat: Tensor) -> Sequence[Tensor]:
+        parts = flat.split_with_sizes(self.sizes) if self.gaps else ()
+        return [parts[i] for i in self.gaps]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """One rank's unpadded block of a leaf, as strided views of the full leaf and of that rank's row."""
+
+    size: tuple[int, ...]
+    full_stride: tuple[int, ...]
+    full_offset: int
+    row_stride: tuple[int, ...]
+    row_offset: int
+
+    @staticmethod
+    def of(piece: Piece, slices: Sequence[slice]) -> _Window:
+        """Of a piece and where a rank's block lies in the full leaf."""
+        strides = _strides(piece.shape)
+        offset = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
+        size = tuple(s.stop - s.start for s in slices)
+        return _Window(size, strides, offset, _strides(piece.block), piece.offset)
+
+    def of_full(self, full: Tensor) -> Tensor:
+        return full.as_strided(self.size, self.full_stride, self.full_offset + full.storage_offset())
+
+    def of_block(self, block: Tensor) -> Tensor:
+        return block.as_strided(self.size, self.row_stride, block.storage_offset())
+
+    def of_row(self, row: Tensor) -> Tensor:
+        return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())
+
+
+def _first(slices: Sequence[slice]) -> int:
+    return slices[0].start if slices else 0
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    out, step = [], 1
+    for size in reversed(shape):
+        out.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(out))
+
+
+def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
+    """`block` itself, or a zero-padded copy of the given shape."""
+    if tuple(block.shape) == tuple(shape):
+        return block
+    out = block.new_zeros(tuple(shape))
+    out[tuple(slice(0, n) for n in block.shape)] = block
+    return out
+
+
+def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) -> Tensor:
+    """A rank's padded block of a full leaf, as a tensor of its own."""
+    slices = block_slices(full.shape, layout, mesh, mesh.coordinate(rank))
+    block = padded(full[slices], block_shape(full.shape, layout, mesh))
+    return block.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,307 @@
+"""Memory: the tiers below the device, and transfers between them.
+
+"host" is pinned memory (`pinned`) where there is an accelerator, else anonymous mappings apart from torch's
+allocator, so that on a CPU too what a device would hold and what the host holds are told apart. "disk" is
+mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et al. 2021): reserved
+in full when they are made, unlinked at once, so that nothing is left behind however the process ends.
+
+Where memory is scarce, set `MALLOC_MMAP_THRESHOLD_=4194304` in the environment: else glibc's heap keeps freed
+pieces of up to 32 MB that aligned requests do not fit again, and may grow to a multiple of what is in use.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import StateError, report
+from fnshard.runtime import pinned
+from fnshard.runtime.host_worker import Worker
+
+KEPT_steps = 16  # a host buffer that nobody took for so long goes back to the system
+
+
+def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
+    """`value` where a tier keeps it: itself, if it is there already.
+
+    Args:
+        tier: "device", "host" or "disk".
+        device: the mesh's.
+        disk_dir: for "disk".
+
+    Raises:
+        StateError: a directory that is missing, read-only or full.
+    """
+    if tier == "device":
+        return value.to(device)
+    if tier == "host" and value.device.type == "cpu" and is_resting(value, device):
+        return value
+    out = allocate(value.shape, value.dtype, tier, device, disk_dir)
+    return out.copy_(value)
+
+
+def is_resting(value: Tensor, device: torch.device) -> bool:
+    """Whether a host tensor is of the host tier; on a CPU nobody can tell."""
+    return device.type != "cpu" and value.is_pinned()
+
+
+def allocate(
+    shape: Sequence[int], dtype: torch.dtype, tier: str, device: torch.device, disk_dir: str | None = None
+) -> Tensor:
+    """An uninitialised tensor of the host or disk tier.
+
+    Raises:
+        StateError: a directory that is missing, read-only or full.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    if tier == "disk":
+        return torch.frombuffer(_mapped_file(disk_dir, nbytes), dtype=dtype).view(tuple(shape))
+    if device.type != "cpu":
+        return pinned.allocate(nbytes, device).view(dtype).view(tuple(shape))
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
+
+
+def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
+    """Refuse, before anything is made, a directory that cannot hold what rests on disk.
+
+    Args:
+        paths: of the leaves that do.
+
+    Raises:
+        StateError: none was named, or it is missing or read-only.
+    """
+    if not paths:
+        return
+    shown = [f"params[{p!r}]" for p in paths[:4]] + (["..."] if len(paths) > 4 else [])
+    problem = None
+    if disk_dir is None:
+        problem = "no directory was named for it"
+    elif not os.path.isdir(disk_dir):
+        problem = f"disk_dir={disk_dir!r} is no directory"
+    else:
+        try:
+            os.close(_unnamed_file(disk_dir))
+        except OSError as error:
+            problem = f"disk_dir={disk_dir!r} cannot be written to ({error.strerror})"
+    if problem:
+        raise StateError(
+            report(
+                f"{len(paths)} leaves rest on disk, and {problem}:",
+                shown,
+                "shard_step(..., disk_dir=an existing, writable directory on a fast disk), or memory='host'.",
+            )
+        )
+
+
+def _unnamed_file(disk_dir: str) -> int:
+    fd, name = tempfile.mkstemp(prefix="fnshard-", dir=disk_dir)
+    os.unlink(name)
+    return fd
+
+
+def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
+    try:
+        fd = _unnamed_file(disk_dir or "")
+        try:
+            # Blocks are reserved now: a full disk is an error here, not a SIGBUS at some later write.
+            os.posix_fallocate(fd, 0, nbytes)
+            return mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        why = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"failed ({error.strerror})"
+        raise StateError(
+            report(
+                f"disk_dir={disk_dir!r} {why}, with {nbytes} more bytes to be placed there.",
+                fix="name a directory with room for what rests on disk (lowered.memory_analysis() says how "
+                "much), or keep less there.",
+            )
+        ) from error
+
+
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device, which nobody waits for: behind pageable memory the host would."""
+    if device.type != "cpu" and value.device.type == "cpu" and not value.is_pinned():
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
+
+
+# ------------------------------------------------------------------ transfers
+
+
+@dataclass
+class Transfers:
+    """Copies between the device and the host, on a stream of its own for each direction where there are any.
+
+    On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
+    back are used again, and let go when `KEPT_steps` steps did without: a copy into one is issued behind the
+    wait for its last reader, and `_copy` lets its stream wait for what the compute stream has waited for.
+    """
+
+    device: torch.device
+    upward: Any = None  # the stream of copies to the device
+    downward: Any = None
+    issued: bool = False  # whether anything was, in this step
+    free: dict[int, list[Tensor]] = field(default_factory=dict)
+    wanted: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
+    steps: int = 0
+    worker: Worker | None = None  # what updates on the host, beside a device
+    lock: Any = field(default_factory=threading.Lock)  # the worker takes buffers, too
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self.worker = Worker(self.device)
+            self.upward, self.downward = (torch.cuda.Stream(self.device) for _ in range(2))
+
+    def to_device(
+        self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
+    ) -> Transfer:
+        """Copies of host values on the device, or written into `into`; see `each` for what a value is.
+
+        Args:
+            after: a `mark` behind which it may begin; None is now.
+        """
+        targets = into or [
+            each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
+            for v in values
+        ]
+        return self._copy(values, targets, self.upward, after)
+
+    def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
+        """Copies of device values on the host, or written into `into`."""
+        return self._copy(values, into or [each(v, self.take) for v in values], self.downward)
+
+    def mark(self) -> Any:
+        """Where the compute stream is; None on a CPU."""
+        if self.upward is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def join(self) -> None:
+        """Wait for the worker; the compute stream waits for what it has sent.
+
+        Raises: what failed there.
+        """
+        if self.worker is not None:
+            self.worker.wait()
+        if self.upward is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.upward)
+
+    def take(self, like: Tensor, *, for_host: bool = False) -> Tensor:
+        """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides.
+
+        Args:
+            for_host: the host itself writes to it, and no stream: it waits for what is still read.
+        """
+        stride = torch.empty_like(like, device="meta").stride()
+        nbytes = like.numel() * like.element_size()
+        if nbytes == 0:
+            return torch.empty(like.shape, dtype=like.dtype)
+        with self.lock:
+            self.wanted[nbytes] = self.steps
+            flat = self.free[nbytes].pop() if self.free.get(nbytes) else None
+        if flat is not None and for_host and self.upward is not None:
+            self.upward.synchronize()
+        if flat is None:
+            flat = allocate((nbytes,), torch.uint8, "host", self.device)
+        return flat.view(like.dtype).as_strided(like.shape, stride)
+
+    def give(self, value: Any) -> None:
+        """Take back what `take` gave; its reader has been waited for."""
+        each(value, self._give)
+
+    def _give(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+            with self.lock:
+                self.free.setdefault(storage.nbytes(), []).append(flat)
+        return tensor
+
+    def finish(self) -> None:
+        """At the end of a step: return when all that was issued is done, so that state may be read.
+
+        A step that moves nothing between device and host waits for nothing.
+        """
+        if self.worker is not None:
+            with suppress(Exception):  # told before, or another failure is
+                self.worker.wait()
+        if self.issued and self.upward is not None:
+            self.upward.synchronize()
+            self.downward.synchronize()
+        self.issued = False
+        self.steps += 1
+        for nbytes in [n for n in self.free if self.wanted.get(n, 0) + KEPT_steps < self.steps]:
+            del self.free[nbytes]
+
+    def _copy(
+        self, sources: Sequence[Any], targets: Sequence[Any], stream: Any, after: Any = None
+    ) -> Transfer:
+        self.issued = True
+        pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pairs(s, t)]
+        if stream is None:
+            if pairs:
+                torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
+            return Transfer(targets, self.device)
+        # The stream waits for what made the sources, for the last reader of the memory that the new targets
+        # were cut from, and for copies of the other direction that the compute stream has waited for.
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return Transfer(targets, self.device, event)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer in flight. Sources must stay as they are until it was waited for."""
+
+    targets: Sequence[Any]
+    device: torch.device
+    event: Any = None
+
+    def wait(self, *, on_host: bool = False) -> Sequence[Any]:
+        """The targets; from here on the compute stream (with `on_host` the host itself) sees them."""
+        if self.event is not None:
+            if on_host:
+                self.event.synchronize()
+            else:
+                torch.cuda.current_stream(self.device).wait_event(self.event)
+        return self.targets
+
+
+def each(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """`make` of a value's tensors: a tensor, a dict of them (slots), or what has an `each` of its own."""
+    if isinstance(value, Tensor):
+        return make(value)
+    if isinstance(value, dict):
+        return {k: make(v) for k, v in value.items()}
+    return value.each(make)
+
+
+def _pairs(source: Any, target: Any) -> list[tuple[Tensor, Tensor]]:
+    if isinstance(source, Tensor):
+        return [(source, target)]
+    if isinstance(source, dict):
+        return [(v, target[k]) for k, v in source.items()]
+    return list(source.pairs(target))

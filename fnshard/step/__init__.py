@@ -1,0 +1,1 @@
+"""The step: `shard_step` and what it keeps."""

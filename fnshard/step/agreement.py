@@ -1,0 +1,189 @@
+"""Agreement: ranks compare what they are about to run, once, before the first step.
+
+A rank never acts alone: one that issues other collectives than its peers hangs them all (pytorch
+PRs 155558, 193043). So the sequence of collectives is compared first, as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.schedule.instructions import Schedule
+from fnshard.errors import AgreementError, leaves, report, stable_repr
+from fnshard.layout.spec import LayoutSpec
+from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
+from fnshard.runtime.collectives.base import Collectives
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks hold alike. `items`: the bound that a Mean's gradients are divided by on the way."""
+
+    items: float
+
+
+def reach(
+    comm: Collectives, schedule: Schedule, settings: Callable[[], Mapping[str, str]], items: float
+) -> Agreement:
+    """Compare schedules, and whatever else must be alike, over all ranks. A collective.
+
+    Args:
+        settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
+        items: this rank's guess of how many items a Mean counts; all take the largest.
+
+    Raises:
+        AgreementError: on every rank, naming those that differ and what does.
+    """
+    program = {f"collective {i}": line for i, line in enumerate(schedule.communication())}
+    program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate)}
+    if comm.mesh.size > 1:
+        program |= settings()
+    text = json.dumps(program)
+    mine = {"program": hashlib.sha256(text.encode()).hexdigest(), "items": items}
+    every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
+    differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
+    if differing:
+        _refuse(comm, text, differing)
+    return Agreement(max(each["items"] for each in every))
+
+
+_PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before
+
+
+def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec]) -> str:
+    """An optimizer's name, and what it computes for a small leaf at several steps.
+
+    Functions (a learning rate of one's own, a leaf rule) have no text that two processes share: two of them
+    are alike if they compute the same.
+    """
+    path = next((p for p, s in specs.items() if s.trainable), None)
+    if optimizer is None or path is None:
+        return str(optimizer)
+    shape = (2,) * len(specs[path].shape)
+    param = torch.arange(1, 1 + 2 ** len(shape), dtype=torch.float64).view(shape) / 8
+    grad = param * 3 - 1
+    norms = {path: LeafNorms(param.norm(), grad.norm())}
+    out = stable_repr(optimizer)
+    for count in _PROBED:
+        info = StepInfo(
+            torch.tensor(count), norms[path].grad, norms,
+            gather=lambda path, shard: shard, cut=lambda path, whole: whole,
+        )  # fmt: skip
+        try:
+            update = optimizer.update({path: grad}, {path: optimizer.init_leaf(param)}, {path: param}, info)
+            numbers = {**optimizer.metrics(info), "update": update[0][path].sum()}
+            text = ", ".join(f"{name} {float(value):.9e}" for name, value in numbers.items())
+        except Exception as error:  # of the user's function, which may not run on such a leaf or so late
+            text = type(error).__name__
+        out += f"; after {count} updates: {text}"
+    return out
+
+
+def compare_replicas(
+    comm: Collectives, blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec]
+) -> None:
+    """Refuse replicas that start out different: they would stay so, in silence. A collective.
+
+    What a rank stores whole, or shares with others that store the same block, is summed up and
+    compared; nothing is moved (DDP broadcasts rank 0's values instead).
+
+    Raises:
+        AgreementError: on every rank, naming the leaves.
+    """
+    mesh, here = comm.mesh, comm.mesh.coordinate()
+    held = {p: mesh.ordered(s.storage.axes) for p, s in specs.items()}
+    held = {p: axes for p, axes in held.items() if mesh.axes_size(axes) < mesh.size}
+    if not held:
+        return
+    sums = _checksums([blocks[p] for p in held])
+    mine = {
+        p: f"{[here[a] for a in axes]} {value}" for (p, axes), value in zip(held.items(), sums, strict=True)
+    }
+    every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
+    wrong = []
+    for path in mine:
+        values: dict[str, str] = {}
+        for rank, each in enumerate(every):
+            place, _, value = each[path].partition("] ")
+            if values.setdefault(place, value) != value:
+                wrong.append(f"params[{path!r}] on rank {rank}")
+                break
+    if wrong:
+        raise AgreementError(
+            report(
+                f"{leaves(len(wrong))} replicated over ranks that hold different values:",
+                wrong[:12],
+                "make the initial values alike: a module built in fs.deferred(), the same "
+                "torch.manual_seed on every rank, or the same checkpoint.",
+            )
+        )
+
+
+def _checksums(blocks: Sequence[Tensor]) -> list[str]:
+    """Sum and norm of each, to nine digits: what equal tensors have in common on any number of threads."""
+    if not blocks:
+        return []
+    with torch.no_grad():
+        sums = torch.stack([b.sum(dtype=torch.float64) for b in blocks])
+        norms = torch.stack(
+            [
+                torch.linalg.vector_norm(b, dtype=torch.float64)
+                if b.is_floating_point()
+                else (b * 1.0).double().norm()
+                for b in blocks
+            ]
+        )
+    return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
+
+
+def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
+    """All ranks know that they differ, so all come here: one more exchange shows where."""
+    every = [json.loads(text) for text in comm.gather_object(program)]
+    first, shown, names = every[0], list[str](), dict[str, None]()
+    for rank in differing[:4]:
+        other = every[rank]
+        unlike = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+        collectives = [n for n in unlike if n.startswith("collective ")]
+        options = [n for n in unlike if n not in collectives]
+        for name in [*collectives[:1], *options]:
+            here, there = first.get(name, "(none)"), other.get(name, "(none)")
+            same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+            shown += [f"{name} on rank {r}: {_cut(text, same)}" for r, text in ((0, here), (rank, there))]
+        names |= dict.fromkeys(["collectives"] * bool(collectives) + options)
+    fix = "build model and specs the same way on every rank (no branch on the rank, no unordered set); "
+    fix += "lower(...).as_text() shows the whole schedule."
+    if "collectives" not in names:
+        fix = "give the step the same on every rank; a function may depend on its arguments alone."
+    ranks = ", ".join(map(str, differing))
+    raise AgreementError(
+        report(f"rank(s) {ranks} hold another program than rank 0: unlike {', '.join(names)}.", shown, fix)
+    )
+
+
+def _cut(text: str, same: int, length: int = 160) -> str:
+    """So much of a long text as shows where two begin to differ, behind `same` characters."""
+    start = max(0, same - length // 2) if len(text) > length else 0
+    before, after = "..." * bool(start), "..." * (len(text) > start + length)
+    return f"{before}{text[start : start + length]}{after}"
+
+
+def compile_in_turn(comm: Collectives, compile: Callable[[], Any]) -> Any:
+    """Compile on the first rank of each host, then on the others, which find its disk cache.
+
+    On accelerators on all at once: the cache knows each device apart.
+    """
+    if comm.mesh.kind != "group" or comm.mesh.device_type != "cpu":
+        return compile()
+    hosts = comm.gather_object(socket.gethostname())
+    leads = hosts.index(hosts[comm.mesh.rank]) == comm.mesh.rank
+    result = compile() if leads else None
+    comm.barrier()
+    return result if leads else compile()

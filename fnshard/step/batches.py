@@ -1,0 +1,149 @@
+"""Batches: what a step is given beside its state: checked, cut, and what a lowering depends on of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from enum import Enum
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.compiler.frontend.trace import flatten_batch
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.errors import StateError, report
+from fnshard.losses.objectives import Whole
+
+Batch = Arguments | Sequence[Any]
+Key = tuple[tuple[str, Any], ...]  # what `batch_key` gives
+
+
+def micro_batch(batch: Batch, parts: int) -> Arguments:
+    """The first of `parts` micro-batches; `Whole` leaves stay as they are.
+
+    Raises:
+        StateError: names every leaf that cannot be cut.
+    """
+    if parts == 1:
+        return Arguments.of(batch)
+    named, structure = Arguments.of(batch).leaves
+    tensors = {n: v for n, v in named.items() if isinstance(v, Tensor)}
+    wrong = [
+        f"batch[{n!r}] {list(v.shape)}" for n, v in tensors.items() if v.dim() == 0 or v.shape[0] % parts
+    ]
+    if wrong:
+        raise StateError(
+            report(
+                f"{len(wrong)} batch leaves cannot be cut into {parts} equal micro-batches along dim 0:",
+                wrong,
+                f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
+            )
+        )
+    cut = [v.narrow(0, 0, v.shape[0] // parts) if n in tensors else v for n, v in named.items()]
+    return tree.unflatten(cut, structure)
+
+
+def bytes_of_batch(batch: Batch) -> dict[str, int]:
+    """Of its tensors, by name, all micro-batches together."""
+    named = flatten_batch(batch)[0].items()
+    return {n: v.numel() * v.element_size() for n, v in named if isinstance(v, Tensor)}
+
+
+class Shape(NamedTuple):
+    """What a lowering depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{'whole ' * self.whole}{list(self.shape)} {self.dtype}"
+
+
+class Constant(NamedTuple):
+    """A batch leaf that is no tensor: its value is part of the program."""
+
+    kind: type
+    value: Any
+
+    @property
+    def is_number(self) -> bool:
+        """Whether a tensor could take its place."""
+        return issubclass(self.kind, Number)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def batch_key(batch: Batch) -> Key:
+    """What a lowering depends on: shapes, dtypes, and the values of all that is no tensor."""
+
+    def describe(leaf: Any) -> Shape | Constant:
+        value = leaf.value if isinstance(leaf, Whole) else leaf
+        if isinstance(value, Tensor):
+            return Shape(tuple(value.shape), value.dtype, leaf is not value)
+        return Constant(type(value), value if isinstance(value, Enum) else repr(value))
+
+    named, structure = Arguments.of(batch).leaves
+    return (("(structure)", structure), *((n, describe(v)) for n, v in named.items()))
+
+
+def check_leaves(batch: Batch, *, values: bool = False) -> None:
+    """Refuse batch leaves that are neither tensors nor constants: they would be baked in, as they are.
+
+    Args:
+        values: the batch is to be run: tensors on the meta device, which have no values, are refused too.
+    """
+    named = Arguments.of(batch).leaves[0]
+    inner = {n: v.value if isinstance(v, Whole) else v for n, v in named.items()}
+    wrong = {
+        n: f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
+        for n, v in inner.items()
+        if not isinstance(v, (Tensor, *tree.CONSTANTS))
+    }
+    if wrong:
+        raise StateError(
+            report(
+                f"{len(wrong)} batch leaves are neither tensors nor plain Python constants:",
+                list(wrong.values()),
+                f"{tree.how_to_register(inner[n] for n in wrong)}torch.as_tensor(array) for an array; "
+                "the object's tensors, in a dict; fs.Whole around each tensor, not around a tree of them.",
+            )
+        )
+    empty = [f"batch[{n!r}] {list(v.shape)}" for n, v in inner.items() if isinstance(v, Tensor) and v.is_meta]
+    if values and empty:
+        raise StateError(
+            report(
+                f"{len(empty)} batch leaves are on the meta device, and hold no values to run with:",
+                empty,
+                "make the batch on the CPU or on this rank's device; step.lower(params, *batch) takes meta.",
+            )
+        )
+
+
+def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:
+    """Refuse a batch that lacks an argument of `fn`, or has one too many."""
+    passed = Arguments.of(batch)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        passed.call(signature.bind, None)
+    except TypeError as error:
+        raise StateError(
+            report(
+                f"the batch does not fit `fn`: {error}.",
+                [f"fn{signature}, called with the parameters and {_counted(passed)}"],
+                "pass the arguments of `fn` behind the parameters, in order or by name: "
+                "step(state, tokens, mask=mask).",
+            )
+        ) from error
+
+
+def _counted(batch: Arguments) -> str:
+    count = f"{len(batch.positional)} batch arguments"
+    return f"{count} and {', '.join(f'{n}=' for n in batch.keywords)}" if batch.keywords else count

@@ -1,0 +1,419 @@
+"""Fit: the fastest plan whose predicted peak is within a budget, found on paper.
+
+A plan says for each unit whether it is recomputed and whether it stays gathered, what rests on the host, how
+many micro-batches a step has and whether anything is prefetched. Every plan that is looked at is lowered in
+full, its peak taken from the ledger and its time from the cost model; nothing runs. The search is best-first
+over the coarse decisions (each bounded by what it would cost if memory were no matter), by interpolation over
+how many units are recomputed or kept, and ends with a descent, so that no neighbour that fits is faster.
+"""
+
+from __future__ import annotations
+
+import glob
+import heapq
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fnshard import tree
+from fnshard.analysis.hardware import Hardware
+from fnshard.compiler.frontend.trace import without_autocast
+from fnshard.compiler.ir.arguments import Arguments, signature_of
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
+from fnshard.errors import BudgetError, SpecError, report
+from fnshard.layout import presets
+from fnshard.layout.codecs import decoding
+from fnshard.layout.spec import LayoutSpec, is_spec
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import Optimizer
+from fnshard.optim.optimizers import adamw
+from fnshard.step.batches import bytes_of_batch, check_arguments, micro_batch
+from fnshard.step.lowered import Lowered
+from fnshard.step.make_step import shard_step
+from fnshard.step.plan import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
+from fnshard.step.shards import spec_paths
+from fnshard.step.step import Step
+
+__all__ = ["fit"]
+
+
+def fit(
+    fn: Callable[..., Any],
+    params: Any,
+    mesh: Mesh,
+    *,
+    batch: Sequence[Any],
+    keywords: Mapping[str, Any] | None = None,
+    device_bytes: int | None = None,
+    hardware: Hardware | str = "h100",
+    optimizer: Optimizer | None = None,
+    specs: Any = None,
+    **options: Any,
+) -> Fit:
+    """The fastest specs and remat whose predicted peak is at most `device_bytes`.
+
+    Args:
+        fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
+        mesh: may be abstract.
+        batch: this rank's batch of one step, all micro-batches; may be meta.
+        keywords: of the batch, what `fn` takes by name.
+        device_bytes: of one rank's device; default all that `hardware` has.
+        hardware: what the time is predicted for; a `Hardware` or the name of one.
+        optimizer: default AdamW.
+        specs: where to start from; layouts and dtypes are taken as they are. Default `presets.full_shard`.
+        options: of `shard_step`, but for those that are chosen here.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget that would do, what the memory goes to, and which
+            one dimension to change.
+
+    >>> import torch
+    >>> from fnshard import make_mesh
+    >>> params = {"a.w": torch.ones(64, 64, device="meta"), "b.w": torch.ones(64, 64, device="meta")}
+    >>> def loss(p, x):
+    ...     return torch.tanh(x @ p["a.w"]).matmul(p["b.w"]).square().mean()
+    >>> plan = fit(loss, params, make_mesh(shard=4, abstract=True), batch=(torch.ones(8, 64),))
+    >>> plan.options["remat"], plan.peak_bytes < 1e6
+    ('none', True)
+    """
+    search = Search(
+        fn, params, mesh, batch=batch, keywords=keywords, hardware=hardware, optimizer=optimizer, specs=specs,
+        **options,
+    )  # fmt: skip
+    return search.fit(search.hardware.memory_bytes if device_bytes is None else device_bytes)
+
+
+class Search:
+    """The plans of one function, batch and mesh; remembers those it has lowered, for many budgets.
+
+    Takes what `fit` takes, but for the budget.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        params: Any,
+        mesh: Mesh,
+        *,
+        batch: Sequence[Any],
+        keywords: Mapping[str, Any] | None = None,
+        hardware: Hardware | str = "h100",
+        optimizer: Optimizer | None = None,
+        specs: Any = None,
+        **options: Any,
+    ):
+        _check_arguments(params, mesh, batch, hardware, options)
+        self.fn, self.mesh, self.batch, self.options = fn, mesh, tuple(batch), options
+        self.hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+        self.optimizer = adamw(1e-3) if optimizer is None else optimizer
+        self.arguments = Arguments(self.batch, keywords or {}).in_order_of(signature_of(fn))
+        check_arguments(fn, self.arguments)
+        base = presets.full_shard(params, mesh) if specs is None else specs
+        step = shard_step(fn, base, mesh=mesh, optimizer=self.optimizer, **options)
+        step._lowering.resolve(params)
+        self.base = step._lowering.tree
+        self.divisors = _divisors(self.arguments)
+        self.fronts: dict[int, tuple[Step, Front, dict[str, Kernel]]] = {}
+        self.seen: dict[Choice, Candidate] = {}
+        self.units = self._units()
+
+    # -------------------------------------------------------------- lowering a plan
+
+    def _units(self) -> tuple[str, ...]:
+        """Units that may be recomputed or kept, in order: all but the last segment's, whose backward follows
+        its forward at once.
+        """
+        front = self._front(self.divisors[0])[1]
+        segments = [s for s in front.segments.segments if s.units]
+        last = segments[-1].units if segments else ()
+        found = dict.fromkeys(u for s in segments for u in s.units)
+        return tuple(u for u in found if u not in last)
+
+    def _front(self, accumulate: int) -> tuple[Step, Front, dict[str, Kernel]]:
+        """What all plans with so many micro-batches share."""
+        if accumulate not in self.fronts:
+            step = shard_step(
+                self.fn, self.base, mesh=self.mesh, optimizer=self.optimizer, accumulate=accumulate,
+                **self.options,
+            )  # fmt: skip
+            lowering, micro = step._lowering, micro_batch(self.arguments, accumulate)
+            with without_autocast():
+                front = trace_and_split(
+                    decoding(self.fn, lowering.tree),
+                    lowering.specs,
+                    lowering.structure,
+                    micro,
+                    self.mesh,
+                    lowering.plan,
+                )
+            self.fronts[accumulate] = step, front, {}
+        return self.fronts[accumulate]
+
+    def specs_of(self, choice: Choice) -> Any:
+        """The spec tree of a plan."""
+        kept = set(self.units[len(self.units) - choice.kept :])
+
+        def chosen(spec: LayoutSpec) -> LayoutSpec:
+            # What the caller rests on the host or on disk stays there.
+            changes: dict[str, Any] = {"reshard": spec.unit not in kept} if spec.unit in self.units else {}
+            if choice.optimizer != "device" and spec.trainable and spec.optimizer_memory == "device":
+                place = "device" if choice.optimizer == "streamed" else "host"
+                changes |= {"optimizer_memory": "host", "update_on": place}
+            if choice.parameters_on_host and spec.memory == "device":
+                changes["memory"] = "host"
+            return replace(spec, **changes)
+
+        return tree.map(chosen, self.base, is_leaf=is_spec)
+
+    def options_of(self, choice: Choice) -> dict[str, Any]:
+        """What `shard_step` is told beside the specs."""
+        units = self.units[: choice.recomputed]
+        remat = {glob.escape(u): choice.remat for u in units} if units else "none"
+        return {
+            **self.options, "accumulate": choice.accumulate, "remat": remat, "prefetch": choice.ahead,
+            "overlap": choice.ahead,
+        }  # fmt: skip
+
+    def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
+        """A plan on paper."""
+        step, front, known = self._front(choice.accumulate)
+        specs = spec_paths(self.specs_of(choice))[0]
+        options = self.options_of(choice)
+        passes = Passes((choice.ahead, choice.ahead), choice.ahead)
+        with without_autocast():
+            stages = schedule_for(front, specs, self.mesh, Keeping(options["remat"]), passes, known, verified)
+        chosen = replace(step.options, remat=options["remat"], passes=passes)
+        sizes = bytes_of_batch(self.arguments)
+        return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
+
+    def look(self, choice: Choice) -> Candidate:
+        """A plan's peak and time; each is lowered once."""
+        if choice not in self.seen:
+            lowered = self.lower(choice, verified=False)
+            memory, seconds = lowered.memory_analysis(), lowered.timeline(self.hardware).step_seconds
+            self.seen[choice] = Candidate(choice, memory.peak_bytes, seconds, memory.host_bytes)
+        return self.seen[choice]
+
+    # -------------------------------------------------------------- searching
+
+    def fit(self, device_bytes: int) -> Fit:
+        """The fastest plan within a budget; see `fit`."""
+        if (
+            not isinstance(device_bytes, int | float)
+            or isinstance(device_bytes, bool)
+            or not device_bytes > 0
+        ):
+            raise SpecError(f"device_bytes={device_bytes!r}: a number of bytes, more than 0.")
+        fastest = self.look(self._free(Choice(accumulate=self.divisors[0])))
+        if fastest.peak_bytes > device_bytes and self._frugal().peak_bytes > device_bytes:
+            raise self._impossible(device_bytes)
+        best = self._best_first(device_bytes)
+        if best is None:  # the most frugal plan fits, and the search that is bounded by time passed it by
+            best = self._frugal()
+        best, rejected = self._descend(best, device_bytes)
+        lowered = self.lower(best.choice)
+        shown = sorted(rejected, key=lambda c: (c.peak_bytes > device_bytes, c.seconds))
+        return Fit(
+            self.specs_of(best.choice), self.options_of(best.choice), best, device_bytes,
+            tuple((c, _why(c, best, device_bytes)) for c in shown), lowered, lowered.timeline(self.hardware),
+            len(self.seen),
+        )  # fmt: skip
+
+    def _best_first(self, budget: int) -> Candidate | None:
+        """Coarse decisions in the order of their time if all units were kept and none recomputed."""
+        best: Candidate | None = None
+        queue: list[tuple[float, int, Choice]] = []
+        tickets, known = itertools.count(), set()
+
+        def push(coarse: Choice) -> None:
+            if coarse not in known:
+                known.add(coarse)
+                heapq.heappush(queue, (self.look(self._free(coarse)).seconds, next(tickets), coarse))
+
+        push(Choice(accumulate=self.divisors[0]))
+        while queue:
+            bound, _, coarse = heapq.heappop(queue)
+            if best is not None and bound >= best.seconds:
+                break
+            free = self.look(self._free(coarse))
+            if free.peak_bytes <= budget:
+                best = _faster(best, free)
+                continue  # whatever saves more can only be slower
+            for remat in RECOMPUTE if self.units else ():
+                best = _faster(best, self._within(replace(coarse, remat=remat), budget, best))
+            for saving in self._savings(coarse):
+                push(saving)
+        return best
+
+    def _free(self, coarse: Choice) -> Choice:
+        """A coarse choice at its fastest."""
+        return replace(coarse, remat=RECOMPUTE[0], recomputed=0, kept=len(self.units) if self._gathers else 0)
+
+    @property
+    def _gathers(self) -> bool:
+        return any(self.mesh.ordered(s.storage.axes) for s in tree.flatten(self.base, is_spec)[0])
+
+    def _moves(self, tier: str) -> bool:
+        """Whether anything that "memory" or "optimizer_memory" is said of rests on the device."""
+        return any(getattr(s, tier) == "device" for s in tree.flatten(self.base, is_spec)[0] if s.trainable)
+
+    def _savings(self, coarse: Choice) -> Iterator[Choice]:
+        """Coarse choices that save memory by one more decision."""
+        at = self.divisors.index(coarse.accumulate)
+        if at + 1 < len(self.divisors):
+            yield replace(coarse, accumulate=self.divisors[at + 1])
+        if coarse.optimizer == "device" and self._moves("optimizer_memory"):
+            yield from (replace(coarse, optimizer=o) for o in OPTIMIZER[1:])
+        if not coarse.parameters_on_host and self._moves("memory"):
+            yield replace(coarse, parameters_on_host=True)
+        if coarse.ahead:
+            yield replace(coarse, ahead=0)
+
+    def _within(self, coarse: Choice, budget: int, best: Candidate | None) -> Candidate | None:
+        """The fewest units recomputed that fit, then the most kept gathered."""
+        count = len(self.units)
+        bare = self._least(lambda n: replace(coarse, recomputed=n, kept=0), 0, count, budget, best)
+        if bare is None or not self._gathers:
+            return bare
+        freed = self._least(lambda n: replace(bare.choice, kept=count - n), 0, count, budget, None)
+        return _faster(bare, freed)
+
+    def _least(
+        self, of: Callable[[int], Choice], low: int, high: int, budget: int, best: Candidate | None
+    ) -> Candidate | None:
+        """The plan with the least n from `low` to `high` that fits; peaks fall with n, nearly in a line."""
+        top = self.look(of(high))
+        if top.peak_bytes > budget:
+            return None
+        bottom = self.look(of(low))
+        if bottom.peak_bytes <= budget:
+            return bottom
+        while high - low > 1:
+            slope = (bottom.peak_bytes - budget) / max(bottom.peak_bytes - top.peak_bytes, 1)
+            guess = min(max(low + math.ceil(slope * (high - low)), low + 1), high - 1)
+            middle = self.look(of(guess))
+            if middle.peak_bytes <= budget:
+                high, top = guess, middle
+            else:
+                low, bottom = guess, middle
+                if best is not None and middle.seconds >= best.seconds:
+                    return None  # fewer do not fit, and so many are too slow already
+        return top
+
+    def neighbours(self, choice: Choice) -> list[Choice]:
+        """Plans that differ from one in one decision."""
+        at, count = self.divisors.index(choice.accumulate), len(self.units)
+        out = [replace(choice, accumulate=d) for d in self.divisors[max(at - 1, 0) : at + 2]]
+        for n in (choice.recomputed - 1, choice.recomputed + 1):
+            out += [replace(choice, recomputed=n)] if 0 <= n <= count else []
+        for n in (choice.kept - 1, choice.kept + 1):
+            out += [replace(choice, kept=n)] if 0 <= n <= count and self._gathers else []
+        if choice.recomputed:
+            out += [replace(choice, remat=r) for r in RECOMPUTE]
+        out += [replace(choice, optimizer=o) for o in OPTIMIZER] if self._moves("optimizer_memory") else []
+        if self._moves("memory"):
+            out.append(replace(choice, parameters_on_host=not choice.parameters_on_host))
+        out.append(replace(choice, ahead=1 - choice.ahead))
+        plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out]
+        return [c for c in dict.fromkeys(plain) if c != choice]
+
+    def _descend(self, best: Candidate, budget: int) -> tuple[Candidate, list[Candidate]]:
+        """Step to a faster neighbour that fits while there is one; and the last one's neighbours."""
+        while True:
+            around = [self.look(c) for c in self.neighbours(best.choice)]
+            better = [c for c in around if c.peak_bytes <= budget and c.cost < best.cost]
+            if not better:
+                return best, around
+            best = min(better, key=lambda c: c.cost)
+
+    # -------------------------------------------------------------- nothing fits
+
+    def _frugal(self) -> Candidate:
+        """The plan that does everything to save memory."""
+        count = len(self.units)
+        plans = [
+            Choice(self.divisors[-1], remat, count if remat != RECOMPUTE[0] else 0, 0, "host", parameters, 0)
+            for remat in RECOMPUTE
+            for parameters in (False, True)
+        ]
+        return min((self.look(c) for c in plans), key=lambda c: c.peak_bytes)
+
+    def _impossible(self, budget: int) -> BudgetError:
+        least = self._frugal()
+        analysis = self.lower(least.choice).memory_analysis()
+        largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
+        return BudgetError(
+            report(
+                f"nothing fits into {size(budget)}: the most frugal plan takes {size(least.peak_bytes)} "
+                f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
+                [f"{name}: {size(held)}" for name, held in largest],
+                f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; "
+                "or change one thing: "
+                f"{self._dimension(analysis.units, largest[0][0])}.",
+            )
+        )
+
+    def _dimension(self, units: Mapping[str, Mapping[str, int]], largest: str) -> str:
+        """The one dimension that the memory of the most frugal plan follows."""
+        unit = max(units, key=lambda u: sum(units[u].values()), default="")
+        ways = {
+            "parameter shards": f"more ranks (the mesh has {self.mesh.size})",
+            "optimizer state": f"more ranks (the mesh has {self.mesh.size})",
+            "gathered units": f"smaller units (the largest here is {unit!r}; see fnshard.units)",
+            "gradients": f"smaller units (the largest here is {unit!r}; see fnshard.units)",
+            "transfer and bucket buffers": f"smaller units (the largest here is {unit!r}; see fnshard.units)",
+        }
+        return ways.get(largest, "a shorter sequence (a micro-batch has as few rows as it can have)")
+
+
+def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return b if b.cost < a.cost else a
+
+
+def _why(candidate: Candidate, best: Candidate, budget: int) -> str:
+    if candidate.peak_bytes > budget:
+        return f"{size(candidate.peak_bytes - budget)} too many"
+    slower = candidate.seconds / best.seconds - 1
+    return f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast"
+
+
+def _divisors(batch: Arguments) -> list[int]:
+    """How many equal micro-batches the batch can be cut into."""
+    named = tree.flatten_with_paths(batch)[0]
+    rows = [v.shape[0] for v in named.values() if isinstance(v, Tensor) and v.dim()]
+    scalars = any(isinstance(v, Tensor) and not v.dim() for v in named.values())
+    most = math.gcd(*rows) if rows and not scalars else 1
+    return [d for d in range(1, most + 1) if most % d == 0]
+
+
+def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what `fit` does not take.
+
+    Raises:
+        SpecError: all of it at once.
+    """
+    chosen = {"accumulate", "remat", "save", "prefetch", "overlap"}
+    known = set(inspect.signature(shard_step).parameters) - {"fn", "specs", "mesh", "optimizer"} - chosen
+    wrong = [f"{name}=: fit chooses it; leave it out" for name in options if name in chosen]
+    unknown = [name for name in options if name not in known | chosen]
+    wrong += [f"{name}=: no option of shard_step ({', '.join(sorted(known))})" for name in unknown]
+    if isinstance(params, nn.Module):
+        wrong.append("params is a module: apply, params = fs.make_functional(module)")
+    if not isinstance(mesh, Mesh):
+        wrong.append(f"mesh={mesh!r}: make one with fs.make_mesh(shard=8, abstract=True)")
+    if not isinstance(batch, tuple | list):
+        wrong.append(
+            f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` behind the parameters"
+        )
+    if not isinstance(hardware, str | Hardware):
+        wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
+    if wrong:
+        raise SpecError(report("these arguments of fit are not to be had:", wrong))

@@ -1,0 +1,91 @@
+"""`shard_forward`: `shard_step` without the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fnshard import tree
+from fnshard.compiler.kernels.inductor import inductor_options
+from fnshard.compiler.lower import Passes
+from fnshard.losses.objectives import Mean
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
+from fnshard.runtime.executor.cuda_graph import MODE
+from fnshard.step.lowered import Lowered
+from fnshard.step.lowering import Lowering
+from fnshard.step.options import Backend, Options
+from fnshard.step.runner import Runner, default_mesh
+from fnshard.step.shards import compare_paths
+from fnshard.step.state import TrainState
+
+__all__ = ["Forward", "shard_forward"]
+
+
+def shard_forward(
+    fn: Callable[..., Any],
+    specs: Any,
+    *,
+    mesh: Mesh | None = None,
+    prefetch: int = 1,
+    backend: Backend = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    deterministic: bool = False,
+    cache: int = 8,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Forward:
+    """Compile `fn(params, *batch) -> outputs` for sharded parameters.
+
+    `forward(params, *batch)` takes this rank's stored blocks (or a TrainState) and its slice of the
+    batch, and returns `fn`'s outputs for that slice: any pytree of tensors.
+
+    Args: as `shard_step`'s.
+
+    >>> import torch
+    >>> from fnshard import LayoutSpec, match_specs
+    >>> params = {"w": torch.ones(3)}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> shard_forward(lambda p, x: p["w"] * x, specs, backend="eager")(params, torch.arange(3.0))
+    tensor([0., 1., 2.])
+    """
+    chosen = Options(
+        passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
+        inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
+    )  # fmt: skip
+    return Forward(fn, specs, mesh or default_mesh(), chosen)
+
+
+class Forward:
+    """A compiled forward; made by `shard_forward`."""
+
+    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options):
+        self.mesh, self.options = mesh, options
+        self._lowering = Lowering(fn, specs, mesh, options, None)
+        self._runner = Runner(self._lowering)
+
+    def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
+        """The forward for this batch, on paper; see `Step.lower`."""
+        if not isinstance(params, TrainState):
+            compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
+            self._lowering.resolve(params)
+        return self._lowering.lower(self._lowering.arguments(batch, keywords))
+
+    def __call__(self, params: Any, /, *batch: Any, **keywords: Any) -> Any:
+        """`fn`'s outputs for this rank's slice of the batch.
+
+        Raises: as `Step.__call__`.
+        """
+        training = isinstance(params, TrainState)
+        seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
+        blocks = params.params if training else params
+        if self.mesh.size == 1 and not self._lowering.resolved:
+            self._lowering.resolve(blocks)
+        self._lowering.follow(blocks)
+        passed = self._lowering.arguments(batch, keywords)
+        bound = self._runner.bind(passed, blocks, lambda lowered: None)
+        env = bound.run(self._runner.inputs(bound.lowered, blocks, passed, seed, number))
+        outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results
+        made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
+                "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
+        return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)

@@ -1,0 +1,221 @@
+"""`Lowered`: a step on paper, every stage printable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, get_args
+
+import torch
+
+from fnshard.analysis.diff import Difference, compare
+from fnshard.analysis.hardware import Hardware
+from fnshard.analysis.memory import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
+from fnshard.analysis.timeline import Timeline, simulate
+from fnshard.analysis.traffic import Traffic, analyse
+from fnshard.analysis.transport import Kind
+from fnshard.compiler.frontend.indices import Indices
+from fnshard.compiler.frontend.trace import deterministic
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.kernels.attention import backends
+from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
+from fnshard.compiler.kernels.split import Segments
+from fnshard.compiler.lower import Stages
+from fnshard.compiler.schedule.instructions import TRANSFERS, Run, Schedule
+from fnshard.errors import SpecError, report
+from fnshard.optim.contract import Optimizer
+from fnshard.step.options import Options
+
+__all__ = ["Lowered", "diff"]
+
+Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
+
+
+@dataclass(repr=False)
+class Lowered:
+    """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
+
+    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
+    this rank's batch, by leaf. `moved`: bytes of transfers by instruction number, once a ledger was made.
+    """
+
+    stages: Stages
+    options: Options
+    compiled: Kernels | None = None
+    optimizer: Optimizer | None = None
+    batch_bytes: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def program(self) -> Program:
+        """The forward of `fn` as composite ATen ops."""
+        return self.stages.program
+
+    @cached_property
+    def indices(self) -> Indices:
+        """What it looks up by integers of the batch."""
+        return Indices.of(self.program)
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """Of the batch leaves and the random keys that it takes, by kind ("batch", "key")."""
+        inputs = self.program.inputs
+        return {kind: [i.name for i in inputs if i.kind == kind] for kind in ("batch", "key")}
+
+    @property
+    def segments(self) -> Segments:
+        """The program, cut."""
+        return self.stages.segments
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """The distinct segments, differentiated."""
+        return self.stages.kernels
+
+    @property
+    def schedule(self) -> Schedule:
+        """The ordered instructions."""
+        return self.stages.schedule
+
+    @property
+    def attention(self) -> dict[str, int]:
+        """How many attentions of one forward were frozen as which of torch's kernels: `{"cudnn": 12}`."""
+        runs = [line for line in self.schedule.instructions if isinstance(line, Run) and not line.backward]
+        each = {name: backends(k.source.graph, k.forward.graph) for name, k in self.schedule.kernels.items()}
+        return dict(sum((each[run.kernel] for run in runs), Counter()))
+
+    def as_text(self) -> str:
+        """The schedule, a line per instruction."""
+        return self.schedule.as_text()
+
+    def memory_analysis(self, *, transport: Kind | None = None) -> MemoryAnalysis:
+        """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by unit and leaf.
+
+        After `compile` with Inductor its generated code is counted, fusion and all; before, or with the
+        eager backend, the liveness of the kernels' graphs.
+
+        Args:
+            transport: "shared" (CPU ranks of one host), "p2p", "native"; None looks at the mesh.
+
+        Raises:
+            SpecError: another transport.
+        """
+        return self._ledger(transport).analysis
+
+    def memory_timeline(self, *, transport: Kind | None = None) -> MemoryTimeline:
+        """Bytes by category at every instruction of the schedule, each at its worst moment."""
+        return self._ledger(transport).timeline
+
+    def _ledger(self, transport: Kind | None = None) -> Ledger:
+        if transport is not None and transport not in get_args(Kind):
+            raise SpecError(
+                report(f"transport={transport!r}: one of {', '.join(map(repr, get_args(Kind)))}, or None.")
+            )
+        given = Given(
+            self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
+        )
+        found = measure(self.schedule, given)
+        self.moved = found.moved
+        return found
+
+    def _moved(self) -> Mapping[int, int]:
+        """Bytes of transfers; they do not depend on how kernels are compiled, or on the transport."""
+        if self.moved is None:
+            transfers = any(isinstance(line, TRANSFERS) for line in self.schedule.instructions)
+            self.moved = self._ledger().moved if transfers else {}
+        return self.moved
+
+    def assert_fits(self, bytes: float) -> None:
+        """Refuse a step whose peak on the device is above `bytes`; for tests of one's own.
+
+        Raises:
+            BudgetError: the peak, where it is, the biggest parts of it, and the ways out.
+            SpecError: `bytes` is no number above 0.
+        """
+        if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes > 0:
+            raise SpecError(report(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9."))
+        check_fits(self.memory_analysis(), bytes)
+
+    def comm_analysis(self) -> Traffic:
+        """Bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the host.
+
+        `analysis["gather"]["bytes"]`: of whole buffers; see `analysis.traffic`.
+        """
+        return analyse(self.schedule, self._moved())
+
+    def timeline(self, hardware: Hardware | str) -> Timeline:
+        """A simulated run on `hardware`: step time, what is exposed, MFU; see `analysis.timeline`.
+
+        Args:
+            hardware: a `Hardware`, or the name of one ("h100").
+
+        Raises:
+            SpecError: neither.
+        """
+        hardware, tokens = Hardware.of(hardware), self._tokens()
+        fused = self.options.backend == "inductor"
+        slots = len(self.optimizer.slots) if self.optimizer else 0
+        return simulate(
+            self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved(),
+            fused_update=self._fused_update,
+        )  # fmt: skip
+
+    @property
+    def _fused_update(self) -> bool:
+        return self.options.compiles_update(self.optimizer, self.schedule.mesh.device_type)
+
+    def _tokens(self) -> int | None:
+        """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before
+        they are cut into micro-batches, have as many numbers.
+        """
+        program = self.stages.program
+        named = zip(program.inputs, program.placeholders, strict=True)
+        values = {known.name: node.meta["val"] for known, node in named if known.kind == "batch"}
+        rows = {n for n, v in values.items() if v.dim() == 2 and v.dtype == torch.int64}
+        counts = {self.batch_bytes[n] // 8 for n in rows & set(self.batch_bytes)}
+        return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
+
+    def compile(self) -> Lowered:
+        """Compile the kernels on the options' backend, once; returns itself."""
+        if self.compiled is None:
+            with deterministic(self.options.deterministic):
+                self.compiled = compile_kernels(
+                    self.stages.kernels.values(), backend=self.options.backend, options=self.options.inductor
+                )
+        return self
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def __repr__(self) -> str:
+        attention = "".join(f"{n} {name} attentions, " for name, n in self.attention.items())
+        return f"Lowered({self.schedule!r}, {attention}{'not ' if self.compiled is None else ''}compiled)"
+
+
+def diff(before: Lowered, after: Lowered) -> Difference:
+    """What one lowered step has that another has not: instructions, bytes, collectives; prints short.
+
+    >>> from fnshard import LayoutSpec, P, make_mesh, match_specs, shard_step
+    >>> params, mesh = {"w": torch.ones(4, 4)}, make_mesh(shard=4, abstract=True)
+    >>> def lowered(spec):
+    ...     step = shard_step(lambda p, x: (x @ p["w"]).sum(), match_specs(params, [("*", spec)]), mesh=mesh)
+    ...     return step.lower(params, torch.ones(2, 4))
+    >>> list(diff(lowered(LayoutSpec()), lowered(LayoutSpec(P("shard")))).collectives)
+    ['all_reduce', 'gather', 'reduce_scatter']
+
+    Raises:
+        SpecError: one of them is no `Lowered`.
+    """
+    wrong = [type(each).__name__ for each in (before, after) if not isinstance(each, Lowered)]
+    if wrong:
+        raise SpecError(
+            report(
+                f"fs.diff compares two lowered steps, not {' and '.join(wrong)}.",
+                fix="step.lower(params, *batch) of each.",
+            )
+        )
+    return compare(
+        *((each.schedule, each.memory_analysis(), each.comm_analysis()) for each in (before, after))
+    )

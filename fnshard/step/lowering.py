@@ -1,0 +1,185 @@
+"""Lowering: the lowered steps that a step has compiled, by what they depend on of a batch."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fnshard import tree
+from fnshard.compiler.frontend.indices import Indices, explain, ranges
+from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
+from fnshard.compiler.ir.arguments import Arguments, signature_of
+from fnshard.compiler.kernels.inductor import warm_up
+from fnshard.compiler.lower import Keeping, PlanOf, lower, trace_and_split
+from fnshard.errors import SpecError, StateError, TraceError, report
+from fnshard.layout.codecs import decoding
+from fnshard.layout.spec import LayoutSpec, check_specs
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import Optimizer
+from fnshard.runtime.executor import cuda_graph
+from fnshard.step import compiles
+from fnshard.step.batches import (
+    Batch,
+    Key,
+    batch_key,
+    bytes_of_batch,
+    check_arguments,
+    check_leaves,
+    micro_batch,
+)
+from fnshard.step.lowered import Lowered
+from fnshard.step.options import Options
+from fnshard.step.programs import Programs, fits
+from fnshard.step.shards import aligned, leaf_paths, resolve_specs, spec_paths
+
+
+class Lowering:
+    """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache),
+    and again for other values of what `fn` reads beside its arguments."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        specs: Any,
+        mesh: Mesh,
+        options: Options,
+        plan: PlanOf | None,
+        optimizer: Optimizer | None = None,
+    ):
+        if isinstance(fn, nn.Module):
+            raise TraceError(
+                report(
+                    f"`fn` is a function of (params, *batch), not the module {type(fn).__name__}.",
+                    fix="apply, params = fs.make_functional(model), and a function that calls "
+                    "apply(params, *inputs) and returns the loss.",
+                )
+            )
+        if not callable(fn):
+            raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
+        if not isinstance(mesh, Mesh):
+            raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
+        self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
+        self._signature = signature_of(fn)
+        self.optimizer = optimizer
+        self._take(specs)
+        self.programs = Programs(options.cache)
+        self.on_paper: tuple[Key, Lowered] | None = None
+        self.lock = threading.RLock()
+
+    def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
+        """A batch in one form, however it was passed: there is one program for it."""
+        return Arguments(tuple(positional), keywords).in_order_of(self._signature)
+
+    def resolve(self, params: Any) -> None:
+        """Complete handwritten specs from a tree of full leaves, in the form of that tree."""
+        with self.lock:
+            specs = resolve_specs(self.tree, params)
+            if not self.resolved or not self._lowered:
+                self._take(specs)
+
+    def follow(self, blocks: Any) -> None:
+        """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
+
+        What is lowered keeps the form that it was lowered with.
+        """
+        with self.lock:
+            if not self._lowered and tree.flatten(blocks)[1] != self.structure:
+                self._take(aligned(self.tree, blocks))
+
+    def adopt(self, specs: Any) -> None:
+        """Take the same specs with what they left open."""
+        if not self.resolved:
+            self._take(specs)
+
+    @property
+    def _lowered(self) -> bool:
+        return len(self.programs) > 0 or self.on_paper is not None
+
+    def _take(self, specs: Any) -> None:
+        """`specs`: of what is stored, by path; `leaves`: of what `fn` sees.
+
+        `resolved`: whether the specs know shape, unit and trainability of their leaves.
+        """
+        self.tree = specs
+        self.specs: Mapping[str, LayoutSpec]
+        self.specs, self.structure = spec_paths(specs)
+        self.leaves, self.leaf_structure = leaf_paths(specs)
+        self.resolved = all(s.resolved for s in self.specs.values())
+        if self.resolved:
+            check_specs(self.specs, self.mesh)
+
+    def lower(self, batch: Batch) -> Lowered:
+        """All stages for this rank's batch; the last one lowered is kept for the step that may follow.
+
+        Raises:
+            StateError: the batch does not fit `fn`, or cannot be cut into micro-batches.
+        """
+        check_arguments(self.fn, batch)
+        check_leaves(batch)
+        key, micro = batch_key(batch), micro_batch(batch, self.options.accumulate)
+        with self.lock, without_autocast(), deterministic(self.options.deterministic):
+            known = self.programs.get(key)
+            if known is not None:
+                return known
+            if self.on_paper is None or not fits(self.on_paper, key):
+                compiles.announce(self, key)
+                if self.mesh.kind != "abstract":
+                    warm_up(self.mesh.device_type, self.options.backend)
+                keeping = Keeping(self.options.remat, self.options.save)
+                stages = lower(*self._front(micro), self.options.passes, keeping)
+                if self.options.passes.graph:
+                    cuda_graph.check(stages.schedule, self.optimizer is not None)
+                sizes = bytes_of_batch(batch)
+                lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
+                self.on_paper = key, lowered
+            return self.on_paper[1]
+
+    def _front(self, micro: Batch) -> tuple[Any, ...]:
+        fn = decoding(self.fn, self.tree)
+        return fn, self.specs, self.structure, micro, self.mesh, self.plan
+
+    def check_indices(self, lowered: Lowered, batch: Batch, micros: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse numbers of a batch that are outside of what they are looked up in.
+
+        Args:
+            micros: the tensors of each micro-batch, by name.
+
+        Raises:
+            StateError: each lookup with its table, the line of the user's code, and the batch's numbers.
+        """
+        for values in micros:
+            if not lowered.indices.outside(values, lowered.program.constants):
+                continue
+            with self.lock, without_autocast():  # once more, for the lines of code
+                micro = micro_batch(batch, self.options.accumulate)
+                program = trace_and_split(*self._front(micro), sources=True).program
+            outside = Indices.of(program).outside(values, program.constants)
+            raise StateError(
+                report(
+                    "numbers of the batch are outside of what they are looked up in:",
+                    [*explain(program, outside), *ranges(flatten_batch(batch)[0])],
+                    "token ids below the size of the vocabulary: is the tokenizer the model's own, and its "
+                    "embedding as large? Targets that do not count are ignore_index, -100.",
+                )
+            )
+
+    def of(self, batch: Batch) -> Lowered:
+        """A program that is kept, or lowered now; a warning says what makes another one again and again."""
+        check_leaves(batch, values=True)
+        key = batch_key(batch)
+        with self.lock:
+            known = self.programs.get(key)
+            if known is not None:
+                return known
+            if self.on_paper is not None and fits(self.on_paper, key):
+                compiles.announce(self, key, adopted=True)
+            lowered, self.on_paper = self.lower(batch), None
+            warning = self.programs.compare(key, lowered) if len(self.programs) else None
+            self.programs.put(key, lowered)
+            if warning:
+                warnings.warn(warning, stacklevel=4)
+            return lowered

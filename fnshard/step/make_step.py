@@ -1,0 +1,99 @@
+"""`shard_step`: a pure function and its specs -> a compiled, sharded training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from fnshard.compiler.kernels.inductor import inductor_options
+from fnshard.compiler.kernels.remat import Remat
+from fnshard.compiler.lower import Passes
+from fnshard.compiler.schedule.build import AccumulateMode
+from fnshard.losses.objectives import Mean
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
+from fnshard.runtime.executor.cuda_graph import MODE
+from fnshard.step.options import Backend, Options, UpdateMode
+from fnshard.step.runner import default_mesh
+from fnshard.step.state import LossT, OptimizerT
+from fnshard.step.step import Step
+
+__all__ = ["shard_step"]
+
+
+def shard_step(
+    fn: Callable[..., LossT | Mean],
+    specs: Any,
+    *,
+    mesh: Mesh | None = None,
+    optimizer: OptimizerT = None,
+    accumulate: int = 1,
+    accumulate_mode: AccumulateMode = "reduce",
+    prefetch: int | tuple[int, int] = (1, 1),
+    overlap: int = 1,
+    backend: Backend = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    loss_scale: float | Literal["dynamic"] | None = None,
+    grad_norm: bool = False,
+    remat: Remat = "none",
+    save: Sequence[str] = (),
+    disk_dir: str | None = None,
+    deterministic: bool = False,
+    update: UpdateMode = "auto",
+    cache: int = 8,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Step[OptimizerT, LossT]:
+    """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
+
+    Without an optimizer `step(params, *batch) -> (loss, grads)`, `grads` laid out as
+    `LayoutSpec.gradient` says: the sharded `torch.func.grad_and_value` (with aux:
+    `((loss, aux), grads)`). With one, `step(state, *batch) -> (state, metrics)`; see `Step.init`.
+
+    Args:
+        fn: written for one device and full shapes; returns a 0-d loss or `Mean`, or `(loss, aux)`. It may
+            read numbers, flags and tensors that are no arguments; for other values it is traced again.
+        specs: a tree of `LayoutSpec`, from `match_specs` or a preset.
+        mesh: default one axis "shard" over all ranks there are.
+        optimizer: see `fnshard.optim`.
+        accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
+        accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
+        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none.
+        overlap: how many kernels later reductions are waited for.
+        backend: "inductor", or "eager": the same graphs uncompiled.
+        mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
+            CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
+        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. A step that
+            overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule.
+            The host waits for its norm: with a dynamic scale, and no other, a device idles before updates.
+        grad_norm: put the global gradient norm into the metrics (clipping does anyway).
+        remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
+            is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
+            a dict from unit globs to these, where units that no glob matches keep everything.
+        save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
+        disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
+        deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits
+            again on the same GPUs. An op that has none is an error. CPUs give the same bits without.
+        update: "compiled": Inductor makes one kernel of a unit's update, casts and stored copies in it;
+            "eager": torch's fused optimizers. "auto" compiles on accelerators with backend "inductor", where
+            the optimizer has `numbers`. What the host updates is updated eagerly.
+        cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
+        timeout: seconds after which a silent peer is an error.
+
+    >>> from fnshard import LayoutSpec, match_specs
+    >>> params = {"w": torch.ones(3)}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> step = shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
+    >>> step(params, torch.arange(3.0))
+    (tensor(3.), {'w': tensor([0., 1., 2.])})
+
+    Gradients come in `storage_dtype`; leaves that do not train have None. They are whole with
+    `fs.unshard(grads, specs, mesh, layout="gradient")`.
+    """
+    depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
+    chosen = Options(
+        accumulate, accumulate_mode, Passes(depth, overlap, mode == MODE), backend,
+        inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
+        save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update,
+    )  # fmt: skip
+    return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)

@@ -1,0 +1,80 @@
+"""Options: everything about a step that is not its function, specs, mesh or optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from fnshard.compiler.kernels.remat import Remat
+from fnshard.compiler.kernels.remat import check as check_remat
+from fnshard.compiler.lower import Passes
+from fnshard.compiler.schedule.build import AccumulateMode
+from fnshard.errors import SpecError, report
+from fnshard.optim.contract import Optimizer
+from fnshard.optim.loss_scale import LossScale
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
+from fnshard.runtime.executor.fused_update import is_compiled
+
+Backend = Literal["inductor", "eager"]
+UpdateMode = Literal["auto", "eager", "compiled"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a step that is not its function, specs, mesh or optimizer; see `shard_step`."""
+
+    accumulate: int = 1
+    accumulate_mode: AccumulateMode = "reduce"
+    passes: Passes = Passes()
+    backend: Backend = "inductor"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: float | Literal["dynamic"] | None = None
+    grad_norm: bool = False
+    cache: int = 8
+    timeout: float = DEFAULT_TIMEOUT
+    remat: Remat = "none"
+    save: tuple[str, ...] = ()
+    disk_dir: str | None = None
+    deterministic: bool = False
+    update: UpdateMode = "auto"
+
+    def __post_init__(self) -> None:
+        wrong = check_remat(self.remat, self.save)
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            wrong.append(f"accumulate={self.accumulate!r}: a whole number of micro-batches, at least 1")
+        if self.accumulate_mode not in ("reduce", "local"):
+            wrong.append(f"accumulate_mode={self.accumulate_mode!r}: 'reduce' or 'local'")
+        if self.backend not in ("inductor", "eager"):
+            wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
+        if self.update not in get_args(UpdateMode):
+            wrong.append(f"update={self.update!r}: 'auto', 'eager' or 'compiled'")
+        if not _counts(self.passes.prefetch, 2):
+            wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
+        if not _counts((self.passes.overlap,), 1):
+            wrong.append(f"overlap={self.passes.overlap!r}: a whole number of kernels, 0 (none) or more")
+        if not _counts((self.cache,), 1) or self.cache < 1:
+            wrong.append(f"cache={self.cache!r}: a whole number of batch shapes, at least 1")
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            wrong.append(f"timeout={self.timeout!r}: seconds, more than 0")
+        if not isinstance(self.deterministic, bool):
+            wrong.append(f"deterministic={self.deterministic!r}: True or False")
+        if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
+            wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
+        if wrong:
+            raise SpecError(report("these options of a step are not to be had:", wrong))
+        LossScale.choose(self.loss_scale, fp16=False)
+
+    def compiles_update(self, optimizer: Optimizer | None, device_type: str) -> bool:
+        """Whether Inductor compiles the optimizer, too, for such a device."""
+        return is_compiled(self.update, optimizer, self.backend, device_type)
+
+
+def _counts(values: Any, length: int) -> bool:
+    """Whether these are so many whole numbers, none negative."""
+    return (
+        isinstance(values, tuple)
+        and len(values) == length
+        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+    )

@@ -1,0 +1,151 @@
+"""Programs: the lowered steps that are kept: which one fits a batch, and what to do about many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fnshard.compiler.ir.arguments import Numbers, fold_lists
+from fnshard.compiler.ir.reachable import ABSENT
+from fnshard.errors import StateError, report
+from fnshard.step.batches import Constant, Key, Shape
+from fnshard.tree import is_same
+
+Change = tuple[str, Any, Any]  # name, before, now
+MANY = 3  # values of one name, each traced, before a warning says so
+
+
+@dataclass(eq=False)
+class Programs:
+    """At most `size` lowered steps, the one used longest ago first.
+
+    One fits a batch with its key, as long as `fn` reads the values that its program has baked in.
+    """
+
+    size: int
+    entries: list[tuple[Key, Any]] = field(default_factory=list)
+    baked: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def keys(self) -> list[Key]:
+        """Of the batches, oldest first."""
+        return [key for key, _ in self.entries]
+
+    def values(self) -> list[Any]:
+        """The lowered steps, oldest first."""
+        return [lowered for _, lowered in self.entries]
+
+    def get(self, key: Key) -> Any | None:
+        """The lowered step that fits, or None."""
+        for index in range(len(self.entries) - 1, -1, -1):
+            if fits(self.entries[index], key):
+                self.entries.append(self.entries.pop(index))
+                return self.entries[-1][1]
+        return None
+
+    def put(self, key: Key, lowered: Any) -> None:
+        """Keep one more."""
+        self.entries.append((key, lowered))
+        del self.entries[: -self.size]
+
+    def baked_changes(self, key: Key) -> list[Change]:
+        """What `fn` reads otherwise than at the last trace of such a batch."""
+        latest = next((lowered for known, lowered in reversed(self.entries) if known == key), None)
+        return latest.program.guard.changes() if latest else []
+
+    def compare(self, key: Key, lowered: Any) -> str | None:
+        """What to warn of before one more is kept.
+
+        Raises:
+            StateError: other collectives than before. They are compared here, not over the wire.
+        """
+        before, known = self.entries[-1]
+        baked = self.baked_changes(key)
+        changed = baked or batch_changes(before, key)
+        if lowered.schedule.fingerprint() != known.schedule.fingerprint():
+            raise StateError(
+                report(
+                    f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
+                    "collectives than the batches before:",
+                    lines(changed),
+                    "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
+                )
+            )
+        if baked:
+            return self._schedules(baked)
+        return (
+            f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
+            f"{'; '.join(lines(changed))}. {' '.join(dict.fromkeys(map(_way_out, changed)))}"
+        )
+
+    def _schedules(self, changes: list[Change]) -> str | None:
+        """A warning of values that change again and again, once for each."""
+        many = []
+        for name, before, now in changes:
+            known = self.baked.setdefault(name, [before])
+            if len(known) < MANY and not any(is_same(each, now) for each in known):
+                known.append(now)
+                many += [f"{name} was {', '.join(map(shown, known))}"] * (len(known) == MANY)
+        if not many:
+            return None
+        return report(
+            f"`fn` reads {len(many)} value(s) that change, and is traced and compiled again for each:",
+            many,
+            "pass it as a tensor in the batch: step(state, *batch, torch.tensor(value)).",
+        )
+
+
+def fits(entry: tuple[Key, Any], key: Key) -> bool:
+    """Whether a lowered step is one for such a batch, and what it has baked in still holds."""
+    return entry[0] == key and entry[1].program.guard.holds()
+
+
+def batch_changes(before: Key, key: Key) -> list[Change]:
+    """(name, before, now) of the leaves of two batches that differ."""
+    old, new = folded(before), folded(key)
+    changes = [
+        (n, old.get(n, ABSENT), new.get(n, ABSENT)) for n in {**old, **new} if old.get(n) != new.get(n)
+    ]
+    named = [(f"batch[{n!r}]", *both) for n, *both in changes if n != "(structure)"]
+    return named or [("the batch's structure", *both) for _, *both in changes]
+
+
+def folded(key: Key) -> dict[str, Any]:
+    """A key by name, in which a list of numbers is one leaf."""
+    return fold_lists(dict(key), lambda leaf: isinstance(leaf, Constant) and leaf.is_number)
+
+
+def lines(changes: list[Change]) -> list[str]:
+    """`batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
+    return [f"{name} {_from_to(shown(before), shown(now))}" for name, before, now in changes]
+
+
+def _from_to(before: str, now: str) -> str:
+    return f"from {before} to {now}" if before != now else f"from one to another that prints alike, {now}"
+
+
+def shown(value: Any) -> str:
+    """A leaf of a key, or a value that `fn` reads, in a few words."""
+    if value is ABSENT:
+        return "nothing"
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    text = str(value) if isinstance(value, Shape | Constant | Numbers) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _way_out(change: Change) -> str:
+    name, before, now = change
+    if isinstance(now, Numbers):
+        return f"Pass the list as a tensor, torch.tensor({name}): other numbers are another program."
+    if isinstance(before, Constant) and isinstance(now, Constant):
+        if now.is_number:
+            return f"Pass a tensor as {name}, torch.tensor({now}): each number is a program of its own."
+        return f"Take {name} out of the batch: each {now.kind.__name__} is a program of its own."
+    if isinstance(before, Shape) and isinstance(now, Shape):
+        return "Pad batches to few shapes to avoid this."
+    return "Give all batches the same leaves to avoid this."

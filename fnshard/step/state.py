@@ -1,0 +1,241 @@
+"""TrainState: everything a resume needs, as plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.errors import StateError, report
+from fnshard.optim.contract import Optimizer
+
+__all__ = ["Metrics", "TrainState"]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # typing's has `default` from Python 3.13 on
+
+    OptimizerT = TypeVar("OptimizerT", bound=Optimizer | None, default=None)
+    LossT = TypeVar("LossT", default=Tensor)  # what a step without an optimizer returns as its loss
+else:
+    from typing import TypeVar
+
+    OptimizerT, LossT = TypeVar("OptimizerT"), TypeVar("LossT")
+
+_FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
+
+
+class Metrics(dict[str, Any]):
+    """What a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
+
+    A dict of 0-d tensors, which it prints as numbers; nothing is waited for before that.
+
+    >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
+    >>> metrics.numbers()
+    {'loss': 0.25, 'lr': 0.5, 'accuracy': 0.75}
+    >>> metrics
+    {'loss': 0.25, 'lr': 0.5, 'aux': {'accuracy': 0.75}}
+    """
+
+    __slots__ = ("_sent",)  # of a step: its scalars, and the reading that brings them to the host
+
+    def sent(self, reading: Any) -> Metrics:
+        """Itself, whose scalars are under way to the host by a `runtime.readback.Reading`."""
+        self._sent = self.scalars(), reading
+        return self
+
+    def scalars(self) -> dict[tuple[str, ...], Tensor]:
+        """Its 0-d tensors by their place: ("loss",), and ("aux", "accuracy") of an `aux` that is a dict."""
+        aux = self.get("aux")
+        named = {("aux", k): v for k, v in aux.items()} if isinstance(aux, dict) else {}
+        named |= {(k,): v for k, v in self.items()}
+        plain = (n for n, v in named.items() if isinstance(v, Tensor) and v.dim() == 0 and not v.is_complex())
+        return {n: named[n] for n in plain}
+
+    def numbers(self) -> dict[str, float]:
+        """Its scalars as Python numbers by name, those of an `aux` that is a dict, too.
+
+        One of `aux` that is named as one of the step's own is `aux.loss`, say; deeper trees are not read.
+        Waits for the end of this step, and for nothing that was launched behind it: a loop that reads the
+        numbers of one step after it has called the next step leaves a device no gap.
+        """
+        numbers = self._numbers()
+        clash = {n for n in numbers if len(n) > 1 and n[1:] in numbers}
+        return {".".join(map(str, n)) if n in clash else n[-1]: numbers[n] for n in sorted(numbers, key=len)}
+
+    def _numbers(self) -> dict[tuple[str, ...], float]:
+        tensors, reading = getattr(self, "_sent", ({}, None))
+        scalars = self.scalars()
+        arrived = reading.numbers() if reading is not None else {}
+        same = {n for n, v in scalars.items() if tensors.get(n) is v}  # others were assigned since
+        return {n: arrived[n] if n in same else v.item() for n, v in scalars.items()}
+
+    @property
+    def ready(self) -> bool:
+        """Whether `numbers` would not wait for a device."""
+        return not hasattr(self, "_sent") or self._sent[1].ready
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+    def __repr__(self) -> str:
+        numbers = self._numbers()
+
+        def text(key: Any, value: Any, *place: Any) -> str:
+            value = numbers.get((*place, key), value)
+            if key == "aux" and not place and isinstance(value, dict):
+                shown = "{" + ", ".join(text(k, v, "aux") for k, v in value.items()) + "}"
+            else:
+                shown = f"{value:.6g}" if isinstance(value, float) else repr(value)
+            return f"{key!r}: {shown}"
+
+        return "{" + ", ".join(text(k, v) for k, v in self.items()) + "}"
+
+
+class TrainState:
+    """One rank's part of a training run between two steps.
+
+    Args:
+        step: 0-d int64 on the host, the number of steps made; those skipped by dynamic loss scaling too.
+        params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
+        opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
+            `optimizer_dtype` where that differs from storage.
+        loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
+            scale is dynamic, else empty.
+        seed: 0-d int64; random ops draw from (seed, step, rank, micro-batch).
+        where: the spec tree and the mesh that the tensors are laid out by, where they are known
+            (`step.init` knows them): so a checkpoint needs to be told neither.
+        data: of a state that was restored, the position in the data that was saved with it.
+
+    A step takes a state over ("donation"): its tensors are updated in place and live on in the new
+    state; the old one is marked consumed, and reading it is an error.
+
+    Raises:
+        StateError: on reading a field of a consumed state.
+    """
+
+    __slots__ = ("_consumed_by", "_values", "data", "where")
+
+    def __init__(
+        self,
+        step: Tensor,
+        params: Any,
+        opt_state: dict[str, dict[str, Tensor]],
+        loss_scale: dict[str, Tensor],
+        seed: Tensor,
+        *,
+        where: tuple[Any, Any] | None = None,
+        data: Any = None,
+    ):
+        self._values = dict(zip(_FIELDS, (step, params, opt_state, loss_scale, seed), strict=True))
+        self._consumed_by: str | None = None
+        self.where, self.data = where, data
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            raise AttributeError(f"TrainState has no {name!r}; it has {', '.join(_FIELDS)}")
+        if self._consumed_by is not None:
+            raise StateError(
+                report(
+                    f"this TrainState was consumed by {self._consumed_by}: the state that was returned "
+                    "takes its place (if it failed, there is none); the tensors were written to or freed.",
+                    fix="write `state, metrics = step(state, ...)`, `state = fs.reshard(state, ...)`; to "
+                    "keep an old one, clone its tensors before (state.copy()).",
+                )
+            )
+        return self._values[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_FIELDS})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def copy(self) -> TrainState:
+        """A state with tensors of its own; of what rests on disk too they are in the host's memory."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            pinned = tensor.device.type == "cpu" and tensor.is_pinned()
+            return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
+
+        fields = {k: tree.map(copied, v) for k, v in self.as_dict().items()}
+        return TrainState(**fields, where=self.where, data=self.data)
+
+    def replace(self, **fields: Any) -> TrainState:
+        """The same with other fields; the data has moved on."""
+        return TrainState(**{**self.as_dict(), **fields}, where=self.where)
+
+    def consume(self, by: str | None = None) -> TrainState:
+        """Hand the tensors on: a new state that holds them; this one becomes unreadable.
+
+        A step does so before it runs: one that fails half way leaves no state that looks whole.
+
+        Args:
+            by: who takes it, as the error says it; None is the step that follows this state.
+        """
+        fields = self.as_dict()
+        self._consumed_by = by or f"step {int(fields['step'])}"
+        self._values = {}
+        return TrainState(**fields, where=self.where)
+
+    def __repr__(self) -> str:
+        if self._consumed_by is not None:
+            return f"TrainState(consumed by {self._consumed_by})"
+        return f"TrainState(step={int(self.step)}, {len(self.opt_state)} leaves with optimizer state)"
+
+
+def checked_rng(rng: Any) -> tuple[int, int]:
+    """The (seed, step) that random ops of a step without an optimizer draw from; (0, 0) for None.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if rng is None:
+        return 0, 0
+    if isinstance(rng, tuple) and len(rng) == 2 and all(isinstance(v, int) for v in rng):
+        return rng
+    raise StateError(
+        report(
+            f"rng is {type(rng).__name__}, and without an optimizer it is what random ops draw from.",
+            fix="rng=(seed, step), two integers; an argument of `fn` needs another name.",
+        )
+    )
+
+
+def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
+    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it.
+
+    Args:
+        paths: of the parameters' leaves.
+
+    Raises:
+        StateError: a tree for a state, a state for a tree, or the loss that a step without an optimizer
+            returns first.
+    """
+    training = isinstance(value, TrainState)
+    if has_optimizer and not training:
+        returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)
+        kind = "what a step returned, (state, metrics)" if returned else type(value).__name__
+        raise StateError(
+            report(
+                f"the first argument of this step is a TrainState, not {kind}.",
+                fix="state = step.init(params); state, metrics = step(state, *batch).",
+            )
+        )
+    if not has_optimizer and training:
+        raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
+    loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    is_number = isinstance(loss, Tensor) and loss.dim() == 0
+    if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):
+        raise StateError(
+            report(
+                "the first argument of this step is a loss, not parameters: made without an optimizer, it "
+                "returns (loss, grads), and not (state, metrics).",
+                fix="shard_step(..., optimizer=fs.optim.adamw(3e-4)) and state = step.init(params); or "
+                "loss, grads = step(params, *batch).",
+            )
+        )
+    return training

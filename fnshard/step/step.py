@@ -1,0 +1,368 @@
+"""`Step`: a compiled, sharded training step, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, overload
+
+import torch
+from torch import Tensor, nn
+
+from fnshard import tree
+from fnshard.analysis.slots import Slots, check_slots, slots_of
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.schedule.build import Plan
+from fnshard.errors import StateError, leaves, report
+from fnshard.functional import make_functional
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import Optimizer, check_kind
+from fnshard.optim.contract import check as check_optimizer
+from fnshard.optim.loss_scale import LossScale, exact_seed
+from fnshard.runtime.executor.context import Watch
+from fnshard.runtime.executor.scalars import Scalars, Summary, rescale
+from fnshard.runtime.executor.update import init_slots
+from fnshard.runtime.tiers import check_directory
+from fnshard.step.agreement import optimizer_text
+from fnshard.step.blank import blank_params, blank_slots
+from fnshard.step.compiles import name_of
+from fnshard.step.init import InitFn, check_seed, init_params, narrowed
+from fnshard.step.lowered import Lowered
+from fnshard.step.lowering import Lowering
+from fnshard.step.options import Options
+from fnshard.step.runner import FLAGS, Bound, Runner
+from fnshard.step.shards import check_blocks, compare_paths
+from fnshard.step.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
+
+__all__ = ["Step"]
+
+
+class Step(Generic[OptimizerT, LossT]):
+    """A compiled training step; made by `shard_step`."""
+
+    def __init__(
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: OptimizerT, options: Options,
+        watch: Callable[[int], Watch] | None = None,
+    ):  # fmt: skip
+        check_kind(optimizer)
+        self.mesh, self.optimizer, self.options = mesh, optimizer, options
+        self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
+        self._runner = Runner(self._lowering, optimizer, watch)
+        self._chosen_scale: LossScale | None = None
+        self._expected_slots: Slots | None = None
+        self._checked_slots: Any = None
+        self._check_optimizer()
+
+    def __repr__(self) -> str:
+        name = name_of(self._lowering.fn)
+        shapes = len(self._lowering.programs)
+        return (
+            f"Step({name}, {leaves(len(self._lowering.specs))} on mesh {self.mesh}, {self.optimizer!r}, "
+            f"{self.options.backend}, {shapes} batch {'shape' if shapes == 1 else 'shapes'} lowered)"
+        )
+
+    @property
+    def specs(self) -> Any:
+        """The spec tree, resolved as soon as a tree of full leaves was seen."""
+        return self._lowering.tree
+
+    @overload
+    def init(
+        self: Step[Optimizer, Any], source: Any, *, init: InitFn | None = ..., seed: int | None = ...
+    ) -> TrainState: ...
+    @overload
+    def init(
+        self: Step[None, Any], source: Any, *, init: InitFn | None = ..., seed: int | None = ...
+    ) -> Any: ...
+    def init(self, source: Any, *, init: InitFn | None = None, seed: int | None = None) -> Any:
+        """The state before the first step; each rank makes only its own shards.
+
+        The values do not depend on the mesh. Without an optimizer: the parameter shards alone.
+
+        Args:
+            source: an `nn.Module` built under `fs.deferred()`, whose leaves become what its constructor makes
+                them under `torch.manual_seed(seed)` on a CPU, bit for bit; or one with values; or a full tree
+                of values; or a meta tree with `init(path, leaf)` that fills a full leaf in place.
+            seed: of these values, and of the random ops of all steps to come; default 0. For a module with
+                values, whose numbers it would not change, it is an error; of a tree, it is of the steps.
+
+        Raises:
+            StateError: meta leaves and no way to fill them; a seed that nothing uses.
+        """
+        self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
+        specs = self._lowering.leaves
+        disk_dir = self.options.disk_dir
+        check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
+        shards = init_params(
+            source, specs, self._lowering.leaf_structure, self.mesh, init=init, seed=seed, disk_dir=disk_dir,
+            trains=self.optimizer is not None,
+        )  # fmt: skip
+        return self._begin(shards, seed or 0)
+
+    @overload
+    def adopt(self: Step[Optimizer, Any], blocks: Any, *, seed: int = ...) -> TrainState: ...
+    @overload
+    def adopt(self: Step[None, Any], blocks: Any, *, seed: int = ...) -> Any: ...
+    def adopt(self, blocks: Any, *, seed: int = 0) -> Any:
+        """The state before the first step, of parameters that are sharded already; they become its own.
+
+        Without an optimizer: the blocks as they are.
+
+        Args:
+            blocks: a tree of this rank's stored blocks: what `fs.hf.load` and `fs.shard` give.
+            seed: of the random ops of all steps to come.
+
+        Raises:
+            StateError: blocks of another mesh or spec; a seed that is no int64.
+        """
+        check_seed(seed)
+        self._resolve_from_blocks(blocks)
+        named = tree.flatten_with_paths(blocks)[0]
+        compare_paths(self._lowering.specs, named)
+        specs = self._lowering.specs
+        check_blocks(specs, named, self.mesh)
+        check_directory(self.options.disk_dir, [p for p, s in specs.items() if s.optimizer_memory == "disk"])
+        return self._begin(blocks, seed)
+
+    def _begin(self, shards: Any, seed: int) -> Any:
+        """The first state, of parameter shards."""
+        if self.optimizer is None:
+            return shards
+        self._check_optimizer()
+        specs, mesh, disk_dir = self._lowering.specs, self.mesh, self.options.disk_dir
+        blocks = tree.flatten_with_paths(shards)[0]
+        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
+        shards = narrowed(shards, specs, mesh, disk_dir)
+        step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
+        return TrainState(step, shards, slots, self._scale.init(), number, where=(self.specs, mesh))
+
+    def blank(self, specs: Any) -> TrainState:
+        """A state of zeros, laid out and resting as this step's states are; for what fills it in.
+
+        Args:
+            specs: this step's, with the shapes of their leaves, if the step has not seen these yet.
+
+        Raises:
+            StateError: there is no optimizer, so there is no state; or no room on disk.
+        """
+        if self.optimizer is None:
+            raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
+        self._lowering.adopt(specs)
+        self._check_optimizer()
+        specs, mesh = self._lowering.specs, self.mesh
+        params = blank_params(specs, mesh, self.options.disk_dir)
+        slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
+        step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+        held = tree.unflatten(params.values(), self._lowering.structure)
+        return TrainState(step, held, slots, self._scale.init(), seed, where=(self.specs, mesh))
+
+    def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
+        """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
+
+        Needs neither devices nor a process group.
+
+        Args:
+            params: a tree of full leaves, or a state.
+            batch, keywords: this rank's slice, passed as `fn` takes it.
+        """
+        if not isinstance(params, TrainState):
+            compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
+            self._lowering.resolve(params)
+        return self._lowering.lower(self._lowering.arguments(batch, keywords))
+
+    @overload
+    def __call__(
+        self: Step[Optimizer, Any], state: TrainState, /, *batch: Any, **keywords: Any
+    ) -> tuple[TrainState, Metrics]: ...
+    @overload
+    def __call__(
+        self: Step[None, LossT], state: Any, /, *batch: Any, rng: tuple[int, int] = ..., **keywords: Any
+    ) -> tuple[LossT, Any]: ...
+    def __call__(self, state: Any, /, *batch: Any, rng: Any = None, **keywords: Any) -> Any:
+        """One step; see `shard_step` for what comes in and goes out.
+
+        Args:
+            batch, keywords: this rank's slice, by position or by keyword, as `fn` takes it.
+            rng: without an optimizer, the (seed, step) that random ops draw from, (0, 0) by default.
+                With one, the state holds them, and `rng` is an argument of `fn`.
+
+        Raises:
+            StateError: a consumed state, blocks of another mesh or spec, a batch that `fn` does not
+                take or that micro-batching cannot cut.
+            AgreementError: at the first step, where ranks hold different programs.
+            CollectiveError: a peer died or stayed silent.
+        """
+        training = check_state(state, self.optimizer is not None, self._lowering.specs)
+        params = state.params if training else state
+        self._resolve_from_blocks(params)
+        seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
+        if training:
+            keywords |= {} if rng is None else {"rng": rng}
+            self._check_slots(state.opt_state)
+            self._scale.check(state.loss_scale)
+        passed = self._lowering.arguments(batch, keywords)
+        bound = self._runner.bind(passed, params, self._scalars, lambda: self._settings(seed, number))
+        env = self._runner.inputs(bound.lowered, params, passed, seed, number)
+        scale = self._scale.scale(state.loss_scale if training else {})
+        program = bound.lowered.program
+        loss = program.results[program.outputs.loss].meta["val"]
+        divisor = self._divisor(program)
+        start, rest = exact_seed(float(scale) / divisor, loss.dtype)
+        env["seed"] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
+        env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
+        env["rescale"] = lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device)
+        if not training:
+            return self._gradients(bound, bound.run(env))
+        state = state.consume()
+        env |= {f"o:{path}": slots for path, slots in state.opt_state.items()}
+        env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
+        updates = self._scale.updates(number, state.loss_scale)
+        bound.updater.start(env, torch.tensor(updates))
+        return self._advance(state, bound, bound.run(env))
+
+    # -------------------------------------------------------------- what ranks tell each other
+
+    def tell(self, flag: str) -> None:
+        """Raise a flag ("out_of_data", "stop") that all ranks hear of behind the step after the next one."""
+        if flag not in FLAGS:
+            raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
+        self._runner.rank.raised.add(flag)
+
+    def forget(self, flag: str) -> None:
+        """Withdraw a flag that was raised and not heard yet, and forget what was heard of it."""
+        self._runner.rank.forget(flag)
+
+    @property
+    def count(self) -> int:
+        """Steps made by this object on this rank."""
+        return self._runner.rank.steps
+
+    def heard(self, flag: str) -> bool:
+        """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
+
+        A step late: the last one may be under way on a device, which nothing here waits for.
+        """
+        return self._runner.rank.heard(flag)
+
+    def gather_text(self, text: str) -> list[str]:
+        """One small string of every rank, by rank: a collective, for what no step can carry."""
+        return self._runner.rank.comm.gather_object(text)
+
+    # -------------------------------------------------------------- the plan
+
+    def _settings(self, seed: int, number: int) -> dict[str, str]:
+        """What must be alike on all ranks beside the schedule, as text by name."""
+        optimizer, scale = optimizer_text(self.optimizer, self._lowering.specs), repr(self._scale)
+        return {"optimizer": optimizer, "loss scale": scale, "seed": str(seed), "step": str(number)}
+
+    @property
+    def _slots(self) -> Slots:
+        if self._expected_slots is None:
+            self._expected_slots = slots_of(self.optimizer, self._lowering.specs, self.mesh)
+        return self._expected_slots
+
+    @property
+    def _scale(self) -> LossScale:
+        if self._chosen_scale is None or not self._lowering.resolved:
+            specs = self._lowering.specs.values()
+            fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs)
+            self._chosen_scale = LossScale.choose(self.options.loss_scale, fp16, self.optimizer is not None)
+        return self._chosen_scale
+
+    def _plan(self, program: Program) -> Plan:
+        needs = self.optimizer.needs if self.optimizer is not None else frozenset()
+        stands_between = bool(needs & {"global_norm", "leaf_norms"}) or self._scale.dynamic
+        norms = stands_between or self.options.grad_norm
+        counted = self.optimizer is not None and program.outputs.count is not None
+        return Plan(
+            accumulate=self.options.accumulate,
+            accumulate_mode=self.options.accumulate_mode,
+            update=self.optimizer is not None,
+            norms=norms,
+            scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
+            barrier=stands_between or (counted and norms),
+            counted=counted and not norms,
+        )
+
+    @property
+    def _leaf_norms(self) -> tuple[str, ...]:
+        """Leaves whose norms the optimizer asks for."""
+        asked = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
+        return tuple(p for p, s in self._lowering.specs.items() if s.trainable) if asked else ()
+
+    def _scalars(self, lowered: Lowered) -> Scalars:
+        specs = self._lowering.specs
+        return Scalars(
+            outputs=lowered.program.outputs,
+            results=lowered.segments.results,
+            mesh=self.mesh,
+            specs=specs,
+            accumulate=self.options.accumulate,
+            norms=self._plan(lowered.program).norms,
+            leaf_norms=self._leaf_norms,
+            flags=FLAGS,
+        )
+
+    def _divisor(self, program: Program) -> float:
+        """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
+        if program.outputs.count is None:
+            return float(self.mesh.data_size * self.options.accumulate)
+        return float(self._runner.rank.agreement.items)
+
+    # -------------------------------------------------------------- checks
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is None or not self._lowering.resolved:
+            return
+        specs = self._lowering.specs.items()
+        check_optimizer(
+            self.optimizer, [p for p, s in specs if s.trainable and self.mesh.ordered(s.optimizer.axes)]
+        )
+
+    def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
+        found = [(p, n, v.shape, v.dtype, v.device) for p, held in state.items() for n, v in held.items()]
+        if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
+            check_slots(state, self._slots, self._lowering.specs, self.mesh)
+            self._checked_slots = list(state), found
+
+    def _resolve_from_blocks(self, params: Any) -> None:
+        if self._lowering.resolved:
+            return self._lowering.follow(params)
+        if self.mesh.size > 1:
+            fix = "make them with match_specs or a preset, or call step.init first."
+            raise StateError(report("the specs do not know the leaves' full shapes.", fix=fix))
+        self._lowering.resolve(params)
+
+    # -------------------------------------------------------------- results
+
+    def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
+        summary: Summary = env["scalars"]
+        self._runner.rank.finished({}, summary.flags)
+        factor = env["rescale"](summary)
+        blocks: dict[str, Tensor] = {}
+        for name in bound.lowered.schedule.reduced.values():
+            blocks |= env[name].blocks
+        grads = []
+        for path, spec in self._lowering.specs.items():
+            block = blocks.get(path)
+            if block is not None and factor is not None:
+                block = block * factor.to(block.device)
+            grads.append(None if block is None else block.to(spec.storage_dtype))
+        loss = summary.loss.to(env["seed"].dtype)
+        aux = bound.scalars.aux_tree(summary, env)
+        structure = self._lowering.structure.of_gradients
+        return (loss if aux is None else (loss, aux)), tree.unflatten(grads, structure)
+
+    def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        summary: Summary = env["scalars"]
+        loss_scale = self._scale.after(state.loss_scale, env["skip"])
+        metrics = Metrics(loss=summary.loss)
+        if summary.norm is not None:
+            factor = env["rescale"](summary)
+            metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
+        metrics.update(self.optimizer.metrics(env["info"]), **self._scale.metrics(loss_scale))
+        aux = bound.scalars.aux_tree(summary, env)
+        if aux is not None:
+            metrics["aux"] = aux
+        metrics.sent(self._runner.rank.finished(metrics.scalars(), summary.flags))
+        # A skipped step is a step (its batch and its random numbers are used up) and no update.
+        return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics

@@ -1,0 +1,204 @@
+"""Of several checkpoints the newest whole one is taken; all ranks take the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wreck
+from lies import reseal
+from whole import MANIFEST, SEAL, STEPS, expected, small_blocks, state_on, step_on, told_by, values
+
+import fnshard as fs
+from fnshard.checkpoint import dcp, manifest_file
+from fnshard.errors import CheckpointError, CheckpointWarning
+from fnshard.runtime.files.tensorfile import Corrupt, open_regular
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
+
+
+def root_of(pristine: Path, folder: Path) -> Path:
+    shutil.copytree(pristine, folder)
+    return folder
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
+    roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    root = root_of(roots["two"], tmp_path / "root")
+    wreck.flip(root / "300", "rank-00001.safetensors", 8 * 1500)
+    with pytest.warns(
+        CheckpointWarning, match=r"300 is not what was written:\n.*rank-00001[\s\S]*Taking .*200"
+    ):
+        assert values(fs.checkpoint.restore(root, restoring)) == expected(200)
+    (root / "200" / SEAL).unlink()
+    with pytest.warns(CheckpointWarning) as caught:
+        assert values(fs.checkpoint.restore(root, restoring)) == expected(100)
+    told = [str(w.message) for w in caught if w.category is CheckpointWarning]
+    assert len(told) == 2 and "rank-00001" in told[0] and SEAL in told[1] and "Taking" in told[1]
+    assert fs.checkpoint.all_steps(root) == [100, 300]  # whole to look at: bytes are compared when read
+    os.truncate(root / "100" / "rank-00000.safetensors", 5)
+    assert fs.checkpoint.latest(root) == root / "300"
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(CheckpointError, match=r"300 is not[\s\S]*200 is not[\s\S]*100 is not"),
+    ):
+        fs.checkpoint.restore(root, restoring)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", MANIFEST, SEAL])
+@pytest.mark.parametrize("how", ["gone", "truncated", "longer", "a link outside", "a pipe"])
+def test_latest_sees_what_is_not_whole_without_reading_it(
+    how: str, name: str, roots: Any, tmp_path: Path
+) -> None:
+    root = root_of(roots["two"], tmp_path / "root")
+    wreck.BYTES[how](root / "300", name, random.Random(1))
+    assert fs.checkpoint.latest(root) == root / "200"
+    assert fs.checkpoint.all_steps(root) == [100, 200]
+    assert fs.checkpoint.manifest(root).step == 200
+
+
+@pytest.mark.parametrize("how", wreck.BYTES)
+def test_any_ruin_of_the_newest_is_passed_over(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
+    rng = random.Random(how)
+    for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
+        root = root_of(roots["two"], tmp_path / f"root {name}")
+        wreck.BYTES[how](root / "300", name, rng)
+        with pytest.warns(CheckpointWarning, match="300 is not what was written"):
+            assert values(fs.checkpoint.restore(root, restoring)) == expected(200)
+
+
+def test_the_only_one_of_a_root_says_what_is_wrong_with_it(
+    roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    wreck.copied(roots["one"] / "300", tmp_path / "300")
+    os.truncate(tmp_path / "300" / "rank-00000.safetensors", 5)
+    with pytest.raises(CheckpointError, match=r"300 is not what was written:\n.*rank-00000"):
+        fs.checkpoint.restore(tmp_path, restoring)
+
+
+@pytest.mark.parametrize("put", ["nothing", "empty", "file", "link"])
+def test_what_is_no_checkpoint_at_all(put: str, restoring: Any, tmp_path: Path) -> None:
+    path = tmp_path / "300"
+    if put == "empty":
+        path.mkdir()
+    elif put == "file":
+        path.write_text("a")
+    elif put == "link":
+        path.symlink_to("300")
+    for look_at in (fs.checkpoint.restore, fs.checkpoint.restore_params):
+        with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+            look_at(path, restoring)
+    with pytest.raises(CheckpointError, match="300"):
+        fs.checkpoint.verify(path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        fs.checkpoint.manifest(path)
+    assert fs.checkpoint.all_steps(path) == [] and fs.checkpoint.latest(path) is None
+
+
+def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Path) -> None:
+    """Pruning looks into all of a root; what is not whole is none of its business, and stays."""
+    root = root_of(roots["one"], tmp_path / "root")
+    for number, value in ((100, "low"), (200, None)):
+        said = json.loads((root / str(number) / MANIFEST).read_bytes())
+        said["metrics"] = {"loss": value}
+        reseal(root / str(number), said)
+    _, state = state_on(fs.make_mesh(shard=1, device="cpu"), 400)
+    keep = fs.checkpoint.Keep(last=1, best=1)
+    fs.checkpoint.save(root / "400", state, metrics={"loss": 5.0}, keep=keep)
+    assert sorted(p.name for p in root.iterdir()) == ["100", "200", "300", "400"]
+    assert fs.checkpoint.all_steps(root) == [300, 400]
+
+
+# ------------------------------------------------------------------ two ranks
+
+
+def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
+    """Of each root: what came of it, and what was warned of."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    made = step_on(mesh)[0]
+    out = []
+    for case in cases:
+        with small_blocks(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = told_by(fs.checkpoint.restore, Path(root) / case, made)
+        told = [str(w.message) for w in caught if w.category is CheckpointWarning]
+        out.append((got if isinstance(got, str) else _whole(got, made, mesh), told))
+    return out
+
+
+def _whole(state: Any, step: Any, mesh: fs.Mesh) -> dict[str, Any]:
+    """The values of a sharded state."""
+    params = fs.unshard(state.params, step.specs, mesh)
+    slots: dict[str, dict[str, Any]] = {}
+    for path, of_leaf in state.opt_state.items():
+        spec, slots[path] = step.specs[path], {}
+        for name, slot in of_leaf.items():
+            by = {
+                path: replace(
+                    spec, storage=spec.optimizer, storage_dtype=slot.dtype, optimizer_dtype=slot.dtype
+                )
+            }
+            slots[path][name] = fs.unshard({path: slot}, by, mesh)[path]
+    whole = fs.TrainState(state.step, params, slots, state.loss_scale, state.seed, data=state.data)
+    return values(whole)
+
+
+def test_two_ranks_fall_back_together(ranks: Any, roots: Any, tmp_path: Path) -> None:
+    """Whatever the file, and whichever rank alone reads it."""
+    cases = []
+    for how in ("a run flipped", "truncated", "gone", "a pipe", "a link to zeros", "empty", "nested"):
+        for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
+            cases.append(f"{how} {name}")
+            root = root_of(roots["two"], tmp_path / cases[-1])
+            wreck.BYTES[how](root / "300", name, random.Random(1))
+    for rank, found in enumerate(ranks(2).run(both_look, str(tmp_path), cases)):
+        for case, (got, told) in zip(cases, found, strict=True):
+            name = case.split()[-1]
+            assert got == expected(200), case
+            # Rank 0 alone tells it, and of both ranks.
+            assert len(told) == (rank == 0) and all(name in line and "Taking" in line for line in told), told
+
+
+def test_two_ranks_fail_together(ranks: Any, roots: Any, tmp_path: Path) -> None:
+    for number in STEPS:
+        root_of(roots["two"] / str(number), tmp_path / "root" / str(number))
+        wreck.flip(tmp_path / "root" / str(number), "rank-00001.safetensors", 8 * 1500)
+    found = ranks(2).run(both_look, str(tmp_path), ["root", "root/300", "nothing"])
+    assert found[0][0][0] == found[1][0][0] and found[0][1] == found[1][1] and found[0][2] == found[1][2]
+    assert "100 is not" in found[0][0][0] and "rank-00001" in found[0][1][0]
+    assert "there is no checkpoint" in found[0][2][0]
+
+
+def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
+    """Rank 1 cannot read something of the newest that rank 0 can."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+
+    def blind(folder: Path | str, name: str, size: int | None = None) -> int:
+        if rank == 1 and Path(folder).name == "300" and name.startswith(where):
+            raise Corrupt(f"{name}: Input/output error")
+        return open_regular(folder, name, size)
+
+    with (
+        small_blocks(),
+        warnings.catch_warnings(record=True) as caught,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        warnings.simplefilter("always")
+        patch.setattr(manifest_file if where == MANIFEST else dcp, "open_regular", blind)
+        state = fs.checkpoint.restore(root, step_on(mesh)[0], timeout=20.0)
+    return int(state.step), [str(w.message) for w in caught if w.category is CheckpointWarning]
+
+
+@pytest.mark.parametrize("where", [MANIFEST, "rank-"])
+def test_what_one_rank_cannot_read_nobody_takes(where: str, ranks: Any, roots: Any) -> None:
+    (first, told), (second, _) = ranks(2).run(one_sees_less, str(roots["two"]), where)
+    assert first == second == 200
+    assert len(told) == 1 and f"rank 1: {where}" in told[0] and "rank 0:" not in told[0]

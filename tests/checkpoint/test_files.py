@@ -1,0 +1,371 @@
+"""Properties of what checkpoints are made of: positions as JSON, tensor files, checked bytes, keeping."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import struct
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fnshard.checkpoint.loader_state import TAG, decode, encode
+from fnshard.checkpoint.retention import Keep
+from fnshard.errors import CheckpointError
+from fnshard.runtime.files import tensorfile
+from fnshard.runtime.files.tensorfile import DTYPES, Corrupt, Entry, Header, open_regular, read_checked, write
+
+EXAMPLES = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+SIZES = st.lists(st.integers(0, 5), max_size=4)
+NAMES = st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
+
+
+@st.composite
+def tensors(draw: Any, dtypes: Any = None) -> Tensor:
+    """Of any dtype, shape and bits; sometimes transposed."""
+    dtype, shape = draw(st.sampled_from(dtypes or list(DTYPES.values()))), draw(SIZES)
+    count = math.prod(shape) * dtype.itemsize
+    content = draw(st.binary(min_size=count, max_size=count))
+    if dtype == torch.bool:
+        content = bytes(b & 1 for b in content)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+    return tensor.mT if tensor.dim() > 1 and draw(st.booleans()) else tensor
+
+
+def bits(tensor: Tensor) -> tuple[Any, ...]:
+    """All of a tensor, NaNs and signs of zero too."""
+    flat = tensor.contiguous().reshape(-1)
+    content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), content
+
+
+# ------------------------------------------------------------------ positions as JSON
+
+NUMBERS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+)
+ARRAYS = hnp.arrays(
+    st.sampled_from([np.dtype(n) for n in (*"bhilBHILefd?F",)]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)  # fmt: skip
+KEYS = (
+    st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.just(TAG) | st.tuples(st.integers())
+)
+TREES = st.recursive(
+    NUMBERS | tensors() | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value and in type, bit by bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return bits(a) == bits(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        pairs = zip(a.items(), b.items(), strict=True)
+        return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in pairs)
+    return a == b
+
+
+@EXAMPLES
+@given(TREES)
+def test_positions_come_back_from_json_as_they_were(tree: Any) -> None:
+    text = json.dumps(encode(tree))
+    assert same(decode(json.loads(text)), tree)
+
+
+@pytest.mark.parametrize(
+    ("value", "back"),
+    [
+        (np.float32(1.5), 1.5), (np.int64(-3), -3), (np.bool_(True), True), (np.bytes_(b"ab"), b"ab"),
+        (np.str_("a"), "a"), (np.array(5), np.array(5)),
+        (np.arange(4, dtype=">i4"), np.arange(4, dtype="i4")),
+        (np.arange(6).reshape(2, 3).T[::-1], np.arange(6).reshape(2, 3).T[::-1].copy()),
+        (np.broadcast_to(np.array([1.0]), (3,)), np.ones(3)),
+        (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
+    ],
+)  # fmt: skip
+def test_what_is_nearly_plain_is_made_so(value: Any, back: Any) -> None:
+    got = decode(json.loads(json.dumps(encode({"a": [value]}))))["a"][0]
+    assert same(got, back), (got, back)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2}, object(), 1j, np.longdouble(1), np.datetime64("2020"), np.array(["a"]), np.array([None]),
+        np.zeros(2, dtype="f8,i4"), np.zeros(2, dtype=complex), np.zeros(2, dtype=np.longdouble),
+        torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse(), lambda: 0,
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"data\['a'\]\[1\] is .*never pickles"):
+        encode({"a": [0, value]})
+
+
+JSON = st.recursive(
+    NUMBERS.filter(lambda n: not isinstance(n, bytes)) | st.sampled_from(list(DTYPES)),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(["a", "of", TAG]), inner, max_size=3)
+    | st.builds(
+        lambda kind, of: {TAG: kind, "of": of},
+        st.sampled_from(["tuple", "bytes", "tensor", "array", "items"]),
+        inner,
+    )
+    | st.builds(
+        lambda dtype, shape, text: {TAG: "tensor", "of": [dtype, shape, text]},
+        st.sampled_from(list(DTYPES)),
+        st.lists(st.integers(-2, 1 << 62), max_size=3),
+        st.text("ABCD=", max_size=9),
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@EXAMPLES
+@given(JSON)
+def test_decoding_anything_gives_a_value_or_a_value_error(value: Any) -> None:
+    try:
+        decode(value)
+    except ValueError:
+        return
+
+
+def test_decoding_what_is_too_deep_is_a_value_error() -> None:
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="no position in the data"):
+        decode(deep)
+
+
+# ------------------------------------------------------------------ tensor files
+
+# What the library has names for, in torch, too.
+SHARED = [dtype for dtype in DTYPES.values() if dtype != torch.complex64]
+FILES = st.dictionaries(NAMES, tensors(SHARED), max_size=6)
+
+
+def written(path: Path, named: dict[str, Tensor], metadata: Any = None) -> tensorfile.Written:
+    path.unlink(missing_ok=True)
+    entries = [Entry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in named.items()]
+    return write(path, entries, metadata)
+
+
+@EXAMPLES
+@given(FILES, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2), st.integers(1, 40))
+def test_the_library_reads_what_we_write(tmp_path: Path, named: Any, metadata: Any, block: int) -> None:
+    path = tmp_path / "ours.safetensors"
+    with mock.patch.object(tensorfile, "BLOCK_bytes", block):
+        done = written(path, named, metadata)
+    back = load_file(path)
+    assert {n: bits(t) for n, t in back.items()} == {n: bits(t) for n, t in named.items()}
+    with safetensors.safe_open(path, "pt") as file:
+        assert (file.metadata() or {}) == metadata
+    # The sums are those of the bytes in the file.
+    content = path.read_bytes()
+    assert done.bytes == len(content) and done.header_crc32 == zlib.crc32(content[: done.header_bytes])
+    for name, tensor in named.items():
+        data = content[done.at[name] :][: tensor.numel() * tensor.dtype.itemsize]
+        assert data == bits(tensor)[2] and done.at[name] % tensor.dtype.itemsize == 0
+        assert done.crc32[name] == tuple(zlib.crc32(data[i : i + block]) for i in range(0, len(data), block))
+
+
+@contextmanager
+def opened(path: Path) -> Any:
+    fd = open_regular(path.parent, path.name)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@EXAMPLES
+@given(FILES, st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2))
+def test_we_read_what_the_library_writes(tmp_path: Path, named: Any, metadata: Any) -> None:
+    path = tmp_path / "theirs.safetensors"
+    save_file({n: t.contiguous() for n, t in named.items()}, path, metadata or None)
+    content = path.read_bytes()
+    with opened(path) as fd:
+        header = Header.read(fd)
+    assert dict(header.metadata) == (metadata or {}) and header.tensors.keys() == named.keys()
+    for name, (dtype, shape, at) in header.tensors.items():
+        assert bits(named[name]) == (dtype, shape, content[at : at + math.prod(shape) * dtype.itemsize])
+
+
+# One header of two tensors, any value of which is something else.
+PLAIN = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
+    "b": {"dtype": "I8", "shape": [3], "data_offsets": [8, 11]},
+}
+ODD = st.none() | st.booleans() | st.integers(-9, 20) | st.sampled_from(
+    [1 << 40, 1 << 63, 1 << 64, 1.0, "", "F32", "I8", "X", {},
+     [], [8, 11], [0, 8], [0, 11], [3, 6], [9, 12], [[2]], [2]]
+)  # fmt: skip
+
+
+@st.composite
+def headers(draw: Any) -> bytes:
+    said = copy.deepcopy(PLAIN)
+    for _ in range(draw(st.integers(0, 2))):
+        entry = draw(st.sampled_from(["a", "b", "__metadata__"]))
+        keys = ["format"] if entry[0] == "_" else ["dtype", "shape", "data_offsets"]
+        if draw(st.booleans()) and isinstance(said.get(entry), dict):
+            said[entry][draw(st.sampled_from(keys))] = copy.deepcopy(draw(ODD))
+        else:
+            said[draw(st.sampled_from([entry, "c"]))] = copy.deepcopy(draw(ODD))
+    text = json.dumps(said).encode() + b" " * draw(st.integers(0, 9))
+    length = draw(st.sampled_from([0, 0, 0, 1, -1, 11, 12, 1 << 40, (1 << 63) - 1]))
+    body = bytes(draw(st.sampled_from([11, 11, 11, 10, 12, 0])))
+    return (len(text) + length).to_bytes(8, "little") + text + body
+
+
+def file_of(said: Any, body: int = 11) -> bytes:
+    text = json.dumps(said).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(body)
+
+
+def placed(first: list[int], second: list[int]) -> Any:
+    return {n: {**PLAIN[n], "data_offsets": at} for n, at in (("a", first), ("b", second))}
+
+
+@settings(EXAMPLES, max_examples=400)
+@given(headers())
+@example(file_of(PLAIN))
+@example(file_of(placed([0, 8], [9, 12]), 12))  # a gap
+@example(file_of(placed([3, 11], [0, 3])))  # in another order
+@example(file_of(placed([3, 11], [2, 5])))  # an overlap
+@example(file_of(placed([1, 9], [9, 12]), 12))  # nothing at the beginning
+def test_we_refuse_what_the_library_refuses(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(content)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            theirs = {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError):
+        theirs = None
+    try:
+        with opened(path) as fd:
+            ours = {n: shape for n, (_, shape, _) in Header.read(fd).tensors.items()}
+    except Corrupt:
+        ours = None
+    assert ours is None or ours == theirs
+    if content in (file_of(PLAIN), file_of(placed([3, 11], [0, 3]))):
+        assert ours == {"a": (2, 1), "b": (3,)}
+
+
+# ------------------------------------------------------------------ checked bytes
+
+
+@EXAMPLES
+@given(st.data())
+def test_any_range_is_read_right_or_refused(tmp_path: Path, data: Any) -> None:
+    """Of a tensor among others; a flipped bit is found if and only if it lies in a block that is touched."""
+    size, before, block = (
+        data.draw(st.integers(1, 60)),
+        data.draw(st.integers(0, 20)),
+        data.draw(st.integers(1, 24)),
+    )
+    content = data.draw(st.binary(min_size=size, max_size=size))
+    start = data.draw(st.integers(0, size))
+    count = data.draw(st.integers(0, size - start))
+    crc32 = [zlib.crc32(content[i : i + block]) for i in range(0, size, block)]
+    path = tmp_path / "bytes"
+    flipped = data.draw(st.none() | st.integers(0, 8 * size - 1))
+    on_disk = bytearray(content)
+    if flipped is not None:
+        on_disk[flipped // 8] ^= 1 << flipped % 8
+    path.write_bytes(bytes(before) + on_disk + b"\0" * data.draw(st.integers(0, 3)))
+    out = bytearray(b"?" * count)
+    hit = flipped is not None and start // block <= flipped // 8 // block < -(-(start + count) // block)
+    with mock.patch.object(tensorfile, "BLOCK_bytes", block), opened(path) as fd:
+        try:
+            read_checked(fd, before, size, crc32, start, memoryview(out))
+        except Corrupt as error:
+            assert hit and "checksum differs" in str(error)
+        else:
+            assert not hit and out == content[start : start + count]
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/etc/hostname", "../bytes", "a\0", "\ud800", "x" * 300]
+)
+def test_a_name_out_of_the_directory_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "bytes").write_bytes(b"a")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"a")
+    with pytest.raises(Corrupt, match=r"no name of a file|too long"):
+        open_regular(tmp_path, name)
+
+
+# ------------------------------------------------------------------ what is kept
+
+METRICS = st.dictionaries(
+    st.integers(0, 60),
+    st.dictionaries(st.sampled_from(["loss", "other"]), st.floats() | st.just(math.nan), max_size=2),
+    max_size=12,
+)
+
+
+@EXAMPLES
+@given(
+    METRICS,
+    st.integers(1, 5),
+    st.none() | st.integers(1, 12),
+    st.integers(0, 4),
+    st.sampled_from(["min", "max"]),
+)  # fmt: skip
+def test_kept_are_the_last_the_multiples_and_the_best(
+    metrics: Any, last: int, every: int | None, best: int, mode: Any
+) -> None:
+    kept = Keep(last=last, every=every, best=best, mode=mode).kept(metrics)
+    rated = {s: m["loss"] for s, m in metrics.items() if not math.isnan(m.get("loss", math.nan))}
+    better = (lambda a, b: a < b) if mode == "min" else (lambda a, b: a > b)
+    for s in metrics:
+        newer = sum(other > s for other in metrics)
+        # Of equal ones the older is better.
+        ahead = [better(r, rated[s]) or (r == rated[s] and o < s) for o, r in rated.items() if s in rated]
+        good = s in rated and sum(ahead) < best
+        assert (s in kept) == (newer < last or bool(every and s % every == 0) or good)
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}, {"mode": "low"}])
+def test_a_keep_that_cannot_be(wrong: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"{next(iter(wrong))}="):
+        Keep(**wrong)

@@ -1,0 +1,293 @@
+"""Schedules under an executor that punishes every wrong read, and `verify`, which names the wrong line.
+
+A collective reads its inputs at issue in one run and at Wait in another, its outputs are NaN until
+waited for, and what is freed is filled with NaN. A right schedule gives the same bits in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import sharded
+import torch
+from models import MODELS, Model
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.compiler import lower as lower_module
+from fnshard.compiler.schedule.instructions import (
+    AllReduce,
+    Free,
+    Instruction,
+    Norms,
+    Publish,
+    Run,
+    Schedule,
+    Update,
+    Wait,
+)
+from fnshard.compiler.schedule.verify import verify
+from fnshard.errors import ScheduleError
+from fnshard.runtime.collectives.simulated import poison
+from fnshard.runtime.executor.context import Reduced
+from fnshard.step import runner
+
+PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
+ADVERSARIES = (None, "early", "late")
+OPTIMIZERS = {
+    "adamw": fs.optim.adamw(3e-3),
+    "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.2), fs.optim.sgd(0.1)),
+}
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "once": {},
+    "reduce": {"accumulate": 3, "accumulate_mode": "reduce"},
+    "local": {"accumulate": 3, "accumulate_mode": "local"},
+}
+STEPS = 2
+
+
+def states(
+    model: Model, preset: str, optimizer: str, adversaries: Any = ADVERSARIES, world: int = 4, **options: Any
+) -> list[list[dict[str, Tensor]]]:
+    """For each adversary the state of every rank after some steps, flat."""
+    mesh = fs.make_mesh(**sharded.meshes(world, preset), simulated=True)
+    specs = sharded.specs_of(model, preset, mesh)
+    step = sharded.make_step(mesh, model, specs, OPTIMIZERS[optimizer], **options)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        state = step.init(model.params)
+        losses = []
+        for batch in model.batches(STEPS):
+            state, metrics = step(state, *sharded.part(batch, rank, world))
+            losses.append(metrics["loss"])
+        slots = {f"{p}/{k}": v for p, held in state.opt_state.items() for k, v in held.items()}
+        return {**state.params, **slots, "losses": torch.stack(losses)}
+
+    return [fs.simulate(mesh, run, adversary=adversary) for adversary in adversaries]
+
+
+def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Equal, and no NaN anywhere (`torch.equal` says that NaN differs from itself)."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ------------------------------------------------------------------ what is freed is NaN
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """What a schedule's value holds: a tensor, a dict, a bucket's gradients, or what is in flight."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Reduced):
+        return [*value.blocks.values(), *tensors(value.flat)]
+    if isinstance(value, Mapping):
+        return [t for v in value.values() for t in tensors(v)]
+    return tensors(value.sent) if hasattr(value, "sent") else []
+
+
+def bury(name: str, value: Any, env: Mapping[str, Any]) -> bool:
+    """Fill what died with NaN; returns whether anything was filled.
+
+    Nothing at all may share memory with a gathered leaf that is freed. Other values hand their memory
+    on (a sum into its first term, a reduction in place): those are filled once nobody holds them.
+    """
+    held = {t.untyped_storage()._cdata for v in env.values() for t in tensors(v)}
+    doomed = [t for t in tensors(value) if name.startswith("p:") or t.untyped_storage()._cdata not in held]
+    for tensor in doomed:
+        poison(tensor.detach())
+    return bool(doomed)
+
+
+@contextmanager
+def poisoned_frees() -> Iterator[list[str]]:
+    """All steps bound in here bury what they free; yields the names of what was filled."""
+    plain, buried = runner.bind, []
+
+    def bind(context: Any) -> Callable[[Any], Any]:
+        here: dict[str, Any] = {}
+
+        def freed(name: str, value: Any) -> None:
+            if bury(name, value, here["env"]):
+                buried.append(name)
+
+        run = plain(replace(context, freed=freed))
+
+        def remember(env: Any) -> Any:
+            here["env"] = env
+            return run(env)
+
+        return remember
+
+    with mock.patch.object(runner, "bind", bind):
+        yield buried
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> None:
+    """All depths of both passes, all adversaries, freed values poisoned: one result."""
+    model = MODELS["early_and_late"]()
+    optimizer = "clipped" if mode == "reduce" else "adamw"
+    truth = states(model, preset, optimizer, (None,), prefetch=0, overlap=0, **MODES[mode])[0]
+    depths = [(p, (p + len(preset) + len(mode)) % 3) for p in (0, 1, 2)]
+    if (preset, mode) == ("hybrid_shard", "once"):
+        depths = [(p, o) for p in (0, 1, 2) for o in (0, 1, 2)]
+    for prefetch, overlap in depths:
+        with poisoned_frees() as buried:
+            got = states(model, preset, optimizer, prefetch=prefetch, overlap=overlap, **MODES[mode])
+        assert any(n.startswith("g:") for n in buried)
+        assert any(n.startswith("p:") for n in buried) == (
+            preset in ("full_shard", "shard_grad_op", "hybrid_shard")
+        )
+        for adversary, ranks in zip(ADVERSARIES, got, strict=True):
+            for rank, state in enumerate(ranks):
+                assert same_bits(state, truth[rank]), (prefetch, overlap, adversary, rank)
+
+
+@pytest.mark.parametrize("name", ["tied", "odd_leaves", "masked_mean", "several_outputs"])
+def test_bits_of_other_models(name: str) -> None:
+    for preset in ("hybrid_shard", "zero2"):
+        model = MODELS[name]()
+        truth = states(model, preset, "clipped", (None,), prefetch=0, overlap=0)[0]
+        with poisoned_frees():
+            got = states(model, preset, "clipped", prefetch=2, overlap=1)
+        assert all(same_bits(s, truth[r]) for ranks in got for r, s in enumerate(ranks))
+
+
+# ------------------------------------------------------------------ proof that all this can fail
+
+
+def first(lines: list[Instruction], kind: type, **fields: Any) -> int:
+    """Index of the first line of a kind with these fields."""
+    return next(
+        i for i, line in enumerate(lines)
+        if isinstance(line, kind) and all(getattr(line, k) == v for k, v in fields.items())
+    )  # fmt: skip
+
+
+def move(lines: list[Instruction], source: int, target: int) -> None:
+    lines.insert(target, lines.pop(source))
+
+
+def run_before_its_gather_is_waited_for(lines: list[Instruction]) -> None:
+    wait = first(lines, Wait, of="gather")
+    move(lines, first(lines, Run, unit=lines[wait].unit), wait)
+
+
+def update_before_its_reduction_is_waited_for(lines: list[Instruction]) -> None:
+    wait = first(lines, Wait, of="reduce_scatter")
+    move(lines, first(lines, Update, bucket=lines[wait].bucket), wait)
+
+
+def publish_before_its_update(lines: list[Instruction]) -> None:
+    publish = first(lines, Publish)
+    bucket = lines[publish].bucket.replace("publish", "reduce")
+    move(lines, publish, first(lines, Update, bucket=bucket))
+
+
+def wait_left_out(lines: list[Instruction]) -> None:
+    wait = lines.pop(first(lines, Wait, of="gather"))
+    for i, line in enumerate(lines):
+        lines[i] = replace(line, reads=tuple(n for n in line.reads if n not in wait.writes),
+                           drops=tuple(n for n in line.drops if n not in wait.writes))  # fmt: skip
+
+
+def update_with_what_an_all_reduce_may_overwrite(lines: list[Instruction]) -> None:
+    """It reads this rank's part, which is there, but which the sum in flight may be written into."""
+    issue = first(lines, AllReduce)
+    update = first(lines, Update, bucket=lines[issue].bucket)
+    reads = (lines[issue].reads[0], *lines[update].reads[1:])
+    lines[update] = replace(lines[update], reads=reads)
+    move(lines, update, issue + 1)
+
+
+def saved_value_freed_before_the_backward(lines: list[Instruction]) -> None:
+    run = first(lines, Run, backward=True)
+    value = next(n for n in lines[run].drops if n.startswith("x"))
+    lines[run] = replace(lines[run], drops=tuple(n for n in lines[run].drops if n != value))
+    lines.insert(run, Free("-", "backward", drops=(value,)))
+
+
+BROKEN = {
+    run_before_its_gather_is_waited_for: ("full_shard", r"run k\d.*reads p:.*, which is not alive"),
+    update_before_its_reduction_is_waited_for: (
+        "full_shard",
+        r"update reduce/.*reads r:.*, which is not alive",
+    ),
+    publish_before_its_update: ("zero2", r"update reduce/.*changes \['s:.*while line \d+ reads it"),
+    wait_left_out: ("full_shard", r"~gather/.* is never waited for"),
+    update_with_what_an_all_reduce_may_overwrite: (
+        "hybrid_shard",
+        r"update reduce/.*reads r:.*may overwrite",
+    ),
+    saved_value_freed_before_the_backward: ("full_shard", r"run k\d.bwd.*reads x.*, which is not alive"),
+}
+
+
+@pytest.mark.parametrize("breaker", BROKEN, ids=lambda b: b.__name__)
+def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker: Callable[..., None]) -> None:
+    preset, message = BROKEN[breaker]
+    model = MODELS["early_and_late"]()
+
+    def broken(schedule: Schedule) -> Schedule:
+        lines = list(schedule.instructions)
+        breaker(lines)
+        return schedule.with_instructions(lines)
+
+    caught: list[ScheduleError] = []
+
+    def ignore(schedule: Schedule) -> Schedule:
+        schedule = broken(schedule)
+        try:
+            verify(schedule)
+        except ScheduleError as error:
+            caught.append(error)
+        return schedule
+
+    truth = states(model, preset, "adamw", (None,))[0]
+    with mock.patch.object(lower_module, "verify", ignore):
+        seen = []
+        for adversary in ("early", "late"):
+            try:
+                with poisoned_frees():
+                    got = states(model, preset, "adamw", (adversary,))[0]
+                seen.append(not all(same_bits(s, truth[r]) for r, s in enumerate(got)))
+            except (KeyError, AttributeError, RuntimeError):
+                seen.append(True)
+    assert any(seen), "the run came out right: the schedule was not broken, or the adversary is blind"
+    assert caught, "verify let it pass"
+    with pytest.raises(ScheduleError, match=message):
+        raise caught[0]
+
+
+def test_norms_are_taken_before_an_update_may_scale_its_gradients() -> None:
+    model, mesh = MODELS["early_and_late"](), fs.make_mesh(shard=2, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, OPTIMIZERS["adamw"], grad_norm=True)
+    schedule = step.lower(model.params, *sharded.part(model.batch(0), 0, 2)).schedule
+    lines = list(schedule.instructions)
+    norms = first(lines, Norms)
+    move(lines, norms, first(lines, Update, bucket=lines[norms].bucket))
+    with pytest.raises(ScheduleError, match=r"norms reduce/.*reads r:.*may overwrite"):
+        verify(schedule.with_instructions(lines))
+
+
+def test_a_value_that_outlives_its_gathered_leaf_is_poisoned() -> None:
+    """What would lose ZeRO 3 in silence: an activation that is a view of a gathered leaf."""
+    leaf = torch.ones(3, 2)
+    env = {"view_1": leaf.T}
+    assert bury("p:w#f0.0", leaf, env)
+    assert env["view_1"].isnan().all()
+
+
+def test_a_value_that_hands_its_memory_on_is_not_poisoned() -> None:
+    total = torch.ones(3)
+    env = {"g:w@0+": total}
+    assert not bury("g:w@1", total, env)
+    assert not env["g:w@0+"].isnan().any()
+    assert bury("g:w@1", torch.ones(2), env)

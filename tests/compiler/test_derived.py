@@ -1,0 +1,217 @@
+"""Values that are computed from leaves alone: each program equals plain autograd, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference
+import sharded
+import torch
+from torch import Tensor
+from toys import chain, lower, rows
+
+import fnshard as fs
+from fnshard import ScheduleError
+from fnshard.compiler.kernels import split
+from fnshard.compiler.kernels.derived import Derived
+
+WIDE = 32  # a row is much smaller than its leaf
+BLOCKS = 3
+PRESETS = ("full_shard", "zero2", "no_shard")
+
+
+def params(blocks: int = BLOCKS) -> dict[str, Tensor]:
+    return {p: v.double() for p, v in chain(blocks, WIDE).items()}
+
+
+def batch() -> Tensor:
+    return rows(WIDE).double()
+
+
+def assert_same_everywhere(fn: Callable[..., Tensor], leaves: dict[str, Tensor], x: Tensor) -> None:
+    """`fn`, a mean over rows, on two simulated ranks of each preset, against plain autograd."""
+    expected, value = reference.gradients(fn, leaves, x)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    for preset in PRESETS:
+        specs = fs.presets.PRESETS[preset](leaves, mesh)
+        step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
+
+        def run(rank: int, specs: Any = specs, step: Any = step) -> Any:
+            loss, grads = step(fs.shard(leaves, specs, mesh), *sharded.part((x,), rank, mesh.size))
+            return loss, fs.unshard(grads, specs, mesh, layout="gradient")
+
+        for loss, grads in fs.simulate(mesh, run):
+            torch.testing.assert_close(loss, value, rtol=0, atol=sharded.ATOL)
+            torch.testing.assert_close(grads, expected, rtol=0, atol=sharded.ATOL)
+
+
+# ------------------------------------------------------------------ ops of several results
+
+SEVERAL: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda w: w.abs().max(0)[0],
+    "median": lambda w: w.median(0)[0],
+    "sort": lambda w: w.sum(0).sort()[0],
+    "topk": lambda w: w.flatten().topk(2)[0].sum(),
+    "index of topk": lambda w: w.flatten().topk(2)[1].sum() % 3 * w.norm(),
+    "slogdet": lambda w: torch.linalg.slogdet(w)[1],
+    "both of slogdet": lambda w: torch.linalg.slogdet(w),
+    "std": lambda w: torch.std_mean(w)[0],
+    "std_mean": lambda w: torch.std_mean(w, 0),
+    "frexp": lambda w: torch.frexp(w.sum())[0],
+    "aminmax": lambda w: torch.aminmax(w, dim=0),
+    "split_with_sizes": lambda w: w.split_with_sizes([1, WIDE - 1])[0],
+    "unbind": lambda w: w.unbind(0)[1],
+    "chunk of a max": lambda w: w.abs().max(0)[0].chunk(2)[1].sum(),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_one_result_of_several(kind: str) -> None:
+    """Of an op on a leaf, read by activations of its unit and of another: per-channel quantisation."""
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        weights = list(p.values())
+        for i, w in enumerate(weights):
+            x = torch.tanh(x @ w)
+            for source in (w, weights[(i + 1) % BLOCKS]):
+                found = SEVERAL[kind](source)
+                for value in found if isinstance(found, tuple) else (found,):
+                    x = torch.tanh(x * value)
+        return x.square().sum(-1).mean()
+
+    low = lower(fn, params(), batch())
+    assert low.schedule.counts()["gather"] <= 2 * BLOCKS
+    assert_same_everywhere(fn, params(), batch())
+
+
+def test_results_of_an_op_on_values_of_several_units() -> None:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        least, most = torch.aminmax(torch.stack([w.norm() for w in p.values()]))
+        for factor, w in zip((least, 1.0, most), p.values(), strict=True):
+            x = torch.tanh(x @ w) * factor
+        return x.square().sum(-1).mean()
+
+    assert lower(fn, params(), batch()).schedule.counts()["gather"] <= 2 * BLOCKS + 2
+    assert_same_everywhere(fn, params(), batch())
+
+
+# ------------------------------------------------------------------ shapes of activations, values of leaves
+
+SHAPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a leaf [WIDE, WIDE] and an activation
+    "expand_as": lambda w, h: w.sum().expand_as(h) * 0.1,
+    "view_as": lambda w, h: torch.tanh(w[:1]).expand(h.shape).contiguous().view_as(h) * 2,
+    "type_as": lambda w, h: torch.tanh(w[0]).type_as(h) * 2,
+    "zeros_like": lambda w, h: torch.zeros_like(h) + w[0],
+    "new_ones": lambda w, h: h.new_ones(h.shape) * w[0],
+    "copy_": lambda w, h: torch.empty_like(h).copy_(torch.tanh(w[0])),
+    "expand": lambda w, h: w.norm().expand(h.shape) * 0.1,
+}
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_values_of_leaves_in_the_shape_of_an_activation(kind: str) -> None:
+    """They cross as activations do; nothing is gathered again for them."""
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        first, *rest = p.values()
+        x = torch.tanh(x @ first)
+        made = SHAPED[kind](first, x)
+        for w in rest:
+            x = torch.tanh(x @ w) + made
+            x[:, :2] *= 2
+        return x.square().sum(-1).mean()
+
+    low = lower(fn, params(), batch(), ranks=2)
+    assert [s.units for s in low.segments.segments] == [(f"layers.{i}",) for i in range(BLOCKS)]
+    assert low.schedule.counts()["gather"] <= 2 * BLOCKS - 1
+    assert_same_everywhere(fn, params(), batch())
+
+
+# ------------------------------------------------------------------ values of leaves of several units
+
+
+def product_of_two(p: Any, x: Tensor) -> Tensor:
+    a, b, *rest = p.values()
+    both = a @ b / WIDE
+    for w in (a, b, *rest):
+        x = torch.tanh(x @ w @ both)
+    return x
+
+
+def sum_of_two(p: Any, x: Tensor) -> Tensor:
+    a, b, *rest = p.values()
+    shift = a[0] + b[0]
+    for w in rest:
+        x = torch.tanh(x @ w + shift)
+    return x
+
+
+def parts_of_a_cat(p: Any, x: Tensor) -> Tensor:
+    a, b, *rest = p.values()
+    left, right = torch.cat([a, b], 1).split(WIDE, 1)
+    for w in rest:
+        x = torch.tanh(torch.tanh(x @ w) @ left)
+    return x @ right
+
+
+def running_average(p: Any, x: Tensor) -> Tensor:
+    average = torch.zeros(())
+    for w in p.values():
+        average = average * 0.9 + w * 0.1
+        x = torch.tanh(x @ average)
+    return x
+
+
+def running_sum(p: Any, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for w in p.values():
+        total = total + w[0]
+        x = torch.tanh(x @ w + total)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "gathers"),
+    # Each unit forward and backward; what the average is made of is read again by its second block.
+    [(product_of_two, 2), (sum_of_two, 1), (parts_of_a_cat, 1), (running_average, 2), (running_sum, 2)],
+)
+def test_values_of_several_units(layers: Callable[..., Tensor], gathers: int) -> None:
+    """They cross as activations do: to make them again would gather all those units again."""
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return layers(p, x).square().sum(-1).mean()
+
+    low = lower(fn, params(4), batch(), ranks=2)
+    assert low.schedule.counts()["gather"] <= gathers * 4 + 1
+    assert_same_everywhere(fn, params(4), batch())
+
+
+def test_views_of_values_of_several_units_are_no_terms_of_one() -> None:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        norms = torch.stack([w.norm() for w in p.values()])
+        for w in p.values():
+            x = torch.tanh(x @ w) / norms.view(-1, 1)[0]
+        return x.square().sum(-1).mean()
+
+    assert lower(fn, params(), batch(), ranks=2).schedule.counts()["gather"] <= 3 * BLOCKS
+    assert_same_everywhere(fn, params(), batch())
+
+
+# ------------------------------------------------------------------ what may cross
+
+
+def test_verify_finds_a_weight_that_is_handed_on() -> None:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        first, second, *_ = p.values()
+        first = torch.tanh(first)
+        return (x @ first @ second @ first).sum()
+
+    def nothing(graph: Any, leaves: Any, constants: Any) -> Derived:
+        return Derived({}, leaves)
+
+    lower(fn, params(), batch())
+    with mock.patch.object(split, "derived", nothing), pytest.raises(ScheduleError, match="is handed on"):
+        lower(fn, params(), batch())

@@ -1,0 +1,239 @@
+"""Remat: what is kept, that gradients do not change by a bit, that dropout draws the same mask twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import sharded
+import torch
+import torch.nn.functional as F
+from models import MODELS, Model
+from torch import nn
+
+import fnshard as fs
+from fnshard.compiler.schedule.instructions import Run, ToHost
+from fnshard.errors import SpecError
+
+ADAMW = fs.optim.adamw(3e-3, weight_decay=0.1)
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "unit": {"remat": "unit"},
+    "half": {"remat": 0.5},
+    "tenth": {"remat": 0.1},
+    "nothing": {"remat": 0.0},
+    "offload": {"remat": "offload"},
+    "unit_offload": {"remat": "unit+offload", "overlap": 5},
+    "globs": {"remat": {"layers.0": "unit", "layers.*": 0.3}},
+    "selective": {"remat": "unit", "save": ["matmul", "attention"]},
+}
+
+
+@cache
+def model_of(name: str) -> Model:
+    return MODELS[name]()
+
+
+@cache
+def plain(name: str, accumulate: int) -> list[Any]:
+    return sharded.simulate(model_of(name), "full_shard", 2, ADAMW, steps=2, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_not_a_bit_changes(policy: str, accumulate: int) -> None:
+    """fp64, eager: what is computed again is computed alike."""
+    how = {"steps": 2, "accumulate": accumulate, **POLICIES[policy]}
+    got = sharded.simulate(model_of("gpt"), "full_shard", 2, ADAMW, **how)
+    for a, b in zip(got, plain("gpt", accumulate), strict=True):
+        sharded.assert_same(a, b, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt"}))
+@pytest.mark.parametrize("remat", ["unit", pytest.param("unit+offload", marks=pytest.mark.long)])
+def test_every_model_under_unit(name: str, remat: str) -> None:
+    if not model_of(name).params:
+        pytest.skip("no leaves")
+    got = sharded.simulate(model_of(name), "full_shard", 2, ADAMW, steps=2, remat=remat)
+    for a, b in zip(got, plain(name, 1), strict=True):
+        sharded.assert_same(a, b, atol=1e-12)
+
+
+class Noisy(nn.Module):
+    """Blocks with dropout."""
+
+    def __init__(self, blocks: int = 3, width: int = 16):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.5)) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(layer(x), 0.3, self.training)
+        return self.head(x).square().mean()
+
+
+def grads_of(remat: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = Noisy().double().train()
+    apply, params = fs.make_functional(module)
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(apply, specs, mesh=mesh, remat=remat, **{"backend": "eager", **options})
+    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return step(fs.shard(params, specs, mesh), x, rng=(3, 7))
+
+
+@pytest.mark.parametrize("remat", ["unit", 0.0, 0.3, "offload", {"layers.1": "unit"}])
+def test_dropout_draws_the_same_mask_when_recomputed(remat: Any) -> None:
+    want_loss, want = grads_of("none")
+    loss, grads = grads_of(remat)
+    assert torch.equal(loss, want_loss)
+    assert all(torch.equal(grads[p], g) for p, g in want.items())
+
+
+@pytest.mark.long  # eager kernels draw the same masks in the suite
+def test_dropout_under_inductor() -> None:
+    (want_loss, want), (loss, grads) = grads_of("none"), grads_of("unit", backend="inductor")
+    torch.testing.assert_close(loss, want_loss, rtol=0, atol=1e-12)
+    for path, gradient in want.items():
+        torch.testing.assert_close(grads[path], gradient, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------ what is kept
+
+
+def lowered(**options: Any) -> Any:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=ADAMW, **options)
+    return step.lower(model.params, *model.batches(1)[0])
+
+
+def saved(low: Any, prefix: str = "layers.") -> dict[str, int]:
+    """Bytes that each segment of these units keeps beside its inputs."""
+    out = {}
+    for line in low.schedule.instructions:
+        if isinstance(line, Run) and not line.backward and line.unit.startswith(prefix):
+            kernel = low.schedule.kernels[line.kernel]
+            out[line.unit] = sum(
+                torch.empty(a.shape, dtype=a.dtype, device="meta").nbytes for a in kernel.saved
+            )
+    return out
+
+
+def test_a_unit_keeps_its_inputs_alone() -> None:
+    everything, unit = lowered(), lowered(remat="unit")
+    assert all(saved(everything).values()) and not any(saved(unit).values())
+    for line in unit.schedule.instructions:
+        if isinstance(line, Run) and line.backward and line.unit.startswith("layers."):
+            kernel = unit.schedule.kernels[line.kernel]
+            kinds = [kernel.source.inputs[r.index].kind for r in kernel.backward_inputs if r.kind == "input"]
+            assert kinds.count("value") == 1, "one boundary tensor, not two"
+
+
+def test_the_last_segment_keeps_what_it_wants() -> None:
+    """Its backward follows at once: recomputing would only cost time."""
+    everything, unit = lowered(), lowered(remat="unit")
+    last = [i for i in everything.schedule.instructions if isinstance(i, Run) and not i.backward][-1].unit
+    assert saved(everything, last) == saved(unit, last) != {last: 0}
+
+
+def test_a_budget_is_monotonous() -> None:
+    kept = [sum(saved(lowered(remat=b)).values()) for b in (0.0, 0.3, 0.6, 1.0)]
+    assert kept == sorted(kept) and kept[0] == 0 < kept[1] < kept[3]
+
+
+MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+ATTENTION = ("aten._scaled_dot_product_flash_attention_for_cpu.default",)
+
+
+def test_selective_saving() -> None:
+    """Matmuls are kept and not made again; everything else is made again."""
+
+    def made(low: Any, backward: bool, names: tuple[str, ...] = MATMULS) -> int:
+        kernels = [
+            low.schedule.kernels[i.kernel]
+            for i in low.schedule.instructions
+            if isinstance(i, Run) and i.backward == backward and i.unit.startswith("layers.")
+        ]
+        graphs = [(k.backward if backward else k.forward).graph for k in kernels]
+        return sum(str(n.target) in names for g in graphs for n in g.nodes)
+
+    everything, unit = lowered(), lowered(remat="unit")
+    chosen = lowered(remat="unit", save=["aten.mm", "addmm"])
+    assert made(unit, True) > made(everything, True)
+    assert made(chosen, True) == made(everything, True)
+    assert 0 < sum(saved(chosen).values()) < sum(saved(everything).values())
+    attended = lowered(remat="unit", save=["attention"])  # of several results
+    assert made(unit, True, ATTENTION) > made(attended, True, ATTENTION) == made(everything, True, ATTENTION)
+
+
+def test_globs_choose_units() -> None:
+    low = lowered(remat={"layers.1": "unit"})
+    kept = saved(low)
+    assert kept["layers.1"] == 0 < kept["layers.0"]
+    assert len(low.kernels) == len(lowered().kernels) + 1
+
+
+def test_equal_blocks_share_a_kernel_under_remat() -> None:
+    assert len(lowered(remat="unit").kernels) == len(lowered().kernels)
+
+
+def test_what_is_offloaded_leaves_the_device_behind_its_last_reader() -> None:
+    low = lowered(remat="offload")
+    sent = {n for i in low.schedule.instructions if isinstance(i, ToHost) for n in i.reads}
+    assert sent
+    for name in sent:
+        runs = [i for i in low.schedule.instructions if isinstance(i, Run) and name in i.reads]
+        assert not any(line.backward for line in runs), "the backward reads a copy"
+
+
+def test_what_is_read_again_at_once_stays() -> None:
+    """Between the last reader before and the first after, two kernels run at least."""
+    lines = lowered(remat={"*": "offload"}).schedule.instructions
+    for i, line in enumerate(lines):
+        if isinstance(line, ToHost):
+            back = {f"h:{n}" for n in line.reads}
+            reader = next(k for k, r in enumerate(lines) if any(n[2:].split("#")[0] in line.reads
+                          for n in r.reads if n.startswith("t:")))  # fmt: skip
+            last = max(k for k, r in enumerate(lines[:reader]) if isinstance(r, Run)
+                       and set(line.reads) & {*r.reads, *r.writes})  # fmt: skip
+            assert back and i > last
+            assert sum(isinstance(r, Run) for r in lines[last + 1 : reader]) >= 2
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"remat": "block"}, r"remat='block': one of 'none', 'unit'"),
+        ({"remat": 1.5}, r"remat=1\.5: .* a fraction from 0 to 1"),
+        ({"remat": True}, "remat=True"),
+        ({"remat": {}}, "remat={}"),
+        ({"remat": {"layers.*": "all"}}, r"remat=\{'layers\.\*': 'all'\}"),
+        ({"save": ["mm"]}, "nothing is recomputed"),
+        ({"remat": "unit", "save": "mm"}, "a list of ops"),
+    ],
+)
+def test_what_is_no_policy(options: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        lowered(**options)
+
+
+def test_globs_that_match_no_unit() -> None:
+    with pytest.raises(
+        SpecError, match=r"1 remat rule\(s\) match no unit:\n  remat\['blocks\.\*'\]\n.*layers\.0"
+    ):
+        lowered(remat={"blocks.*": "unit", "layers.*": "unit"})
+
+
+def test_saving_an_op_that_is_not_there() -> None:
+    with pytest.raises(SpecError, match=r"save names 1 op\(s\) that no recomputed unit has: conv"):
+        lowered(remat="unit", save=["conv", "mm"])

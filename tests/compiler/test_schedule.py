@@ -1,0 +1,576 @@
+"""The schedule: what is gathered, reduced and updated, when and how many bytes, on meshes of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kernels import no_kernels
+from torch.utils.checkpoint import CheckpointPolicy
+from toys import WIDTH, chain, llama, lower, rows, run_chain
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, ScheduleError
+from fnshard.compiler.kernels import differentiate
+from fnshard.compiler.schedule import instructions
+from fnshard.compiler.schedule.instructions import (
+    AllReduce,
+    Free,
+    Gather,
+    Instruction,
+    Local,
+    Publish,
+    ReduceScatter,
+    Run,
+    Schedule,
+    Update,
+    Wait,
+)
+from fnshard.compiler.schedule.passes import prefetch
+from fnshard.compiler.schedule.verify import verify
+from fnshard.step.lowered import Lowered
+
+WORLDS = [1, 2, 8, 64]
+WIDE = 64  # divides by every world
+
+
+def loss(p: Any, x: Any) -> Any:
+    return run_chain(p, x).sum()
+
+
+def lines(low: Lowered, kind: type, phase: str = "") -> list[Any]:
+    return [i for i in low.schedule.instructions if isinstance(i, kind) and i.phase.startswith(phase)]
+
+
+def units_of(found: list[Instruction]) -> list[str]:
+    return [i.unit for i in found]
+
+
+# ------------------------------------------------------------------ full_shard
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_full_shard_gathers_twice_and_reduces_once(world: int, blocks: int) -> None:
+    fn, params, tokens = llama(blocks)
+    low = lower(fn, params, tokens, ranks=world)
+    inner = [f"layers.{i}" for i in range(blocks)]
+    if world == 1:
+        assert set(low.schedule.counts()) == {"run", "local", "update", "free", "reduce_scalars", "wait"}
+        return
+    assert units_of(lines(low, Gather, "forward")) == ["embed", *inner, "norm", "head"]
+    # The head is still there from the forward; the backward of an embedding reads no weight.
+    assert units_of(lines(low, Gather, "backward")) == ["norm", *inner[::-1]]
+    assert units_of(lines(low, ReduceScatter)) == ["head", "norm", *inner[::-1], "embed"]
+    assert not lines(low, AllReduce) and not lines(low, Publish)
+    assert sorted(units_of(lines(low, Update))) == sorted(["embed", *inner, "norm", "head"])
+
+
+@pytest.mark.parametrize("world", [2, 8, 64])
+def test_bytes_are_exact(world: int) -> None:
+    params = chain(4, WIDE)
+    policy = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    low = lower(loss, params, rows(WIDE).bfloat16(), ranks=world, policy=policy)
+    one = WIDE * WIDE
+    moved = low.comm_analysis()
+    # Four units forward; two again in the backward (not the last, and the first's inputs need no gradient).
+    assert moved["gather"] == {"count": 6, "bytes": 6 * one * 2}
+    assert moved["reduce_scatter"] == {"count": 4, "bytes": 4 * one * 4}
+
+
+def test_bytes_of_uneven_leaves_count_their_padding() -> None:
+    params = {"a.w": torch.zeros(7, 5), "b.w": torch.zeros(5, 3)}
+    low = lower(lambda p, x: (x @ p["a.w"] @ p["b.w"]).sum(), params, torch.zeros(2, 7), ranks=4)
+    rows_a, rows_b = 2 * 5, 5 * 1  # of 7 x 5 by rows: padded to 8; of 5 x 3: 3 -> 4 columns pad least
+    assert low.comm_analysis()["reduce_scatter"] == {"count": 2, "bytes": 4 * 4 * (rows_a + rows_b)}
+
+
+# ------------------------------------------------------------------ presets: what is resident, what moves
+
+PARTS = {  # what DeepSpeed (ZeRO 1, 2, 3), FSDP and DDP document: True is sharded, False is whole
+    # preset: (parameters, gradients, optimizer state and master weights)
+    "no_shard": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "shard_grad_op": (True, True, True),
+    "full_shard": (True, True, True),
+    "zero3": (True, True, True),
+    "hybrid_shard": (True, True, True),
+}
+
+
+@pytest.mark.parametrize("preset", PARTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_resident_bytes(preset: str, world: int) -> None:
+    """One rank's bytes: bf16 parameters, fp32 gradients, fp32 master weights and two slots of Adam."""
+    params = {p: v.bfloat16() for p, v in chain(3, WIDE).items()}
+    mesh = fs.make_mesh(shard=world, abstract=True, device="cpu")
+    specs = fs.presets.PRESETS[preset](
+        params, mesh, optimizer_dtype=torch.float32, reduce_dtype=torch.float32
+    )
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager")
+    state = step.init(params)
+    low = step.lower(params, rows(WIDE).bfloat16())
+    numel = 3 * WIDE * WIDE
+    stored, gradients, optimizer = (world if sharded else 1 for sharded in PARTS[preset])
+
+    def bytes_of(tensors: Any) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    assert bytes_of(state.params.values()) == 2 * numel // stored
+    for slot in state.opt_state["layers.0.w"]:
+        assert bytes_of(slots[slot] for slots in state.opt_state.values()) == 4 * numel // optimizer
+    assert all(len(slots) == 3 for slots in state.opt_state.values())
+    reduced = [low.schedule.buckets[name] for name in low.schedule.reduced]
+    assert sum(b.row_bytes for b in reduced) == 4 * numel // gradients
+
+
+@pytest.mark.parametrize("world", [2, 8, 64])
+def test_collectives_of_every_preset(world: int) -> None:
+    found = {}
+    for preset in PARTS:
+        axes = {"replicate": 2, "shard": world // 2} if preset == "hybrid_shard" else {"shard": world}
+        low = lower(loss, chain(4, WIDE), rows(WIDE), ranks=axes, preset=preset)
+        counts = low.schedule.counts()
+        verbs = ("gather", "reduce_scatter", "all_reduce", "publish", "reduce_scalars")
+        found[preset] = tuple(counts.get(verb, 0) for verb in verbs)
+    inner = world // 2 > 1
+    assert found == {
+        #               gather        scatter        sum publish scalars
+        "no_shard": (0, 0, 4, 0, 1),
+        "zero1": (0, 0, 4, 4, 1),
+        "zero2": (0, 4, 0, 4, 1),
+        "shard_grad_op": (4, 4, 0, 0, 1),
+        "full_shard": (6, 4, 0, 0, 1),
+        "zero3": (6, 4, 0, 0, 1),
+        "hybrid_shard": (6 * inner, 4 * inner, 4, 0, 1),
+    }
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2"])
+def test_zero_1_and_2_publish_in_storage_dtype(preset: str) -> None:
+    params = {p: v.bfloat16() for p, v in chain(2, WIDE).items()}
+    policy = {"optimizer_dtype": torch.float32, "reduce_dtype": torch.float32}
+    low = lower(loss, params, rows(WIDE).bfloat16(), ranks=8, preset=preset, policy=policy)
+    assert low.comm_analysis()["publish"]["bytes"] == 2 * WIDE * WIDE * 2
+
+
+@pytest.mark.parametrize("preset", PARTS)
+def test_a_mesh_of_one_moves_nothing(preset: str) -> None:
+    low = lower(loss, chain(), rows(), ranks=1, preset=preset)
+    assert low.comm_analysis() == {}
+    assert set(low.schedule.counts()) == {"run", "local", "update", "free", "reduce_scalars", "wait"}
+
+
+# ------------------------------------------------------------------ prefetch, overlap, reshard
+
+
+def most_alive(plan: Schedule, phase: str) -> int:
+    """The most units whose leaves are gathered or on the way while a kernel runs."""
+    alive: dict[str, str] = {}
+    most = 0
+    for line in plan.instructions:
+        if isinstance(line, Gather):
+            alive[line.writes[0]] = line.unit
+        if isinstance(line, Wait) and line.reads[0] in alive:
+            unit = alive.pop(line.reads[0])
+            alive |= dict.fromkeys(line.writes, unit)
+        if isinstance(line, Run) and line.phase == phase:
+            most = max(most, len(set(alive.values())))
+        for name in line.drops:
+            alive.pop(name, None)
+    return most
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_prefetch_depth_bounds_what_is_alive(depth: int) -> None:
+    low = lower(loss, chain(8), rows(), prefetch=depth)
+    assert most_alive(low.schedule, "forward") == depth + 1
+    assert most_alive(low.schedule, "backward") == depth + 1
+    assert low.schedule.planned == depth + 1
+    # The same collectives in the same order, whatever the depth.
+    none = lower(loss, chain(8), rows(), prefetch=0).schedule
+    assert [i.bucket for i in lines(low, Gather)] == [
+        i.bucket for i in none.instructions if isinstance(i, Gather)
+    ]
+
+
+def test_prefetch_forward_and_backward_apart() -> None:
+    low = lower(loss, chain(8), rows(), prefetch=(3, 0))
+    assert most_alive(low.schedule, "forward") == 4
+    # One more than the depth: the last unit's leaves stay from the forward.
+    assert most_alive(low.schedule, "backward") == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_overlap_waits_for_reductions_later(depth: int) -> None:
+    low = lower(loss, chain(6), rows(), overlap=depth)
+    for number, line in enumerate(low.schedule.instructions):
+        if isinstance(line, ReduceScatter):
+            wait = next(
+                i
+                for i, w in enumerate(low.schedule.instructions)
+                if isinstance(w, Wait) and w.reads == line.writes
+            )
+            between = [i for i in low.schedule.instructions[number:wait] if isinstance(i, Run)]
+            later = [i for i in low.schedule.instructions[number:] if isinstance(i, Run)]
+            assert len(between) == min(depth, len(later))
+
+
+@pytest.mark.parametrize("remat", ["offload", {"layers.*": "unit+offload"}], ids=["all", "by name"])
+@pytest.mark.parametrize("depth", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_overlap_moves_no_kernel(remat: Any, depth: tuple[int, int], accumulate: int) -> None:
+    """Activations on their way to the host are waited for before the kernel that loads them again."""
+    options = {"remat": remat, "prefetch": depth, "accumulate": accumulate, "ranks": 2}
+    early, late = (lower(loss, chain(5), rows(), overlap=n, **options) for n in (0, 5))
+
+    def kernels_and_gathers(low: Lowered) -> list[tuple[str, str]]:
+        return [(i.unit, i.verb) for i in low.schedule.instructions if isinstance(i, Run | Gather)]
+
+    assert kernels_and_gathers(late) == kernels_and_gathers(early)
+
+
+def test_reshard_false_gathers_once() -> None:
+    low = lower(loss, chain(5), rows(), preset="shard_grad_op")
+    assert not lines(low, Gather, "backward")
+    assert units_of(lines(low, Gather)) == [f"layers.{i}" for i in range(5)]
+
+
+def test_reshard_per_unit() -> None:
+    keep = ("layers.2.*", LayoutSpec(P("shard"), reshard=False))
+    low = lower(loss, chain(5), rows(), policy={"rules": [keep]})
+    assert units_of(lines(low, Gather, "forward")) == [f"layers.{i}" for i in range(5)]
+    assert units_of(lines(low, Gather, "backward")) == ["layers.3", "layers.1"]
+
+
+def test_loops_gather_anew_for_every_turn() -> None:
+    def fn(p, x):
+        for _ in range(3):
+            x = run_chain(p, x)
+        return x.sum()
+
+    low = lower(fn, chain(3), rows())
+    assert units_of(lines(low, Gather, "forward")) == ["layers.0", "layers.1", "layers.2"] * 3
+    assert sorted(units_of(lines(low, ReduceScatter))) == ["layers.0", "layers.1", "layers.2"]
+
+
+# ------------------------------------------------------------------ accumulation
+
+
+@pytest.mark.parametrize(
+    ("mode", "preset", "gathers", "reduces"),
+    [
+        ("reduce", "full_shard", 3 * 6, 3 * 4),
+        ("local", "full_shard", 3 * 6, 4),
+        ("reduce", "shard_grad_op", 3 * 4, 3 * 4),
+        ("local", "shard_grad_op", 3 * 4, 4),
+        ("reduce", "zero2", 0, 3 * 4),
+        ("local", "no_shard", 0, 4),
+        ("reduce", "no_shard", 0, 3 * 4),
+    ],
+)
+def test_collectives_under_accumulation(mode: str, preset: str, gathers: int, reduces: int) -> None:
+    low = lower(
+        loss, chain(4), torch.zeros(6, WIDTH), ranks=2, preset=preset, accumulate=3, accumulate_mode=mode
+    )
+    counts = low.schedule.counts()
+    assert counts.get("gather", 0) == gathers
+    assert counts.get("reduce_scatter", 0) + counts.get("all_reduce", 0) == reduces
+    assert counts["accumulate"] == 3 * 4
+    assert counts["update"] == 4
+    assert counts["reduce_scalars"] == 1
+
+
+# ------------------------------------------------------------------ updates
+
+
+def test_units_are_updated_while_the_backward_goes_on() -> None:
+    low = lower(loss, chain(6), rows())
+    order = [i for i in low.schedule.instructions if isinstance(i, Update | Run)]
+    first_update = next(n for n, i in enumerate(order) if isinstance(i, Update))
+    runs_behind = [i for i in order[first_update:] if isinstance(i, Run)]
+    assert len(runs_behind) >= 3
+    assert units_of([i for i in order if isinstance(i, Update)]) == [
+        f"layers.{i}" for i in reversed(range(6))
+    ]
+
+
+def _mean(p: Any, x: Any) -> fs.Mean:
+    y = run_chain(p, x)
+    return fs.Mean(y.sum(), (x > 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("fn", "optimizer"),
+    [
+        (loss, fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))),
+        (_mean, fs.optim.adamw(1e-3)),
+    ],
+    ids=["clip", "Mean"],
+)
+def test_what_is_global_stands_before_all_updates(fn: Callable[..., Any], optimizer: Any) -> None:
+    low = lower(fn, chain(5), rows(), optimizer=optimizer)
+    found = list(low.schedule.instructions)
+    arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of == "reduce_scalars")
+    updates = [n for n, i in enumerate(found) if isinstance(i, Update)]
+    assert len(updates) == 5 and min(updates) > arrived
+    assert all("scalars" in found[n].reads for n in updates)
+
+
+def test_clipping_costs_no_collective_of_its_own() -> None:
+    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+    plain, clipped = (lower(loss, chain(5), rows(), optimizer=o) for o in (fs.optim.adamw(1e-3), clip))
+
+    def collectives(low: Lowered) -> list[str]:
+        return sorted(line.split(" values")[0].rstrip("0123456789 ") for line in low.schedule.communication())
+
+    assert collectives(plain) == collectives(clipped)  # the scalars' vector is longer, that is all
+    assert clipped.schedule.counts()["norms"] == 5
+
+
+def test_fp16_stands_before_all_updates() -> None:
+    params = {p: v.half() for p, v in chain(3).items()}
+    low = lower(loss, params, rows().half())
+    found = list(low.schedule.instructions)
+    arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of == "reduce_scalars")
+    assert min(n for n, i in enumerate(found) if isinstance(i, Update)) > arrived
+
+
+def test_without_an_optimizer_gradients_are_outputs() -> None:
+    low = lower(loss, chain(3), rows(), optimizer=None)
+    assert "update" not in low.schedule.counts()
+    assert {n for n in low.schedule.outputs if n.startswith("r:")} == set(low.schedule.reduced.values())
+
+
+# ------------------------------------------------------------------ frozen, unused and tied leaves
+
+
+def test_frozen_leaves_are_gathered_and_nothing_else() -> None:
+    frozen = ("layers.1.*", LayoutSpec(P("shard"), trainable=False))
+    low = lower(loss, chain(4), rows(), policy={"rules": [frozen]})
+    assert units_of(lines(low, Gather, "forward")) == [f"layers.{i}" for i in range(4)]
+    for kind in (ReduceScatter, Update, Local):
+        assert "layers.1" not in units_of(lines(low, kind))
+
+
+def test_unused_leaves_get_a_zero_gradient_and_no_collective() -> None:
+    params = {**chain(2), "spare.w": torch.ones(WIDTH, WIDTH)}
+
+    def fn(p, x):
+        return run_chain({k: v for k, v in p.items() if k.startswith("layers")}, x).sum()
+
+    low = lower(fn, params, rows())
+    assert "spare" not in units_of(lines(low, Gather)) + units_of(lines(low, ReduceScatter))
+    (local,) = lines(low, Local)
+    assert local.unit == "spare" and local.reads == ()
+    assert "spare" in units_of(lines(low, Update))  # weight decay still acts on it
+
+
+def test_a_leaf_detached_everywhere_is_unused() -> None:
+    def fn(p, x):
+        return (x @ p["layers.0.w"].detach() @ p["layers.1.w"]).sum()
+
+    low = lower(fn, chain(2), rows())
+    assert units_of(lines(low, Local)) == ["layers.0"]
+    assert units_of(lines(low, Gather)) == ["layers.0", "layers.1"]
+    assert units_of(lines(low, ReduceScatter)) == ["layers.1"]
+
+
+def test_tied_weights_are_one_leaf_and_one_reduction() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False), torch.nn.Tanh(),
+                                torch.nn.Linear(WIDTH, WIDTH, bias=False))  # fmt: skip
+    model[2].weight = model[0].weight
+    apply, params = fs.make_functional(model)
+    low = lower(lambda p, x: apply(p, x).sum(), params, rows())
+    assert list(params) == ["0.weight"]
+    assert low.schedule.counts()["reduce_scatter"] == 1
+
+
+# ------------------------------------------------------------------ text, fingerprint, values
+
+
+def test_text_is_stable_and_says_what_happens() -> None:
+    texts = {lower(loss, chain(3), rows()).as_text() for _ in range(3)}
+    (text,) = texts
+    first, *rest = text.splitlines()
+    assert first.startswith("# schedule on mesh (shard=8):")
+    assert [int(line.split()[0]) for line in rest] == list(range(len(rest)))
+    gather = next(line for line in rest if " gather " in line)
+    assert "layers.0" in gather and "f32" in gather and "MB" in gather
+    assert str(lower(loss, chain(3), rows())) == text
+
+
+def test_instructions_read_back_from_their_repr() -> None:
+    low = lower(loss, chain(3), rows(), ranks={"replicate": 2, "shard": 4}, preset="hybrid_shard")
+    names = {**vars(instructions), "torch": torch, "device": torch.device}
+    for line in low.schedule.instructions:
+        assert eval(repr(line), names) == line
+
+
+def test_fingerprint_is_of_the_collectives_not_of_the_batch() -> None:
+    def fingerprint(batch: int = 4, **options: Any) -> str:
+        return lower(loss, chain(3), torch.zeros(batch, WIDTH), **options).schedule.fingerprint()
+
+    assert fingerprint(4) == fingerprint(12)
+    others = [
+        fingerprint(),
+        fingerprint(ranks=4),
+        fingerprint(preset="zero2"),
+        fingerprint(policy={"compute_dtype": torch.float16}, optimizer=None),
+        fingerprint(policy={"rules": [("layers.1.*", LayoutSpec(P("shard"), trainable=False))]}),
+        fingerprint(policy={"units": fs.units.by_size(2 * WIDTH * WIDTH)}),
+    ]
+    assert len(set(others)) == len(others)
+
+
+def test_forward_alone() -> None:
+    params = chain(4)
+    mesh = fs.make_mesh(shard=8, abstract=True, device="cpu")
+    forward = fs.shard_forward(lambda p, x: run_chain(p, x), fs.presets.full_shard(params, mesh), mesh=mesh)
+    low = forward.lower(params, rows())
+    assert low.schedule.counts() == {"gather": 4, "wait": 4, "run": 4}
+    assert all(not k.saved and k.backward is None for k in low.kernels.values())
+
+
+# ------------------------------------------------------------------ verify
+
+
+def broken(name: str) -> tuple[Schedule, str]:
+    """A schedule with one fault, and what `verify` should say."""
+    plan = lower(loss, chain(4), rows(), ranks={"replicate": 2, "shard": 4}, preset="hybrid_shard").schedule
+    found = list(plan.instructions)
+
+    def at(kind: type, **values: Any) -> int:
+        return next(
+            n for n, i in enumerate(found)
+            if isinstance(i, kind) and all(getattr(i, k) == v for k, v in values.items())
+        )  # fmt: skip
+
+    if name == "reads the dead":
+        found.insert(
+            at(Run, segment=1), Free("layers.1", "forward", drops=found[at(Run, segment=1)].reads[:1])
+        )
+        return plan.with_instructions(found), "reads .*, which is not alive"
+    if name == "never waited":
+        line = found[at(Gather)]
+        found.insert(0, replace(line, writes=("~lost",)))
+        return plan.with_instructions(found), "~lost is never waited for"
+    if name == "waited for twice":
+        found.insert(at(Wait) + 1, found[at(Wait)])
+        return plan.with_instructions(found), "writes .* again|which is not alive"
+    if name == "writes twice":
+        found.insert(at(Run, segment=0), found[at(Run, segment=0)])
+        return plan.with_instructions(found), "writes .* again|which is not alive"
+    if name == "frees nothing":
+        found.append(Free("-", "update"))
+        return plan.with_instructions(found), "frees nothing"
+    if name == "never freed":
+        last = max(n for n, i in enumerate(found) if isinstance(i, Free))
+        del found[last]
+        return plan.with_instructions(found), "alive at the end"
+    if name == "no output":
+        return replace(plan, outputs=(*plan.outputs, "nothing")), "output nothing does not exist"
+    if name == "too many units":
+        return replace(prefetch(plan, 3, 3), planned=1), "units are gathered .*planned are 1"
+    if name == "in flight twice":
+        line = found[at(Gather)]
+        found.insert(at(Gather), line)
+        return plan.with_instructions(found), "is already in flight"
+    if name == "gathered again":
+        place = at(Wait, of="gather") + 1
+        return plan.with_instructions([*found[:place], *_extra_gather(found), *found[place:]]), (
+            "is gathered again while it is alive"
+        )
+    if name == "gathered for nothing":
+        return plan.with_instructions([*_extra_gather(found), *found]), "is gathered and never read"
+    if name == "changed in flight":
+        return _update_in_flight(), "changes .* while line .* reads it"
+    if name == "read while it is overwritten":
+        issue = at(AllReduce)
+        reader = Instruction("-", "backward", reads=found[issue].reads)
+        line = replace(found[issue], drops=())
+        found[issue : issue + 1] = [line, reader]
+        return plan.with_instructions(found), "reads .*, which line .* may overwrite"
+    raise KeyError(name)
+
+
+def _extra_gather(found: list[Any]) -> list[Instruction]:
+    """The first gather once more, under names that nobody reads."""
+    gather = next(i for i in found if isinstance(i, Gather))
+    wait = next(i for i in found if isinstance(i, Wait) and i.of == "gather")
+    names = tuple(f"{n}!" for n in wait.writes)
+    return [
+        replace(gather, writes=("~extra",)),
+        replace(wait, reads=("~extra",), writes=names, drops=("~extra",)),
+        Free(gather.unit, "forward", drops=names),
+    ]
+
+
+def _update_in_flight() -> Schedule:
+    """ZeRO 2, an update moved between the issue of its publication and the wait."""
+    plan = lower(loss, chain(3), rows(), preset="zero2").schedule
+    found = list(plan.instructions)
+    publish = next(n for n, i in enumerate(found) if isinstance(i, Publish))
+    update = next(i for i in found if isinstance(i, Update) and set(i.writes) >= set(found[publish].reads))
+    gone = {n for n in update.reads if n.startswith("r:")}
+    found = [replace(i, drops=tuple(d for d in i.drops if d not in gone)) for i in found]
+    found = [i for i in found if not (isinstance(i, Free) and not i.drops)]
+    publish = next(n for n, i in enumerate(found) if isinstance(i, Publish))
+    found.insert(publish + 1, replace(update, drops=tuple(gone)))
+    return plan.with_instructions(found)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "reads the dead",
+        "never waited",
+        "waited for twice",
+        "writes twice",
+        "frees nothing",
+        "never freed",
+        "no output",
+        "too many units",
+        "in flight twice",
+        "gathered again",
+        "gathered for nothing",
+        "changed in flight",
+        "read while it is overwritten",
+    ],
+)
+def test_verify_finds(fault: str) -> None:
+    plan, message = broken(fault)
+    with pytest.raises(ScheduleError, match=message):
+        verify(plan)
+
+
+def test_verify_finds_weights_that_are_saved() -> None:
+    def fn(p, x):
+        for leaf in p.values():
+            x = torch.tanh(x @ torch.tanh(leaf))
+        return x.sum()
+
+    def save_derived(joint, source):
+        for node in joint.graph.nodes:
+            if "tanh" in str(node.target) and node.args[0].op == "placeholder":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+    lower(fn, chain(3), rows())
+    with (
+        no_kernels(),
+        mock.patch.object(differentiate, "_must_recompute", save_derived),
+        pytest.raises(ScheduleError, match="rests on leaves and is saved"),
+    ):
+        lower(fn, chain(3), rows())
+
+
+def test_verify_lets_every_lowering_of_these_tests_pass() -> None:
+    for preset in PARTS:
+        plan = lower(loss, chain(3), rows(), preset=preset).schedule
+        assert verify(plan) is plan

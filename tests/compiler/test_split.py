@@ -1,0 +1,385 @@
+"""Splitting: where a program is cut, what crosses, and that equal blocks stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrizations as parametrizations
+from torch import Tensor, nn
+from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain
+
+import fnshard as fs
+from fnshard.step.lowered import Lowered
+
+
+def crossing(low: Lowered) -> list[list[Tensor]]:
+    """The fake values that leave each segment."""
+    return [[low.segments.values[o] for o in s.outputs] for s in low.segments.segments]
+
+
+def saved_shapes(low: Lowered) -> set[tuple[int, ...]]:
+    """Shapes of everything that is kept for the backward beside inputs and outputs."""
+    return {a.shape for k in low.kernels.values() for a in k.saved}
+
+
+def units(low: Lowered) -> list[tuple[str, ...]]:
+    """Units of each segment."""
+    return [s.units for s in low.segments.segments]
+
+
+# ------------------------------------------------------------------ equal blocks
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["rms by hand", "F.rms_norm"])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_activation_crosses_between_blocks(by_hand: bool, masked: bool, dtype: torch.dtype) -> None:
+    loss, params, tokens = llama(3, dtype, by_hand=by_hand, masked=masked)
+    low = lower(loss, params, tokens)
+    assert units(low) == [("embed",), ("layers.0",), ("layers.1",), ("layers.2",), ("norm",), ("head",)]
+    *boundaries, last = crossing(low)
+    assert [(tuple(v.shape), v.dtype) for b in boundaries for v in b] == [((2, 6, 16), dtype)] * len(
+        boundaries
+    )
+    assert [tuple(v.shape) for v in last] == [()]
+
+
+def test_any_depth_makes_the_same_kernels() -> None:
+    kinds = {}
+    for blocks in (4, 16, 48):
+        loss, params, tokens = llama(blocks)
+        low = lower(loss, params, tokens)
+        assert len(low.segments.segments) == blocks + 3
+        kinds[blocks] = [s.code for s in low.segments.sources.values()]
+        runs = [s.source for s in low.segments.segments[1:-2]]
+        assert len(set(runs)) == 1
+        assert len(low.kernels) == len(kinds[blocks]) == 4
+    assert kinds[4] == kinds[16] == kinds[48]
+
+
+def test_blocks_that_differ_are_different_kernels() -> None:
+    def fn(p, x):
+        return run_chain(p, x, lambda x, i: x * (2.0 if i == 1 else 3.0)).sum()
+
+    sources = [s.source for s in lower(fn, chain(6), rows()).segments.segments]
+    alike = [s.source for s in lower(lambda p, x: run_chain(p, x).sum(), chain(6), rows()).segments.segments]
+    assert len(sources) == len(alike) == 6
+    assert len(set(sources)) == len(set(alike)) + 1
+    assert len(set(sources[3:-1])) == 1  # those behind the odd one are equal again
+
+
+def test_grad_modes_and_dtypes_tell_blocks_apart() -> None:
+    def frozen_second(p, x):
+        def block(x, i):
+            return x.detach() if i == 1 else x
+
+        return run_chain(p, x, block).sum()
+
+    plain = lower(lambda p, x: run_chain(p, x).sum(), chain(4), rows())
+    assert len(lower(frozen_second, chain(4), rows()).segments.sources) > len(plain.segments.sources)
+
+
+def test_a_loop_over_shared_blocks_cuts_again() -> None:
+    def fn(p, x):
+        for _ in range(3):
+            x = run_chain(p, x)
+        return x.sum()
+
+    low = lower(fn, chain(2), rows())
+    assert units(low) == [("layers.0",), ("layers.1",)] * 3
+    assert_same_grads(fn, chain(2), rows())
+
+
+def test_segments_of_a_loop_are_one_kernel() -> None:
+    def fn(p, x):
+        for _ in range(5):
+            x = run_chain(p, x)
+        return x.sum()
+
+    low = lower(fn, chain(2), rows())
+    inner = {s.source for s in low.segments.segments[1:-1]}
+    assert len(inner) == 1
+
+
+# ------------------------------------------------------------------ what may cross
+
+
+def test_a_skip_connection_crosses_to_where_it_is_read() -> None:
+    def fn(p, x):
+        early = torch.sin(x @ p["layers.0.w"])
+        return (early * run_chain(p, early)).sum()
+
+    low = lower(fn, chain(4), rows())
+    assert_same_grads(fn, chain(4), rows())
+    last = low.segments.segments[-1]
+    assert len([n for n in last.inputs if not n.startswith("leaf:")]) == 2
+    # It is read from the segment that made it, not handed through those between.
+    made = {o for s in low.segments.segments for o in s.outputs}
+    assert sum(len(s.outputs) for s in low.segments.segments) == len(made)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda y: y.chunk(2, 1), lambda y: y.unbind(0)[:2], lambda y: (y.view(-1), y.T.reshape(-1)[:3])],
+    ids=["chunk", "unbind", "view"],
+)
+def test_views_are_made_again_in_the_consumer(view: Callable[[Tensor], Any]) -> None:
+    def fn(p, x):
+        y = torch.sin(x @ p["layers.0.w"])
+        a, b = view(y)
+        z = torch.tanh(x @ p["layers.1.w"])
+        return z.pow(2).sum() * (a.sum() + b.pow(2).sum())
+
+    low = lower(fn, chain(2), rows())
+    crossed = [tuple(v.shape) for b in crossing(low)[:-1] for v in b]
+    assert crossed == [(ROWS, WIDTH)]
+    assert_same_grads(fn, chain(2), rows())
+
+
+def test_results_of_one_op_with_several_outputs_stay_with_it() -> None:
+    def fn(p, x):
+        values, where = (x @ p["layers.0.w"]).topk(2)
+        return ((x @ p["layers.1.w"]).gather(1, where) * values).sum()
+
+    low = lower(fn, chain(2), rows())
+    assert sorted(str(v.dtype) for v in crossing(low)[0]) == ["torch.float32", "torch.int64"]
+    assert_same_grads(fn, chain(2), rows())
+
+
+# ------------------------------------------------------------------ what rests on leaves alone
+
+TALL = 40  # rows of a weight: a shape that no activation has
+
+
+def tall(blocks: int = 3) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    out = {}
+    for i in range(blocks):
+        out[f"layers.{i}.w"] = torch.randn(TALL, WIDTH, generator=draw) / 4
+        out[f"layers.{i}.g"] = torch.rand(TALL, 1, generator=draw) + 0.5
+    return out
+
+
+def run_tall(params: Any, x: Tensor, weight: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """x -> tanh(x W^T W / TALL), W made from two leaves."""
+    for i in range(len(params) // 2):
+        w = weight(params[f"layers.{i}.w"], params[f"layers.{i}.g"])  # [TALL, WIDTH]
+        x = torch.tanh((x @ w.T) @ w / TALL)
+    return x
+
+
+WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weight norm": lambda w, g: g * w / w.norm(dim=1, keepdim=True),
+    "dequantise": lambda w, g: ((w * 16).round() - 3.0) * g,
+    "cast": lambda w, g: w.to(torch.float64).to(torch.float32),
+    "transposed copy": lambda w, g: w.t().contiguous().t(),
+    "sum": lambda w, g: w + g,
+    "lookup": lambda w, g: torch.tanh(w)[torch.arange(TALL)],
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_what_rests_on_leaves_alone_neither_crosses_nor_is_saved(kind: str) -> None:
+    def fn(p, x):
+        return run_tall(p, x, WEIGHTS[kind]).pow(2).sum()
+
+    low = lower(fn, tall(), rows())
+    derived = {(TALL, WIDTH), (WIDTH, TALL), (TALL, 1), (TALL,)}
+    assert not derived & {tuple(v.shape) for b in crossing(low) for v in b}
+    assert not derived & saved_shapes(low)
+    assert_same_grads(fn, tall(), rows())
+
+
+def test_a_cast_of_the_whole_tree_at_the_top_moves_to_its_consumers() -> None:
+    def fn(p, x):
+        half = {path: leaf.to(torch.bfloat16) for path, leaf in p.items()}
+        stacked = sum(leaf.float().sum() for leaf in half.values())
+        return run_tall(half, x.bfloat16(), lambda w, g: w * g).float().sum() + 0 * stacked
+
+    low = lower(fn, tall(), rows())
+    assert units(low) == [("layers.0",), ("layers.1",), ("layers.2",)]
+    assert not {(TALL, WIDTH), (TALL, 1)} & (
+        saved_shapes(low) | {tuple(v.shape) for b in crossing(low) for v in b}
+    )
+
+
+def test_modules_weight_norm_is_not_saved() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+    apply, params = fs.make_functional(model)
+    low = lower(lambda p, x: apply(p, x).pow(2).sum(), params, rows())
+    assert len(low.segments.segments) == 3
+    assert (WIDTH, WIDTH) not in saved_shapes(low)
+
+
+def test_a_penalty_on_leaves_is_computed_in_its_unit() -> None:
+    def fn(p, x):
+        penalty = sum(leaf.pow(2).sum() for leaf in p.values())
+        return run_chain(p, x).sum() + 0.1 * penalty
+
+    low = lower(fn, chain(4), rows())
+    assert units(low) == [(f"layers.{i}",) for i in range(4)]
+    assert [sorted(v.numel() for v in b) for b in crossing(low)[:-1]] == [[1, ROWS * WIDTH]] * 3
+    assert [s.leaves for s in low.segments.segments] == [(f"layers.{i}.w",) for i in range(4)]
+    assert_same_grads(fn, chain(4), rows())
+
+
+def test_a_norm_over_all_leaves() -> None:
+    def fn(p, x):
+        return run_chain(p, x).sum() / torch.stack([leaf.norm() for leaf in p.values()]).norm()
+
+    low = lower(fn, chain(4), rows())
+    assert low.schedule.counts()["gather"] <= 2 * 4
+    assert_same_grads(fn, chain(4), rows())
+
+
+def test_constants_made_from_nothing_do_not_cross() -> None:
+    def fn(p, x):
+        mask = torch.arange(WIDTH) > 3  # at the top, read by all blocks
+        scale = torch.linspace(0, 1, WIDTH).exp()
+        return run_chain(p, x, lambda x, i: torch.where(mask, x, x * scale)).sum()
+
+    low = lower(fn, chain(4), rows())
+    assert [len(b) for b in crossing(low)] == [1, 1, 1, 1]
+
+
+# ------------------------------------------------------------------ writing in place
+
+
+def test_in_place_inside_a_unit_is_left_alone() -> None:
+    def fn(p, x):
+        def block(x: Tensor, i: int) -> Tensor:
+            y = x * 2
+            y += 1
+            return y
+
+        return run_chain(p, x, block).sum()
+
+    low = lower(fn, chain(3), rows())
+    assert len(low.segments.segments) == 3
+    assert_same_grads(fn, chain(3), rows())
+
+
+def test_a_cache_filled_by_all_blocks_is_cut_between_them() -> None:
+    def fn(p, x):
+        cache = x.new_zeros(3, ROWS, WIDTH)
+
+        def block(x: Tensor, i: int) -> Tensor:
+            cache[i] = x
+            return x
+
+        return run_chain(p, x, block).sum() + cache.sum()
+
+    low = lower(fn, chain(3), rows())
+    assert units(low) == [("layers.0",), ("layers.1",), ("layers.2",)]
+    assert_same_grads(fn, chain(3), rows())
+
+
+def test_leaves_of_one_unit_are_never_torn_by_a_write() -> None:
+    params = {"a.w": torch.eye(WIDTH), "a.v": torch.eye(WIDTH)}
+
+    def fn(p, x):
+        out = torch.zeros(2, ROWS, WIDTH)
+        out[0] = x @ p["a.w"]
+        out[1] = x @ p["a.v"]
+        return out.pow(2).sum()
+
+    assert units(lower(fn, params, rows())) == [("a",)]
+    assert_same_grads(fn, params, rows())
+
+
+# ------------------------------------------------------------------ odd programs
+
+
+def test_encoder_and_decoder() -> None:
+    params = {
+        f"{side}.{i}.w": torch.eye(WIDTH) * (i + 1) for side in ("encoder", "decoder") for i in range(2)
+    }
+
+    def fn(p, x):
+        memory = x
+        for i in range(2):
+            memory = torch.tanh(memory @ p[f"encoder.{i}.w"])
+        for i in range(2):
+            x = torch.tanh(x @ p[f"decoder.{i}.w"] + memory)
+        return x.sum()
+
+    low = lower(fn, params, rows())
+    assert [u for (u,) in units(low)] == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert_same_grads(fn, params, rows())
+
+
+def test_a_unit_read_early_and_late() -> None:
+    torch.manual_seed(0)
+    embed = torch.randn(16, WIDTH)
+    params = {"embed.w": embed, **chain(2)}
+
+    def fn(p, ids):
+        x = F.embedding(ids, p["embed.w"])
+        x = run_chain({k: v for k, v in p.items() if k.startswith("layers")}, x)
+        return F.cross_entropy(F.linear(x, p["embed.w"]), ids)
+
+    ids = torch.arange(ROWS)
+    low = lower(fn, params, ids)
+    assert units(low) == [("embed",), ("layers.0",), ("layers.1",), ("embed",)]
+    reduced = [i for i in low.schedule.instructions if i.verb == "reduce_scatter"]
+    assert sorted(i.unit for i in reduced) == ["embed", "layers.0", "layers.1"]
+    assert_same_grads(fn, params, ids)
+
+
+def test_a_program_of_one_unit_is_one_segment() -> None:
+    low = lower(lambda p, x: (x @ p["a.w"]).sum(), {"a.w": torch.eye(WIDTH)}, rows())
+    assert len(low.segments.segments) == 1
+
+
+def test_ops_that_read_two_units_at_once() -> None:
+    def fn(p, x):
+        mixed = torch.stack(list(p.values())).mean(0)
+        return (x @ mixed).pow(2).sum()
+
+    low = lower(fn, chain(3), rows())
+    assert {u for s in low.segments.segments for u in s.units} == {f"layers.{i}" for i in range(3)}
+    assert_same_grads(fn, chain(3), rows())
+
+
+def test_no_segment_returns_an_alias_of_its_input() -> None:
+    def fn(p, x):
+        y = torch.sin(x @ p["layers.0.w"])
+        return (y.view(-1).sum() * (x @ p["layers.1.w"])).sum(), {
+            "y": y.T,
+            "x": x[0],
+            "w": p["layers.0.w"].view(-1),
+        }
+
+    specs = fs.match_specs(chain(2), [("*", fs.LayoutSpec())])
+    params, x = chain(2), rows()
+    (_, aux), _ = fs.shard_step(fn, specs, backend="eager")(params, x)
+    held = {t.untyped_storage().data_ptr() for t in (*params.values(), x)}
+    assert not held & {t.untyped_storage().data_ptr() for t in aux.values()}
+    wanted = fn(params, x)[1]
+    torch.testing.assert_close(aux, wanted)
+
+
+def test_segments_as_text() -> None:
+    low = lower(lambda p, x: run_chain(p, x).sum(), chain(2), rows())
+    lines = low.segments.as_text().splitlines()
+    assert len(lines) == 2
+    assert "[layers.0](batch:0) ->" in lines[0] and "f32[4, 8]" in lines[0]
+
+
+def test_differentiability_of_what_crosses_is_that_of_the_producer() -> None:
+    """A value made under no_grad carries no tangent over the cut, whatever made it."""
+
+    def fn(p, x):
+        with torch.no_grad():
+            scale = (x @ p["layers.0.w"]).abs().mean()
+        return ((x @ p["layers.1.w"]) * scale).sum()
+
+    low = lower(fn, chain(2), rows())
+    first = next(iter(low.segments.sources.values()))
+    assert [a.requires_grad for a in first.outputs] == [False]
+    assert_same_grads(fn, chain(2), rows())

@@ -1,0 +1,428 @@
+"""Functions that a trace cannot keep have substitutes: the values and gradients of torch's own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributions as D
+import torch.nn.functional as F
+from torch import Tensor
+from toys import our_grads, plain_grads
+
+import fnshard as fs
+from fnshard.compiler.frontend.substitutes import unchecked
+
+DOUBLE = torch.float64
+
+
+def leaves(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {p: torch.randn(s, dtype=DOUBLE, generator=draw) for p, s in shapes.items()}
+
+
+# ------------------------------------------------------------------ products of groups
+
+GROUPED = {
+    "rows": (leaves(a=(7, 3), b=(4, 3, 5)), [2, 2, 6, 7]),
+    "columns": (leaves(a=(4, 3, 5), b=(5, 7)), [0, 3, 4, 7]),
+    "middle": (leaves(a=(3, 7), b=(7, 5)), [1, 4, 4, 7]),
+}
+
+
+def by_group(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
+    parts = [slice(*part) for part in zip([0, *ends], ends, strict=False)]
+    if a.dim() == b.dim():
+        return torch.stack([a[:, part] @ b[part] for part in parts])
+    if a.dim() == 2:
+        return torch.cat([a[part] @ b[g] for g, part in enumerate(parts)])
+    return torch.cat([a[g] @ b[:, part] for g, part in enumerate(parts)], 1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("form", GROUPED)
+def test_a_product_of_groups(form: str, backend: str) -> None:
+    params, ends = GROUPED[form]
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    truth = plain_grads(lambda p, _: by_group(p["a"], p["b"], ends).sin().sum(), params, offsets)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, offs: F.grouped_mm(p["a"], p["b"], offs=offs).sin().sum(), specs, backend=backend
+    )
+    torch.testing.assert_close(step(params, offsets), truth, rtol=0, atol=1e-12)
+
+
+def test_a_product_of_groups_in_the_dtypes_of_torchs_own() -> None:
+    def loss(p: Any, offs: Tensor) -> Tensor:
+        return F.grouped_mm(p["a"], p["b"], offs=offs).float().square().sum()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        params = {n: v.to(dtype) for n, v in leaves(a=(8, 16), b=(2, 16, 8)).items()}
+        truth = plain_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
+        got = our_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
+        torch.testing.assert_close(got, truth)
+
+
+def test_a_product_of_equal_groups_has_no_offsets() -> None:
+    params = leaves(a=(2, 4, 3), b=(2, 3, 5))
+    truth = plain_grads(lambda p: (p["a"] @ p["b"]).sin().sum(), params)
+    got = our_grads(lambda p: F.grouped_mm(p["a"], p["b"]).sin().sum(), params)
+    torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------ losses
+
+
+def assert_equal_to_torch(fn: Any, params: dict[str, Tensor], *batch: Any) -> None:
+    torch.testing.assert_close(
+        our_grads(fn, params, *batch), plain_grads(fn, params, *batch), rtol=0, atol=1e-10
+    )
+
+
+TARGETS = torch.tensor([[1, 2, 2], [3, 1, 0], [2, 0, 0]])
+LENGTHS = torch.tensor([3, 2, 1])
+JOINED = torch.cat([row[:n] for row, n in zip(TARGETS, LENGTHS, strict=True)])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("targets", [TARGETS, JOINED], ids=["padded", "joined"])
+@pytest.mark.parametrize("numbers", [False, True], ids=["tensors", "numbers"])
+def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
+    """The second row is too short for its target: its loss is infinite, or left out."""
+
+    def loss(p: Any, targets: Tensor, lengths: Tensor, counts: Tensor, zero: bool) -> Tensor:
+        given = ((7, 1, 5), (3, 2, 1)) if numbers else (lengths, counts)
+        log_probs = F.log_softmax(p["w"], -1)
+        losses = F.ctc_loss(log_probs, targets, *given, reduction=reduction, zero_infinity=zero)
+        kind = ("none", "mean", "sum").index(reduction)
+        same = torch.ctc_loss(log_probs, targets, *given, reduction=kind, zero_infinity=zero)
+        return losses.sum() + same.sum()
+
+    params = leaves(w=(7, 3, 4))
+    lengths = torch.tensor([7, 1, 5])
+    assert_equal_to_torch(loss, params, targets, lengths, LENGTHS, True)
+    ours, grads = our_grads(loss, params, targets, lengths, LENGTHS, False)
+    truth, expected = plain_grads(loss, params, targets, lengths, LENGTHS, False)
+    assert ours == truth == float("inf")
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10, equal_nan=True)
+
+
+def test_ctc_loss_of_one_row_and_as_a_module() -> None:
+    params = leaves(w=(7, 4))
+    module = torch.nn.CTCLoss(blank=3)
+    assert_equal_to_torch(
+        lambda p, y: module(F.log_softmax(p["w"], -1), y, torch.tensor(7), torch.tensor(3)),
+        params, torch.tensor([1, 1, 2]),
+    )  # fmt: skip
+
+
+def test_ctc_loss_in_a_compiled_kernel() -> None:
+    params = leaves(w=(7, 3, 4))
+
+    def loss(p: Any, targets: Tensor, counts: Tensor) -> Tensor:
+        return F.ctc_loss(F.log_softmax(p["w"], -1), targets, counts + 4, counts)
+
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    got = fs.shard_step(loss, specs, backend="inductor")(params, TARGETS, LENGTHS)
+    torch.testing.assert_close(got, plain_grads(loss, params, TARGETS, LENGTHS), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (5, 1), (5,), ()], ids=str)
+def test_gaussian_nll_loss(shape: tuple[int, ...]) -> None:
+    """A number is a variance too; one below `eps` is `eps`, whose gradient passes."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        variance = p["v"].square() if shape else 0.3
+        parts = [F.gaussian_nll_loss(p["w"], x, variance, full, 0.05, how)
+                 for full, how in ((False, "none"), (True, "mean"), (True, "sum"))]  # fmt: skip
+        return sum(part.sum() for part in parts)
+
+    params = leaves(w=(5, 3), v=shape)
+    if shape:
+        params["v"].view(-1)[0] = 0.1
+    assert_equal_to_torch(loss, params, torch.ones(5, 3, dtype=DOUBLE))
+
+
+def test_gaussian_nll_loss_of_a_variance_that_does_not_fit() -> None:
+    with pytest.raises(fs.TraceError, match="gaussian_nll_loss: var is of incorrect size"):
+        our_grads(lambda p: F.gaussian_nll_loss(p["w"], p["w"], p["v"]), leaves(w=(5, 3), v=(2, 3)))
+
+
+# ------------------------------------------------------------------ distributions
+
+
+def spd(w: Tensor) -> Tensor:
+    return w @ w.T + torch.eye(len(w), dtype=w.dtype)
+
+
+LOG_PROBS = {
+    "normal": lambda p, x: D.Normal(p["w"], p["v"].exp()).log_prob(x),
+    "categorical": lambda p, x: D.Categorical(logits=p["w"]).log_prob(torch.tensor([0, 2, 1, 1])),
+    "bernoulli": lambda p, x: D.Bernoulli(logits=p["w"], validate_args=True).log_prob((x > 0).double()),
+    "multivariate": lambda p, x: D.MultivariateNormal(p["v"][0], spd(p["w"])).log_prob(x),
+    "beta": lambda p, x: D.Beta(p["w"].exp(), p["v"].exp()).log_prob(x.sigmoid()),
+    "geometric": lambda p, x: D.Geometric(p["w"].sigmoid()).log_prob(torch.ones_like(x)),
+    "mixture": lambda p, x: D.MixtureSameFamily(
+        D.Categorical(logits=p["v"]), D.Normal(p["w"], 1.0)).log_prob(x[0]),
+    "transformed": lambda p, x: D.LogNormal(p["w"], 1.0).log_prob(x.exp()),
+    "independent": lambda p, x: D.Independent(D.Laplace(p["w"], 1.0), 1).log_prob(x),
+    "kl": lambda p, x: D.kl_divergence(D.Normal(p["w"], 1.0), D.Normal(x, p["v"].exp())),
+    "from outside": lambda p, x: OUTSIDE.log_prob(p["w"]),
+}  # fmt: skip
+OUTSIDE = D.Normal(torch.zeros(4, dtype=DOUBLE), 2.0, validate_args=True)
+
+
+@pytest.mark.parametrize("name", LOG_PROBS)
+def test_distributions_validate_nothing_while_they_are_traced(name: str) -> None:
+    x = leaves(x=(4, 4))["x"].flip(0)
+    assert_equal_to_torch(lambda p, x: LOG_PROBS[name](p, x).sum(), leaves(w=(4, 4), v=(4, 4)), x)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        D.Normal(0.0, -1.0, validate_args=True)  # Dynamo, once imported, makes False the default
+    with pytest.raises(ValueError, match="to be within the support"):
+        OUTSIDE.log_prob(torch.full((4,), float("nan"), dtype=DOUBLE))
+
+
+# ------------------------------------------------------------------ factors and inverses
+
+LINALG = {
+    "inv": lambda a, b: torch.linalg.inv(a),
+    "inverse": lambda a, b: a.inverse(),
+    "solve": torch.linalg.solve,
+    "cholesky": lambda a, b: torch.linalg.cholesky(a),
+    "tensorinv": lambda a, b: torch.linalg.tensorinv(a.reshape(2, 2, 2, 2)),
+    "tensorsolve": lambda a, b: torch.linalg.tensorsolve(a.reshape(2, 2, 2, 2), b[0].reshape(2, 2)),
+    "matrix_power": lambda a, b: torch.linalg.matrix_power(a, -2),
+    "lu_factor": lambda a, b: torch.linalg.lu_factor(a)[0],
+    "eig": lambda a, b: torch.linalg.eigvals(a).real.square(),
+    "lstsq": lambda a, b: torch.linalg.pinv(a) @ b,
+}
+
+
+@pytest.mark.parametrize("name", LINALG)
+def test_factors_and_inverses_are_not_checked(name: str) -> None:
+    assert_equal_to_torch(lambda p: LINALG[name](spd(p["w"]), p["v"]).sin().sum(), leaves(w=(4, 4), v=(4, 4)))
+
+
+def test_an_inverse_of_a_singular_matrix_is_not_finite() -> None:
+    loss, _ = our_grads(lambda p: torch.linalg.inv(p["w"]).sum(), {"w": torch.zeros(3, 3)})
+    assert not loss.isfinite()
+
+
+def test_least_squares_say_the_way_out() -> None:
+    with pytest.raises(fs.TraceError, match=r"(?s)lstsq.*Fix: torch.linalg.pinv\(A\) @ B"):
+        our_grads(lambda p: torch.linalg.lstsq(p["w"], p["w"])[0].sum(), leaves(w=(4, 4)))
+
+
+def test_other_threads_keep_their_checks_while_one_takes_operators_apart() -> None:
+    import torch._higher_order_ops.effects as effects
+
+    check = torch.ops.aten._linalg_check_errors.default
+    with ThreadPoolExecutor(1) as other, unchecked():
+        assert not effects.has_effects(check)
+        assert other.submit(effects.has_effects, check).result()
+    assert effects.has_effects(check)
+
+
+# ------------------------------------------------------------------ draws
+
+COUNT = 1 << 15
+
+
+def drawn(draw: Any, *batch: Any, backend: str = "eager") -> Any:
+    """What `draw(*batch)` gives inside a step."""
+    params = {"w": torch.ones(())}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(lambda p, *batch: (p["w"] * 1.0, draw(*batch)), specs, backend=backend)
+    return step(params, *batch)[0][1]
+
+
+def test_a_permutation() -> None:
+    first, second, narrow, none = drawn(
+        lambda: (torch.randperm(COUNT), torch.randperm(COUNT), torch.randperm(9, dtype=torch.int32),
+                 torch.randperm(0))
+    )  # fmt: skip
+    for order in (first, second):
+        assert torch.equal(order.sort().values, torch.arange(COUNT))
+        assert abs(torch.corrcoef(torch.stack([order.double(), torch.arange(COUNT).double()]))[0, 1]) < 0.03
+    assert not torch.equal(first, second)
+    assert narrow.dtype == torch.int32 and sorted(narrow.tolist()) == list(range(9)) and none.numel() == 0
+
+
+def test_integers_in_place_are_between_their_limits() -> None:
+    def drawn(p: Any) -> Any:
+        like = torch.empty(200)
+        return p["w"].sum(), (
+            like.clone().random_(), like.bool().random_(), like.long().random_(), like.random_(3, 5).clone(),
+            like.int().random_(2),
+        )  # fmt: skip
+
+    specs = fs.match_specs({"w": torch.ones(2)}, [("*", fs.LayoutSpec())])
+    (_, found), _ = fs.shard_step(drawn, specs, backend="eager")({"w": torch.ones(2)})
+    floats, flags, longs, both, bits = found
+    assert (floats == floats.floor()).all() and 2**23 < floats.max() <= 2**24
+    assert flags.dtype == torch.bool and 0 < flags.sum() < 200
+    assert longs.min() >= 0 and longs.max() > 2**61
+    assert both.unique().tolist() == [3, 4] and bits.unique().tolist() == [0, 1]
+
+
+def test_draws_with_replacement_follow_the_weights() -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0], [2.0, 0.0, 0.0, 0.0, 2.0]])
+    value = drawn(lambda w: w.multinomial(COUNT, replacement=True), weights)
+    shares = F.one_hot(value, 5).double().mean(1)
+    torch.testing.assert_close(shares, (weights / 4).double(), rtol=0, atol=0.015)
+    assert not shares[weights == 0].any()
+    one = drawn(lambda w: torch.multinomial(w, 3, True), weights[0])
+    assert one.shape == (3,) and one.dtype == torch.int64
+
+
+def test_draws_without_replacement_are_distinct_and_follow_the_weights() -> None:
+    weights = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
+    value = drawn(lambda w: torch.multinomial(w.expand(COUNT, 5), 3), weights)
+    assert (value.sort(1).values.diff(dim=1) > 0).all() and value.max() == 3
+    first = F.one_hot(value[:, 0], 5).double().mean(0)
+    torch.testing.assert_close(first, weights.double(), rtol=0, atol=0.015)
+    second = F.one_hot(value[value[:, 0] == 0, 1], 5).double().mean(0)  # of what the first has left
+    torch.testing.assert_close(
+        second, torch.tensor([0.0, 0.5, 0.25, 0.25, 0.0], dtype=DOUBLE), rtol=0, atol=0.02
+    )
+
+
+def test_normal_numbers_around_tensors() -> None:
+    mean, std = torch.tensor([[-3.0], [5.0]]), torch.tensor([0.5, 2.0, 0.0])
+    values = drawn(
+        lambda m, s: [
+            torch.normal(m.expand(2, COUNT), 0.5),
+            torch.normal(2.0, s[:, None].expand(3, COUNT)),
+            torch.normal(m.expand(2, COUNT)[:, None], s[:, None]),
+            torch.normal(1.0, 2.0, (COUNT,)),
+        ],
+        mean,
+        std,
+    )
+    for value, m, s in zip(values, (mean[:, 0], 2.0, mean, 1.0), (0.5, std, std, 2.0), strict=True):
+        assert value.dtype == torch.float32
+        zeros = torch.zeros(value.shape[:-1])
+        torch.testing.assert_close(value.mean(-1), zeros + m, rtol=0, atol=0.05)
+        torch.testing.assert_close(value.std(-1), zeros + s, rtol=0, atol=0.05)
+
+
+def test_normal_numbers_have_gradients_of_zero() -> None:
+    _, grads = our_grads(lambda p: (torch.normal(p["w"], 1.0) * 3 + p["v"]).sum(), leaves(w=(3,), v=(3,)))
+    assert not grads["w"].any() and grads["v"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("form", [F.rrelu, torch.rrelu, torch.nn.RReLU().eval()])
+def test_rrelu_in_eval_mode(form: Any) -> None:
+    assert_equal_to_torch(lambda p: form(p["w"]).sin().sum(), leaves(w=(5, 5)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: F.rrelu(x, 0.2, 0.6, training=True),
+        lambda x: F.rrelu(x.clone(), 0.2, 0.6, training=True, inplace=True),
+        lambda x: torch.rrelu(x, 0.2, 0.6, True),
+        lambda x: torch.rrelu_(x.clone(), 0.2, 0.6, True),
+    ],
+)
+def test_rrelu_in_training(form: Any) -> None:
+    params = {"w": torch.linspace(-2, 2, COUNT, dtype=DOUBLE)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    result, grads = fs.shard_step(lambda p: ((y := form(p["w"])).sum(), y), specs, backend="eager")(params)
+    slopes, below = grads["w"], params["w"] <= 0
+    torch.testing.assert_close(result[1], params["w"] * slopes, rtol=0, atol=1e-12)
+    assert (slopes[~below] == 1).all()
+    assert slopes[below].min() >= 0.2 and slopes[below].max() < 0.6
+    assert abs(slopes[below].mean() - 0.4) < 0.01 and slopes[below].unique().numel() > COUNT // 3
+
+
+def test_distributions_are_sampled() -> None:
+    normal, bernoulli, categorical, cauchy, waiting, skewed = drawn(
+        lambda: (
+            D.Normal(2.0, 3.0).sample((COUNT,)),
+            D.Bernoulli(0.3).sample((COUNT,)),
+            D.Categorical(torch.tensor([0.25, 0.0, 0.75])).sample((COUNT,)),
+            D.Cauchy(1.0, 2.0).sample((COUNT,)),
+            torch.empty(COUNT).geometric_(0.25),
+            torch.empty(COUNT).log_normal_(0.5, 0.25),
+        )
+    )
+    assert abs(normal.mean() - 2) < 0.1 and abs(normal.std() - 3) < 0.1
+    assert abs(bernoulli.mean() - 0.3) < 0.02
+    torch.testing.assert_close(
+        F.one_hot(categorical, 3).double().mean(0),
+        torch.tensor([0.25, 0, 0.75], dtype=DOUBLE),
+        rtol=0,
+        atol=0.02,
+    )
+    assert abs(cauchy.median() - 1) < 0.1 and abs((cauchy - 1).abs().median() - 2) < 0.1
+    assert waiting.min() == 1 and abs(waiting.mean() - 4) < 0.1
+    assert abs((waiting == 2).double().mean() - 0.25 * 0.75) < 0.01
+    assert abs(skewed.log().mean() - 0.5) < 0.01 and abs(skewed.log().std() - 0.25) < 0.01
+
+
+def draw_all(x: Tensor) -> dict[str, Tensor]:
+    return {
+        "permutation": torch.randperm(50),
+        "with": torch.multinomial(x.exp(), 4, True),
+        "without": torch.multinomial(x.exp(), 4),
+        "normal": torch.normal(x, 1.0),
+        "rrelu": F.rrelu(x, training=True),
+    }
+
+
+def test_draws_depend_on_seed_step_and_rank_and_not_on_layouts() -> None:
+    params, x = {"layers.0.w": torch.ones(6, 6, dtype=DOUBLE)}, -torch.rand(6, 6, dtype=DOUBLE)
+
+    def draws(preset: str, world: int, seed: int = 0) -> list[list[dict[str, Tensor]]]:
+        mesh = fs.make_mesh(shard=world, simulated=True)
+        step = fs.shard_step(
+            lambda p, x: ((p["layers.0.w"] * x).sum(), draw_all(x)),
+            fs.presets.PRESETS[preset](params, mesh),
+            mesh=mesh,
+            optimizer=fs.optim.sgd(0.1),
+            backend="eager",
+        )
+
+        def run(rank: int) -> list[dict[str, Tensor]]:
+            state, seen = step.init(params, seed=seed), []
+            for _ in range(2):
+                state, metrics = step(state, x)
+                seen.append(metrics["aux"])
+            return seen
+
+        return fs.simulate(mesh, run)
+
+    truth = draws("full_shard", 2)
+    for preset in ("zero1", "no_shard"):
+        torch.testing.assert_close(draws(preset, 2), truth, rtol=0, atol=0)
+    alone = draws("full_shard", 1)
+    torch.testing.assert_close(
+        alone[0], truth[0], rtol=0, atol=0
+    )  # the first of two ranks draws as one alone
+    distinct = [*truth[0], *truth[1], draws("full_shard", 1, seed=1)[0][0]]
+    for i, a in enumerate(distinct):
+        for b in distinct[i + 1 :]:
+            assert not any(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_compiled_draws_are_those_of_eager_kernels() -> None:
+    x = -torch.rand(6, 6, dtype=DOUBLE)
+    torch.testing.assert_close(drawn(draw_all, x, backend="inductor"), drawn(draw_all, x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g: torch.randperm(5, generator=g),
+        lambda g: torch.multinomial(torch.ones(5), 2, generator=g),
+        lambda g: torch.normal(torch.ones(5), 2.0, generator=g),
+        lambda g: torch.rand(5, generator=g),
+    ],
+)
+def test_draws_from_a_generator_are_refused_and_from_none_are_not(draw: Any) -> None:
+    assert drawn(lambda: draw(None)).numel() in (2, 5)
+    with pytest.raises(fs.TraceError, match=r"(?s)torch.Generator.*Fix: leave generator= out"):
+        drawn(lambda: draw(torch.Generator().manual_seed(0)))

@@ -1,0 +1,350 @@
+"""`fs.debug.nan_hunt`: NaN and inf are found where they arose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults import (
+    ADAMW,
+    AT,
+    PARAMS,
+    PRESETS,
+    gather_not_waited_for,
+    kernel_wrong,
+    loss,
+    lying,
+    mesh_of,
+    planted,
+    schedule_wrong,
+    update_with_a_part_of_the_sum,
+)
+from torch import Tensor
+from toys import rows, run_chain
+
+import fnshard as fs
+from fnshard import LayoutSpec
+from fnshard.compiler.schedule.instructions import Cast, Run, Wait
+from fnshard.debug.values import tensors
+from fnshard.errors import DebugError, StateError
+from fnshard.runtime.executor.context import Context
+
+
+def hunted(
+    fn: Callable[..., Any] = loss,
+    params: Any = PARAMS,
+    batch: Any = None,
+    *,
+    preset: str = "full_shard",
+    policy: Mapping[str, Any] | None = None,
+    spoil: Callable[[int, Any], None] | None = None,
+    optimizer: Any = ADAMW,
+    plant: Callable[[], Any] = nullcontext,
+    **options: Any,
+) -> Any:
+    """A hunt on two ranks that each hold half the batch; both must say the same."""
+    mesh = mesh_of()
+    specs = PRESETS[preset](params, mesh, **(policy or {}))
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=optimizer, backend="eager", **options)
+    batch = rows() if batch is None else batch
+
+    def run(rank: int) -> Any:
+        state = step.init(params)
+        if spoil:
+            spoil(rank, state)
+        before = [t.clone() for t in held_by(state)]
+        found = fs.debug.nan_hunt(step, state, batch[rank * 2 : rank * 2 + 2])
+        assert step.count == 0
+        assert all(
+            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, held_by(state), strict=True)
+        )
+        return found
+
+    with plant():
+        one, other = fs.simulate(mesh, run)
+    assert one == other or str(one) == str(other)  # NaN is not equal to itself
+    return one
+
+
+def held_by(state: Any) -> list[Tensor]:
+    """What a state holds, which a hunt must leave as it is."""
+    return [t for _, t in tensors({"p": state.params, "o": state.opt_state})]
+
+
+def spoiled(path: str, value: float, slot: str | None = None, on: int = 1) -> Callable[[int, Any], None]:
+    def spoil(rank: int, state: Any) -> None:
+        if rank == on:
+            (state.params[path] if slot is None else state.opt_state[path][slot])[1, 2] = value
+
+    return spoil
+
+
+def log_in_the_middle(params: Any, x: Tensor) -> Tensor:
+    x = torch.tanh(x @ params["layers.0.w"])
+    x = (x - x[:, :1]).abs().log()
+    return run_chain({k: params[k] for k in ("layers.1.w", "layers.2.w")}, x).mean()
+
+
+def sqrt_at_zero(params: Any, x: Tensor) -> Tensor:
+    x = torch.tanh(x @ params["layers.0.w"])
+    x = (x - x[:, :1]).abs().sqrt() + torch.ones_like(x).sqrt()
+    return run_chain({k: params[k] for k in ("layers.1.w", "layers.2.w")}, x).mean()
+
+
+def zero_by_zero(params: Any, x: Tensor) -> Tensor:
+    x = run_chain(params, x)
+    gap = x - x
+    return (gap / gap).mean()
+
+
+def exp_overflow(params: Any, x: Tensor) -> Tensor:
+    return (run_chain(params, x) * 500).exp().mean()
+
+
+def half_overflow(params: Any, x: Tensor) -> Tensor:
+    x = run_chain(params, x.to(params["layers.0.w"].dtype))
+    return (x * 3e4 * 3e4).float().mean()
+
+
+def no_key_is_seen(params: Any, x: Tensor) -> Tensor:
+    scores = run_chain(params, x)
+    mask = torch.full_like(scores, float("-inf"))
+    return scores.add(mask).softmax(-1).square().mean()
+
+
+FP16 = {"compute_dtype": torch.float16, "reduce_dtype": torch.float16}
+BIG = {**PARAMS, "layers.1.w": PARAMS["layers.1.w"] * 1e6}
+NAN = float("nan")
+HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
+    "NaN in a stored leaf": (
+        {"spoil": spoiled("layers.1.w", NAN)}, -1, {}, "nan", "stored leaf 'layers.1.w'", ""),
+    "inf in a stored leaf": (
+        {"spoil": spoiled("layers.2.w", float("inf"), on=0)}, -1, {}, "inf", "stored leaf 'layers.2.w'", ""),
+    "NaN in one replica": (
+        {"spoil": spoiled("layers.0.w", NAN), "preset": "no_shard"}, -1, {}, "nan",
+        "stored leaf 'layers.0.w'", ""),
+    "NaN in a moment": (
+        {"spoil": spoiled("layers.0.w", NAN, "mu")}, -1, {}, "nan",
+        "optimizer state of leaf 'layers.0.w', slot 'mu'", ""),
+    "NaN in the batch of one rank": (
+        {"batch": rows().index_fill(0, torch.tensor([3]), NAN)}, -1, {}, "nan", "batch leaf '0'", ""),
+    "log of 0": ({"fn": log_in_the_middle}, Run, {"backward": False}, "inf", "value", "aten.log"),
+    "sqrt at 0": ({"fn": sqrt_at_zero}, Run, {"backward": True}, "inf", "gradient of", "aten.sqrt"),
+    "0 / 0": ({"fn": zero_by_zero}, Run, {"backward": False}, "nan", "value", "aten.div.Tensor"),
+    "exp": ({"fn": exp_overflow}, Run, {"backward": False}, "inf", "value", "aten.exp"),
+    "no key is seen": (
+        {"fn": no_key_is_seen}, Run, {"backward": False}, "nan", "value", "aten.softmax.int"),
+    "fp16: a kernel": (
+        {"fn": half_overflow, "policy": FP16, "loss_scale": 1.0}, Run, {"backward": False}, "inf", "value",
+        "aten.mul.Tensor"),
+    "fp16: the cast of a leaf": (
+        {"params": BIG, "policy": FP16, "preset": "no_shard", "loss_scale": 1.0}, Cast,
+        {"unit": "layers.1"}, "inf", "gathered leaf 'layers.1.w'", ""),
+    "fp16: the gradient": (
+        {"policy": FP16, "loss_scale": 1e9}, Run, {"backward": True}, "inf", "gradient of", ""),
+    "fp16: on the wire alone": (
+        {"policy": {"reduce_dtype": torch.float16}, "loss_scale": 1e9}, Wait, {"unit": "layers.2"}, "nan",
+        "reduced gradient of leaf 'layers.2.w'", ""),
+    "reduce op: a product": (
+        {"plant": lambda: lying("reduce_scatter", 0, lambda r: r * 1e30 * 1e30)}, Wait,
+        {"unit": "layers.2"}, "inf", "reduced gradient of leaf 'layers.2.w'", ""),
+    "reduce: one rank": (
+        {"plant": lambda: lying("reduce_scatter", 1, lambda r: r * NAN, 1)}, Wait,
+        {"unit": "layers.1"}, "nan", "reduced gradient of leaf 'layers.1.w'", ""),
+    "gather": (
+        {"plant": lambda: lying("all_gather", 1, lambda got: [row / 0 for row in got])}, Wait,
+        {"unit": "layers.1"}, "inf", "gathered leaf 'layers.1.w'", ""),
+    "gather: for the backward, one rank": (
+        {"plant": lambda: lying("all_gather", 3, lambda got: [row * NAN for row in got], 1)}, Wait,
+        {"unit": "layers.1"}, "nan", "gathered leaf 'layers.1.w'", ""),
+    "publish": (
+        {"plant": lambda: lying("all_gather", 1, lambda got: [row * NAN for row in got]),
+         "preset": "zero2"}, Wait, {"unit": "layers.1"}, "nan", "stored leaf 'layers.1.w'", ""),
+    "scalars": (
+        {"plant": lambda: lying("all_reduce", 0, lambda r: r * NAN)}, Wait, {}, "nan", "the step's loss", ""),
+    "kernel": (
+        {"plant": lambda: kernel_wrong("k1", False, 0, lambda v: v * NAN)}, Run,
+        {"backward": False, "unit": "layers.1"}, "nan", "value 'matmul_default_1'", ""),
+    "backward: the leaf": (
+        {"plant": lambda: kernel_wrong("k1", True, 1, lambda v: v * NAN)}, Run,
+        {"backward": True, "unit": "layers.1"}, "nan", "gradient of leaf 'layers.1.w'", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", HUNTS)
+def test_nan_hunt_names_where_it_arose(fault: str) -> None:
+    how, kind, fields, value, what, op = HUNTS[fault]
+    found = hunted(**how)
+    assert found, found
+    if kind == -1:
+        assert found.first.number == -1
+    else:
+        verb, way = kind.__name__.lower(), ".bwd(" if fields.get("backward") else ".fwd("
+        assert f" {verb} " in found.first.instruction
+        assert "backward" not in fields or way in found.first.instruction
+        assert fields.get("unit", "") in found.first.instruction
+    assert (found.first.kind, what in found.first.what) == (value, True), found
+    assert op == (found.first.of or found.first.op) or not op, found
+    if kind == -1 and value == "nan":
+        assert len(found.found) == 1, found  # what comes of it elsewhere is no finding of its own
+    text = str(found)
+    assert value in text.lower() and what in text and "step 0: loss" in text
+
+
+@pytest.mark.parametrize("fn", [log_in_the_middle, sqrt_at_zero, zero_by_zero])
+def test_nan_hunt_names_the_line_of_the_users_code(fn: Callable[..., Any]) -> None:
+    source = hunted(fn).first.source
+    marks = {log_in_the_middle: ".abs().log()", sqrt_at_zero: ".abs().sqrt()", zero_by_zero: "gap / gap"}
+    assert "test_nan_hunt.py:" in source and marks[fn] in source
+
+
+def test_nan_hunt_says_nothing_of_what_is_finite_and_of_masks() -> None:
+    assert not hunted()
+    assert str(hunted()).endswith("loss, gradients and state are finite")
+
+    def masked(params: Any, x: Tensor) -> Tensor:
+        """A mask that crosses units, and an infinity that is masked away again."""
+        mask = torch.zeros_like(x).masked_fill(torch.ones_like(x).triu(1) > 0, float("-inf"))
+        for weight in params.values():
+            x = (torch.tanh(x @ weight) + mask).softmax(-1)
+        return torch.where(x > 0, (x.detach() - x.detach()).log(), 0.0).exp().mean() + x.square().mean()
+
+    found = hunted(masked)
+    assert not found, found
+
+
+def test_nan_hunt_blames_the_fault_and_not_the_mask_beside_it() -> None:
+    def fn(params: Any, x: Tensor) -> Tensor:
+        mask = torch.full_like(x, float("-inf")).triu(1)
+        for weight in params.values():
+            x = (torch.tanh(x @ weight) + mask).softmax(-1)
+        x = torch.where(x < 2, x, (x.detach() - x.detach()).log())  # infinite, and not taken
+        return (x - 1).clamp(min=0).log().mean()
+
+    found = hunted(fn)
+    assert (found.first.kind, found.first.op) == ("inf", "aten.log"), found
+    assert "clamp" in found.first.source
+
+
+def test_nan_hunt_blames_no_mask_that_comes_with_the_batch() -> None:
+    def fn(params: Any, mask: Tensor) -> Tensor:
+        x = (run_chain(params, mask.isfinite().float()) + mask).softmax(-1)
+        return (x - 1).clamp(min=0).log().mean() if broken else x.square().mean()
+
+    mask = torch.zeros(4, 8).masked_fill(torch.ones(4, 8).triu(1) > 0, float("-inf"))
+    broken = False
+    assert not hunted(fn, batch=mask)
+    broken = True
+    found = hunted(fn, batch=mask)
+    assert (found.first.op, found.first.number > 0) == ("aten.log", True), found
+
+
+def test_nan_hunt_of_norms() -> None:
+    clipped = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), ADAMW)
+    found = hunted(lambda p, x: (run_chain(p, x) * 1e30).mean(), optimizer=clipped)
+    assert "norms" in found.first.instruction and found.first.kind == "inf", found
+
+
+def test_nan_hunt_of_an_update() -> None:
+    def plant(context: Context) -> Context:
+        right = context.updater.bind
+
+        def bind(bucket: Any) -> Any:
+            update = right(bucket)
+
+            def wrong(blocks: Any, slots: Any, params: Any, env: Any) -> None:
+                update(blocks, slots, params, env)
+                for path, stored in params.items():
+                    if path == "layers.0.w":
+                        stored.div_(0.0)
+
+            return wrong
+
+        context.updater.bind = bind
+        return context
+
+    with planted(plant):
+        found = hunted()
+    assert " update reduce/layers.0" in found.first.instruction
+    assert found.first.what == "stored leaf 'layers.0.w'"
+
+
+def test_nan_hunt_of_a_buffer_that_is_read_while_it_is_summed() -> None:
+    mesh = mesh_of(replicate=2, shard=2)
+    specs = PRESETS["hybrid_shard"](PARAMS, mesh)
+    with schedule_wrong(update_with_a_part_of_the_sum):
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=ADAMW, backend="eager")
+        part = rows()[:1]
+        ranks = fs.simulate(
+            mesh, lambda rank: fs.debug.nan_hunt(step, step.init(PARAMS), part), adversary="early"
+        )
+    assert " update reduce/layers.2" in ranks[0].first.instruction
+
+
+def test_nan_hunt_says_where_a_replay_broke_off() -> None:
+    with (
+        schedule_wrong(gather_not_waited_for),
+        pytest.raises(
+            DebugError, match=r"broke off at line \d+: forward layers.1 run k1.fwd(.|\n)*KeyError: 'p:"
+        ),
+    ):
+        hunted()
+
+
+def on_a_rank(rank: int) -> Any:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = PRESETS["full_shard"](PARAMS, mesh)
+    step = fs.shard_step(sqrt_at_zero, specs, mesh=mesh, optimizer=ADAMW, backend="eager")
+    state = step.init(PARAMS)
+    kept = state.copy()
+    step(state, rows()[rank * 2 :][:2])
+    found = fs.debug.nan_hunt(step, kept, rows()[rank * 2 :][:2])
+    return found.first.of, found.first.number, found.first.rank, step.count
+
+
+def test_nan_hunt_on_real_ranks(ranks: Any) -> None:
+    one, other = ranks(2).run(on_a_rank)
+    assert one == other
+    assert (one[0], one[2:]) == ("aten.sqrt", (0, 1))
+
+
+def test_nan_hunt_without_an_optimizer_and_with_dropout() -> None:
+    params = {"w": torch.tensor([1.0, 0.0])}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return (F.dropout(p["w"] * x, 0.0) + F.dropout(x, 0.5).sum() * 0).sqrt().sum()
+
+    step = fs.shard_step(fn, specs, backend="eager")
+    step(params, torch.ones(2))
+    found = fs.debug.nan_hunt(step, params, torch.ones(2), rng=(7, 3))
+    assert found.step == 3
+    assert found.first.of == "aten.sqrt" and ".bwd(" in found.first.instruction
+    assert torch.equal(params["w"], torch.tensor([1.0, 0.0]))
+
+
+def test_nan_hunt_refuses_a_consumed_state_and_what_is_no_step() -> None:
+    mesh = fs.make_mesh(shard=1)
+    step = fs.shard_step(
+        loss, PRESETS["full_shard"](PARAMS, mesh), mesh=mesh, optimizer=ADAMW, backend="eager"
+    )
+    state = step.init(PARAMS)
+    step(state, rows())
+    with pytest.raises(StateError, match=r"consumed by step 0(.|\n)*state.copy\(\)"):
+        fs.debug.nan_hunt(step, state, rows())
+    with pytest.raises(StateError, match="what shard_step made, not function"):
+        fs.debug.nan_hunt(loss, state, rows())
+
+
+@pytest.mark.long
+def test_nan_hunt_replays_a_step_that_inductor_compiled() -> None:
+    mesh = fs.make_mesh(shard=1)
+    step = fs.shard_step(sqrt_at_zero, PRESETS["full_shard"](PARAMS, mesh), mesh=mesh, optimizer=ADAMW)
+    state = step.init(PARAMS)
+    kept = state.copy()
+    step(state, rows())
+    assert fs.debug.nan_hunt(step, kept, rows()).first.of == "aten.sqrt"

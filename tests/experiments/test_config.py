@@ -1,0 +1,557 @@
+"""Command lines that are wrong: one error that names the key, its place and the nearest valid one; nothing is
+started, nothing made."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from experiments import train
+from experiments.cli import allowlist, job, overrides, provenance, schema, suggest, validate
+from experiments.cli import help as helping
+from experiments.cli.command_spec import CONF, Job
+from experiments.cli.main import main
+from experiments.cli.validate import ask
+from experiments.configs import checks
+from experiments.configs.train import HARDWARE, ConfigError
+from experiments.finetune.job import JOB as FINETUNE
+from experiments.train import JOB as TRAIN
+from fnshard.analysis.hardware import TABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+CL = r" \(command line\)"
+RUN_HAS = r"run has steps, accumulate, "
+
+# Arguments of the main job -> what has to be said.
+WRONG_TRAIN = {
+    # ---- names
+    "run.stpes=5": rf"run\.stpes=5{CL}: no such key\. Did you mean run\.steps\? {RUN_HAS}",
+    "steps=5": rf"steps=5{CL}: no such key\. Did you mean run\.steps\? The top has model, mesh",
+    "lr=0.1": rf"lr=0\.1{CL}: no such key\. Did you mean optimizer\.lr\?",
+    "run.LR=0.1": rf"run\.LR=0\.1{CL}: no such key\. Did you mean optimizer\.lr\?",
+    "training.steps=5": r"no such key\. Did you mean run\.steps\?",
+    "model.hidden=64": rf"model\.hidden=64{CL}: no such key\. .*model has width, layers, heads",
+    "model.width.x=64": rf"model\.width\.x=64{CL}: no such key\.",
+    "optimizer.b3=0.1": r"no such key\. Did you mean optimizer\.b[12]\? optimizer has name, lr, b1",
+    "optimizer=sgd optimizer.b1=0.1": rf"optimizer\.b1=0\.1{CL}: no such key\. .* has name, lr, momentum",
+    "data=stdlib data.held_out_rowz=8": r"Did you mean data\.held_out_rows\?",
+    "mesh.tensor=2": rf"mesh\.tensor=2{CL}: no such key\. mesh has replicate, shard\.",
+    "mesh={shart: 2}": r"mesh\.shart: no such key\. Did you mean mesh\.shard\?",
+    "+new.key=1": rf"\+new\.key=1{CL}: no such key\. The top has model, mesh",
+    "++run.stpes=5": r"no such key\. Did you mean run\.steps\?",
+    "+mesh.z=1": rf"\+mesh\.z=1{CL}: no such key\. mesh has replicate, shard\.",
+    "+run.steps=5": rf"\+run\.steps=5{CL}: is there already\. Fix: run\.steps=5\.",
+    "~run.steps": rf"~run\.steps{CL}: every key is needed, nothing can be taken away",
+    "~strategy": rf"~strategy{CL}: every key is needed",
+    # ---- groups and choices
+    "strategy=zer2": rf"strategy=zer2{CL}: no such choice\. Did you mean strategy=zero2\? strategy has ",
+    "strategy=ddp": rf"strategy=ddp{CL}: no such choice\. strategy has auto, full_shard",
+    "stratgy=zero2": rf"stratgy=zero2{CL}: no such key\. Did you mean strategy\?",
+    "optimizer=adam": r"no such choice\. Did you mean optimizer=adamw\? optimizer has adamw, sgd\.",
+    "model=5": rf"model=5{CL}: no such choice\. .*model has 1b, 25m, 5m, 70b, 7b, 85m, 8b, tiny\.",
+    "hardware=b200": r"no such choice\. Did you mean hardware=h[12]00\?",
+    "experiment=latop": r"no such choice\. Did you mean experiment=laptop\?",
+    "run=null": rf"run=null{CL}: no such choice\. run has default\.",
+    "run={steps: 5}": r"a choice is wanted, one of default; for keys of it: run\.steps=\.\.\.",
+    "+strategy=zero2": r"strategy is there already\. Fix: strategy=zero2\.",
+    "mesh=3": rf"mesh=3{CL}: mesh has keys below it, as in mesh\.replicate=",
+    "hydra/launcher=slurm_": r"no such choice\. .*hydra/launcher has basic",
+    # ---- types
+    "run.steps=many": rf"run\.steps=many{CL}: expected a whole number, not 'many'\.",
+    "run.steps=99999999999999999999": rf"run\.steps=99999999999999999999{CL}: must be 1000000000 or less",
+    "model.layers=1000000000": rf"^error: model\.layers=1000000000{CL}: must be 10000 or less\.$",
+    "model.width=10000000000000": rf"{CL}: must be 1048576 or less",
+    "model.context=1e13": rf"model\.context=1e13{CL}: expected a whole number",
+    "mesh={shard: 10000000000000}": r"mesh\.shard=10000000000000.*: must be 1048576 or less",
+    "model.heads=${model.vocab} model.vocab=16777216": r"model\.heads=16777216.*: must be 16384 or less",
+    "--multirun run.seed=1,99999999999999999999": r"run\.seed=.*: must be 9223372036854775807 or less",
+    "run.timeout_s=1e300": r"run\.timeout_s=1e300.*: must be 100000000 or less",
+    "run.steps=1.5": r"expected a whole number, not 1\.5\.",
+    "run.steps=null": r"expected a whole number, not null\.",
+    "run.steps=[1,2]": r"expected a whole number, not \[1, 2\]\.",
+    "run.async_save=perhaps": r"expected true or false, not 'perhaps'\.",
+    "optimizer.lr=fast": r"expected a number or null, not 'fast'\.",
+    "run.device_gb=much": r"expected a number or null, not 'much'\.",
+    "mesh.shard=all": r"expected a whole number or null, not 'all'\.",
+    "run.resume=null": r"expected text, not null\.",
+    "model.width=${nope}": r"model\.width=\$\{nope\} \(command line\): Interpolation key 'nope' not found",
+    # ---- how it is written
+    "run.steps": rf"run\.steps{CL}: expected KEY=VALUE",
+    "=5": rf"=5{CL}: expected KEY=VALUE",
+    "run.steps=5,10": rf"run\.steps=5,10{CL}: several values are a sweep\. Fix: --multirun",
+    "run.seed=range(3)": r"several values are a sweep\. Fix: --multirun",
+    "--stpes 5": rf"unrecognized arguments: --stpes{CL}",
+    "--multirun strategy=glob(qq*)": rf"strategy=glob\(qq\*\){CL}: matches none of auto, full_shard",
+    "--multirun run.steps=interval(1,3)": r"an interval is for a search\. Fix: hydra/sweeper=search_lr",
+    "hydra.run.dir=/dev/null/x": rf"hydra\.run\.dir=/dev/null/x{CL}: /dev/null is no folder",
+    "hydra.run.dir=''": r"hydra\.run\.dir=.*: names no folder",
+    "--multirun strategy=zero1,zer2": r"no such choice\. Did you mean strategy=zero2\?",
+    "--multirun run.steps=2,many": r"expected a whole number, not 'many'\.",
+    "--multirun run.seed=range(0,10000000000)": rf"seed=range.*{CL}: a sweep of 1e\+10 jobs; 10000 is",
+    "--multirun run.seed=shuffle(range(0,99999999999))": rf"{CL}: a sweep of 1e\+11 jobs",
+    "--multirun optimizer.lr=range(0,1,1e-30)": rf"{CL}: a sweep of 1e\+30 jobs",
+    "--multirun run.seed=range(0,5,0)": rf"range\(0,5,0\){CL}: a sweep of inf jobs",
+    "--multirun run.seed=range(0,200) run.steps=range(1,200)": rf"--multirun{CL}: a sweep of 3\.98e\+04 jobs",
+    "--multirun hydra.launcher.timeout_min=range(0,10000000000)": rf"{CL}: a sweep of 1e\+10 jobs",
+    # ---- values
+    "run.steps=0": rf"^error: run\.steps=0{CL}: must be 1 or more\.$",
+    "optimizer.lr=nan": rf"optimizer\.lr=nan{CL}: expected a finite number",
+    "optimizer.b1=1": rf"optimizer\.b1=1\.0{CL}: must be 0 or more and below 1",
+    "strategy.name=ddp": rf"strategy\.name='ddp'{CL}: must be one of full_shard",
+    "precision.compute=int8": r"must be one of float64, float32",
+    "strategy.remat=block": r"strategy\.remat='block' \(command line\): one of 'none', 'unit', 'offload'",
+    "hardware.price_per_hour=-1": r"hardware\.price_per_hour=-1\.0 \(command line\): must be 0 or more",
+    "model.heads=3": (
+        r"model\.width=128 \(conf/model/tiny\.yaml:2\) and model\.heads=3 \(command line\): the head size"
+    ),
+    "run.resume=''": r"run\.resume='' \(command line\): must be auto, never, or a path",
+    # ---- what does not go together
+    "strategy=auto": rf"strategy=auto{CL}: needs a budget\. Fix: run\.device_gb=24",
+    "run.device_gb=24": rf"run\.device_gb=24{CL}: a budget is for strategy=auto",
+    "strategy=auto run.device_gb=1 run.accumulate=2": r"strategy=auto chooses the micro-batches",
+    "strategy=auto run.device_gb=1 strategy.remat=unit": r"strategy=auto.* chooses remat by itself",
+    "strategy.memory=disk": r"run\.disk_dir=None .*: what rests on disk needs a directory",
+    "run.disk_dir=there": r"run\.disk_dir='there' .*: nothing rests on disk",
+    "strategy.update_on=host": r"needs strategy\.optimizer_memory=host or disk\.",
+    "schedule.decay=0.1": r"schedule: warmup_cosine does nothing with decay",
+    "schedule=wsd schedule.warmup=0.9": r"warmup \+ decay is more than the whole run",
+    "optimizer=sgd optimizer.momentum=0": r"optimizer\.nesterov=true.*: needs optimizer\.momentum above 0",
+    "model.vocab=100": r"model\.vocab=100 .*: must be 256 or more",
+    "data=shards": r"data=shards .*: needs the folder that experiments\.tokenize wrote\. Fix: data\.root=",
+    # ---- the machine
+    "mesh.shard=3 run.device=cpu": r"data\.rows=8 \(conf/data/stdlib\.yaml:7\) does not divide over 3 ranks",
+    "model.width=1048576 model.layers=10000 run.device=cpu": (
+        r"^error: a rank, one of 2, takes more memory than it has:\n  120,946,.* parameters\n"
+        r"  memory: 967,575,77\d GB or more \(optimizer .*\) of .* GB\nFix: a smaller model"
+    ),
+    "mesh.shard=1048576 data.rows=1048576 data.held_out_rows=1048576 run.device=cpu": r"or more \(process",
+    "data.rows=1048576 model.context=16777216 run.device=cpu": r"memory: 140,738 GB or more \(batch",
+    "mesh.shard=0": rf"mesh\.shard=0{CL}: must be 1 or more",
+    "run.accumulate=3 run.device=cpu": r"2 ranks times run\.accumulate=3 \(command line\)\.",
+    "run.device=tpu": rf"run\.device=tpu{CL}: this machine has cpu",
+    "data.rows=7 run.device=cpu": rf"data\.rows=7{CL} does not divide over 2 ranks",
+}
+WRONG_FINETUNE = {
+    "run.stpes=5": rf"run\.stpes=5{CL}: no such key\. Did you mean run\.steps\?",
+    "method=qlora": r"no such choice\. Did you mean method=qlora[48]\? method has auto, full, lora, ",
+    "objective=ppo": r"no such choice\. Did you mean objective=dpo\? objective has dpo, sft\.",
+    "method.rnak=4": r"no such key\. Did you mean method\.rank\?",
+    "method.rank=1000000000": rf"method\.rank=1000000000{CL}: must be 16384 or less",
+    "method.rank=0": rf"method\.rank=0{CL}: must be 1 or more",
+    "method.alpha=big": r"expected a number, not 'big'",
+    "model={width: 64}": rf"model=\{{width: 64\}}{CL}: expected text, not ",
+    "model.width=64": r"no such key\.",
+    "data=shards": r"data=shards.*: data has keys below it, as in data\.train=",
+    "data.rows=0": rf"data\.rows=0{CL}: must be 1 or more",
+    "data.pack=maybe": r"expected true or false, not 'maybe'",
+    "data.too_long=cut": r"must be one of refuse, skip, truncate",
+    "data.held_out=x.jsonl": r"data\.held_out: without data\.train there is nothing",
+    "objective=dpo data.pack=false": r"data\.pack=false.*: pairs are never packed",
+    "method=full export=adapters": rf"export=adapters{CL}: method=full has no adapters\. Fix: export=merged",
+    "export=onnx": rf"export='onnx'{CL}: must be one of auto, adapters",
+    "method=auto": r"method=auto .*: needs a budget\. Fix: run\.device_gb=24",
+    "objective.label_smoothing=0.5": r"objective\.label_smoothing=0\.5 .*: must be below 0\.5",
+    "experiment=qlora": r"no such choice\. Did you mean experiment=qlora4\?",
+    "mesh.shard=3 run.device=cpu": r"data\.held_out_rows=32 does not divide over 3 ranks",
+    "+run._target_=os.system": r"\+run\._target_=os\.system \(command line\): no such key\.",
+}
+WRONG = [(TRAIN, *each) for each in WRONG_TRAIN.items()] + [
+    (FINETUNE, *each) for each in WRONG_FINETUNE.items()
+]
+
+
+def split(line: str) -> list[str]:
+    """As a shell does, where braces, brackets and calls were quoted."""
+    return re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^\s{\[])+", line)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def groups_looked_up_once() -> Iterator[None]:
+    """They stand in files that do not change here, but for folders of our own."""
+    known, look_up = {}, validate.groups_of
+
+    def groups_of(form, loader):
+        key = (form.name, str(loader.get_search_path().get_path()))
+        if key not in known:
+            known[key] = look_up(form, loader)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validate, "groups_of", groups_of)
+        yield
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch, capfd):
+    """What a wrong command line prints; nothing may be left behind, or started."""
+
+    def run(of: Job, *arguments: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        monkeypatch.setattr(sys, "argv", [of.name, *arguments])
+        monkeypatch.setattr(job, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(of)
+        shown = capfd.readouterr()
+        assert shown.out == "" and list(tmp_path.iterdir()) == []
+        return shown.err
+
+    return run
+
+
+@pytest.mark.parametrize(("of", "line", "said"), WRONG, ids=[f"{j.name}: {line}" for j, line, _ in WRONG])
+def test_a_wrong_command_line_is_one_error(told, of, line, said):
+    shown = told(of, *split(line))
+    assert re.search(said, shown, re.M), shown
+    assert shown.startswith("error: ") and shown.count("error: ") == 1
+    assert "Traceback" not in shown and "Error executing" not in shown and "HYDRA" not in shown
+
+
+def test_there_are_enough_of_them():
+    assert len(WRONG) >= 60
+
+
+def test_all_problems_come_at_once(told):
+    shown = told(TRAIN, "+mesh.z=1", "run.stpes=5", "strategy=zer2", "run.seed=-1", "model.heads=5", "lr=1")
+    assert shown.startswith("error: the configuration has 5 problems:\n") and len(shown.splitlines()) == 6
+    for said in (
+        r"mesh\.z",
+        r"run\.stpes=5",
+        r"strategy=zer2",
+        r"model\.width=128 .* and model\.heads=5",
+        r"lr=1",
+    ):
+        assert re.search(said, shown)
+    assert "run.seed" not in shown  # of a group that another argument is missing from
+
+
+def test_one_mistake_brings_no_others(told):
+    """What a left-out argument would have made right is not told of."""
+    assert len(told(TRAIN, "strategy=auto", "run.device_gb=lots").splitlines()) == 1
+    assert len(told(TRAIN, "strategy=auot", "run.device_gb=24").splitlines()) == 1
+
+
+# ------------------------------------------------------------------ files
+
+
+def file_of(folder: Path, text: str) -> str:
+    """An own recipe; the argument that takes it from there."""
+    path = folder / "more" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# @package _global_\n{text}")
+    return str(path.parent.parent)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run:\n  steps: 5\n  stpes: 6\n", r"run\.stpes=6 \(.*experiment/mine\.yaml:4\): no such key\."),
+        ("run:\n  steps: many\n", r"run\.steps=many \(.*mine\.yaml:3\): expected a whole number, not 'many'"),
+        ("model:\n  width: 0\n", r"model\.width=0 \(.*mine\.yaml:3\): must be at least 1"),
+        ("strategy:\n  _target_: os.system\n", r"strategy\._target_=os\.system \(.*:3\): no such key"),
+        ("defaults:\n  - override /strategy: zer2\n", r"Could not find 'strategy/zer2'"),
+        ("run: [1\n", r"mine\.yaml"),
+        ("just words", r"mine\.yaml: expected lines of `key: value`, not "),
+        ("run: &r\n  steps: *r\n", r"mine\.yaml:3: the alias \*r stands for what holds it\."),
+        ("a: &a [" + "1," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]\n",
+         r"mine\.yaml:3: more than 10000 values, aliases written out"),
+        ("a: &a {" + ",".join(f"k{i}: 1" for i in range(99)) + "}\nb:\n" +
+         "".join(f"  - <<: [*a, *a]\n    k: {i}\n" for i in range(99)), r"mine\.yaml:\d+: more than 10000"),
+        ("run:\n  steps: " + "[" * 100_000, r"mine\.yaml:3: .* or more than 32 levels of them"),
+        ("# " + "x" * 2**20, r"mine\.yaml: has 10485\d\d bytes, the most is 1048576\."),
+        ("hydra:\n  sweeper:\n    params:\n      run.seed: range(0,10000000000)\n",
+         r"hydra\.sweeper\.params \(.*mine\.yaml:5\): a sweep of 1e\+10 jobs"),
+        ("defaults: [mine, _self_]\n", r"cannot be read: RecursionError"),
+        ("run: 5\n", r"run=5 \(.*mine\.yaml:2\): has keys below it; a choice belongs to the defaults"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_named_with_its_line(tmp_path_factory, told, text, said):
+    folder = file_of(tmp_path_factory.mktemp("own"), text)
+    more = ["--multirun"] if "sweeper" in text else []
+    shown = told(TRAIN, "--config-dir", folder, "experiment=mine", *more)
+    assert re.search(said, shown), shown
+    assert shown.count("error: ") == 1 and "Traceback" not in shown
+
+
+def test_an_own_recipe_is_taken_and_its_values_know_their_lines(tmp_path):
+    folder = file_of(tmp_path, "run:\n  steps: 7\n  seed: 1\n")
+    found = ask(TRAIN.form, ["--config-dir", folder, "experiment=mine", "run.seed=2"])
+    assert (found.config.run.steps, found.config.run.seed) == (7, 2)
+    assert found.sources["run.steps"].endswith("experiment/mine.yaml:3")
+    assert found.sources["run.seed"] == "command line"
+    assert found.sources["run.keep"].startswith("conf/run/default.yaml:")
+
+
+def test_right_command_lines_are_taken():
+    """Whatever looks odd, and is not."""
+    for line in (
+        "run.steps='5'", "run.async_save=yes", "optimizer.lr=1", "run.prompt=5", "strategy.remat=0.5",
+        "strategy.remat={layers.*:unit}", "mesh={shard: 2}", "++run.steps=5", 
+        "run.seed=${run.steps}", "hydra.run.dir=there", "run.steps=2 run.steps=3", "hydra.verbose=true",
+    ):  # fmt: skip
+        assert ask(TRAIN.form, split(line)).config is not None, line
+    assert ask(TRAIN.form, ["--multirun", "run.seed=range(3)", "strategy=zero1,zero2"]).config is None
+    assert ask(TRAIN.form, ["--cfg", "job", "run.steps=0"]).config is None  # it is to be looked at
+
+
+# ------------------------------------------------------------------ a configuration that runs code
+
+
+OWN = r"Hydra's own, which could run code\. A configuration may set of Hydra's keys hydra\.run\.dir, "
+SLURM, SEARCH = ("--multirun", "launcher=slurm"), ("--multirun", "hydra/sweeper=search_lr")
+TEN = "${run.device}" * 10
+CHAIN = ("device", "prompt", "resume", "backend", "watch", "accumulate_mode")
+CHAINED = zip(CHAIN, [*(f"run.{name}" for name in CHAIN[1:]), "data.suffix"], strict=True)
+TEN_OF_TEN = (*(f"run.{a}='{TEN.replace('run.device', b)}'" for a, b in CHAINED), f"data.suffix={'x' * 3000}")
+HOSTILE = [  # arguments, and what is said of them
+    (("hydra.job.env_set.LD_PRELOAD=x.so",), rf"hydra\.job\.env_set\.LD_PRELOAD=x\.so{CL}: {OWN}"),
+    (("+hydra.job.env_set.PYTHONPATH=.",), rf"hydra\.job\.env_set\.PYTHONPATH=\.{CL}: {OWN}"),
+    (("hydra.job.env_set={LD_PRELOAD: x.so}",), rf"hydra\.job\.env_set=.*{CL}: {OWN}"),
+    (("hydra.job={env_set: {LD_PRELOAD: x.so}}",), rf"hydra\.job=.*{CL}: {OWN}"),
+    (("hydra={job: {env_set: {LD_PRELOAD: x.so}}}",), rf"hydra=.*{CL}: {OWN}"),
+    (("hydra.job.env_copy=[HOME]",), OWN),
+    (("hydra.searchpath=[pkg://tests]",), OWN),
+    (("hydra.overrides.task=[x]",), OWN),
+    (("hydra.runtime.output_dir=/",), OWN),
+    (("++hydra.env.x=1",), OWN),
+    (("+hydra.callbacks.x._target_=os.mkdir", "+hydra.callbacks.x.path=canary"), OWN),
+    (("+hydra.callbacks.x='${oc.create:{_target_: os.mkdir, path: canary}}'",), OWN),
+    (
+        ("hydra.callbacks.table._target_=os.mkdir",),
+        r"callbacks\.table\._target_ \(.*: 'os\.mkdir' is not made",
+    ),
+    (("hydra.callbacks.table._target_='${oc.env:HOME}'",), r"callbacks\.table\._target_ \(.*is not made"),
+    (("+hydra.job_logging.handlers.h.class=os.mkdir",), OWN),
+    (("hydra.hydra_logging.handlers.console.stream=ext://os.mkdir",), OWN),
+    (("hydra.sweeper._target_=os.mkdir", "--multirun"), r"hydra\.sweeper\._target_ \(command line\): "),
+    (("hydra.launcher._target_=os.mkdir", "--multirun"), r"hydra\.launcher\._target_ \(command line\): "),
+    ((*SEARCH, "+hydra.sweeper.params={hydra.job.env_set.A: b}"), r"params\.hydra\.job\.env_set\.A \("),
+    ((*SEARCH, "+hydra.sweeper.params={run.stpes: '1,2'}"), r"hydra\.sweeper\.params\.run\.stpes \("),
+    (("hydra/sweeper=optuna", "hydra.sweeper.custom_search_space=os.mkdir", "--multirun"), OWN),
+    ((*SLURM, "hydra.launcher.partition='a\nb'"), r"launcher\.partition .*: 'a\\nb': SLURM reads one line"),
+    ((*SLURM, "hydra.job.name='a\nb'"), r"hydra\.launcher\.name .*: 'a\\nb': SLURM reads one line"),
+    (
+        (*SLURM, "+hydra.launcher.additional_parameters={a: 'b\nc'}"),
+        r"parameters\.a .*: SLURM reads one line",
+    ),
+    ((*SLURM, "hydra.launcher.setup=[{_target_: os.mkdir}]"), r"setup"),
+    (
+        (*SLURM, "+hydra.launcher.additional_parameters={_target_: os.mkdir}"),
+        r"_target_ .* is not made",
+    ),
+    ((*SLURM, "hydra.launcher.submitit_folder=there"), OWN),
+    (("launcher=joblib", "hydra.launcher.temp_folder=there", "--multirun"), OWN),
+    (
+        ("+strategy._target_=os.mkdir", "+strategy.path=canary"),
+        r"strategy\._target_=os\.mkdir .*: no such key",
+    ),
+    (("strategy.remat={_target_: os.mkdir, path: canary}",), r"strategy\.remat="),
+    (("--experimental-rerun", "canary.pickle"), r"--experimental-rerun"),
+    (TEN_OF_TEN, r"run\.device: 3\d{9} characters, all references written out; the most is 1048576"),
+    ((f"hydra.run.dir='{TEN}'", *TEN_OF_TEN), r"hydra\.run\.dir: \d+ characters, all references written out"),
+    (("run.prompt='${run.${run.watch}}'",), r"run\.prompt=\$\{run\.\$\{run\.watch\}\}.*: a reference inside"),
+    (("strategy.remat=" + "[" * 3000,), r"expected KEY=VALUE"),
+    (
+        ("launcher=joblib", "hydra.launcher.n_jobs=1000000000", "--multirun"),
+        r"n_jobs=1000000000.*: must be 10000",
+    ),
+    (
+        (*SEARCH, "hydra.sweeper.storage='redis://127.0.0.1:1/0'"),
+        r"storage.*redis.*kept in a file, sqlite:///",
+    ),
+    ((*SEARCH, "hydra.sweeper.n_trials=1000000000"), r"n_trials=1000000000.*: must be 10000 or less"),
+    ((*SEARCH, "run.seed=range(0,10000000000)"), r"a sweep of 1e\+10 jobs"),
+]
+PLUGINS = {"launcher=slurm": "submitit_launcher", "launcher=joblib": "joblib_launcher",
+           "hydra/sweeper=optuna": "optuna_sweeper", "hydra/sweeper=search_lr": "optuna_sweeper"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), HOSTILE, ids=[" ".join(each)[:90] for each, _ in HOSTILE])
+def test_a_hostile_command_line_is_refused(told, arguments, said):
+    """`told` would find a canary."""
+    for argument in PLUGINS.keys() & set(arguments):
+        pytest.importorskip(f"hydra_plugins.hydra_{PLUGINS[argument]}")
+    shown = told(TRAIN, *arguments)
+    assert re.search(said, shown), shown
+    assert shown.count("error: ") == 1 and "Traceback" not in shown
+
+
+HOSTILE_FILES = {
+    "hydra:\n  job:\n    env_set:\n      LD_PRELOAD: x.so\n": rf"LD_PRELOAD \(.*mine\.yaml:5\): {OWN}",
+    "hydra:\n  job: {env_set: {PYTHONPATH: .}}\n": rf"PYTHONPATH \(.*mine\.yaml:3\): {OWN}",
+    "hydra.job.env_set:\n  LD_PRELOAD: x.so\n": rf"hydra\.job\.env_set\.LD_PRELOAD \(.*mine\.yaml:3\): {OWN}",
+    "hydra: '${oc.create:{job: {env_set: {LD_PRELOAD: x.so}}}}'\n": r"hydra=.*mine\.yaml:2\): no such key",
+    "hydra:\n  searchpath: [pkg://tests]\n": OWN,
+    "defaults:\n  - /data@hydra.job.env_set: stdlib\n": rf"hydra\.job\.env_set\.\w+ \(conf/data/.*: {OWN}",
+    "hydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: canary\n": OWN,
+    "hydra:\n  job_logging:\n    handlers:\n      h:\n        (): os.mkdir\n": OWN,
+    "hydra:\n  launcher:\n    _target_: os.mkdir\n    path: canary\n": r"hydra\.launcher\.path \(.*yaml:5\)",
+    "hydra:\n  sweeper:\n    params:\n      hydra.job.env_set.A: b\n": r"params\.hydra\.job\.env_set\.A",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), HOSTILE_FILES.items())
+def test_a_hostile_file_is_refused(told, tmp_path_factory, text, said):
+    folder = file_of(tmp_path_factory.mktemp("own"), text)
+    for flags in ((), ("--multirun",), ("--cfg", "job")):
+        shown = told(TRAIN, "--config-dir", folder, "experiment=mine", *flags)
+        assert re.search(said, shown), shown
+    shown = told(TRAIN, "--config-dir", folder, "--multirun", "experiment=laptop,mine")
+    assert re.search(said, shown), shown
+
+
+def test_a_hostile_folder_is_refused(told, tmp_path_factory, monkeypatch):
+    """Twenty files, each of which names the next one twice: a million to compose."""
+    folder = file_of(tmp_path_factory.mktemp("own"), "defaults: [f0@a, f0@b]\n")
+    for i in range(20):
+        next_one = f"defaults: [f{i + 1}@a, f{i + 1}@b]\n" if i < 19 else "x: 1\n"
+        Path(folder, "experiment", f"f{i}.yaml").write_text(next_one)
+    monkeypatch.setattr(validate, "READING_CPU_S", 2.0)
+    shown = told(TRAIN, "--config-dir", folder, "experiment=mine")
+    assert shown == "error: the files of this configuration take more than 2 s to read.\n"
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_there_are_thirty_hostile_ones():
+    assert len(HOSTILE) >= 30
+
+
+def test_what_hydra_would_have_done():
+    """The same canary, without us: Hydra does call it."""
+    from hydra.utils import instantiate
+
+    with pytest.raises(Exception, match=r"posix\.mkdir"):
+        instantiate({"_target_": "os.mkdir", "path": "/canary/canary"})
+
+
+# ------------------------------------------------------------------ processes
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "said"),
+    [
+        ("train", "run.stpes=5", "error: run.stpes=5 (command line): no such key. Did you mean run.steps?"),
+        ("finetune", "method=qlora", "error: method=qlora (command line): no such choice."),
+        (
+            "tokenize",
+            "shards_mb=5 out=x",
+            "error: shards_mb=5 (command line): no such key. Did you mean shard_mb?",
+        ),
+    ],
+)
+def test_from_a_shell(tmp_path, module, argument, said):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", f"experiments.{module}", *argument.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(said), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+    assert time.monotonic() - began < 20  # it is one second; other processes have their share
+
+
+def test_a_mistake_does_not_wait_for_torch():
+    program = (
+        "import sys; sys.argv = ['x', 'run.stpes=5']\n"
+        "from experiments.train import JOB, main\n"
+        "try: main(JOB)\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "2 False\n", done.stderr
+
+
+# ------------------------------------------------------------------ groups
+
+
+def test_hardware_has_a_file_for_each_name():
+    assert {path.stem for path in (CONF / "hardware").glob("*.yaml")} == set(HARDWARE)
+    assert set(HARDWARE) == {*TABLE, "auto", "measure"}
+    for name in HARDWARE:
+        hardware = ask(TRAIN.form, [f"hardware={name}", "hardware.price_per_hour=2.5"]).config.hardware
+        assert (hardware.name, hardware.price_per_hour) == (name, 2.5)
+
+
+def test_finetune_has_the_groups_of_the_main_job():
+    linked = [path.name for path in (CONF / "finetune").iterdir() if path.is_symlink()]
+    assert {"hardware", "optimizer", "precision", "run", "schedule", "strategy"} <= set(linked)
+    assert ask(FINETUNE.form, ["hardware=h100"]).config.hardware.name == "h100"
+
+
+def test_a_bug_has_its_traceback(monkeypatch, tmp_path):
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu"])
+    monkeypatch.setattr(job, "start", broken)
+    with pytest.raises(KeyError, match="ours"):
+        train.main(TRAIN)
+
+
+def test_a_mistake_that_is_found_later_is_told_once(monkeypatch, tmp_path, capfd):
+    """By the preparation, within Hydra's run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu", "data.root=nowhere"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(TRAIN)
+    shown = capfd.readouterr().err
+    assert (
+        shown.startswith("error: ")
+        and "is no folder. Fix: name one as data.root." in shown
+        and "Error executing" not in shown
+    )
+
+
+def test_a_rank_that_fails_is_no_mistake(monkeypatch, tmp_path, capfd):
+    from fnshard.launcher.local import LaunchError
+
+    def fails(*_, **__):
+        raise LaunchError("rank 1 died")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu", "run.steps=1"])
+    monkeypatch.setattr(job, "launch", fails)
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main(TRAIN)
+    assert capfd.readouterr().err.splitlines()[-1] == "error: rank 1 died"
+
+
+def test_problems_are_one_error():
+    with pytest.raises(ConfigError, match=r"^run\.stpes=5 \(command line\): no such key"):
+        ask(TRAIN.form, ["run.stpes=5"])
+
+
+@pytest.mark.parametrize("module", [checks, suggest, schema, provenance, allowlist, overrides, helping])
+def test_docstrings_are_right(module):
+    found = doctest.testmod(module)
+    assert found.failed == 0 and found.attempted > 0
+
+
+def test_configurations_are_built_by_keyword_alone():
+    """A field that comes to stand before others must not change what a value of theirs means."""
+    modules = [
+        ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "experiments").rglob("config.py")
+    ]
+    members = [vars(importlib.import_module(module)).values() for module in modules]
+    kinds = {kind for each in members for kind in each if isinstance(kind, type) and is_dataclass(kind)}
+    assert {"TrainConfig", "FinetuneConfig", "BenchConfig"} <= {kind.__name__ for kind in kinds}
+    named = [f"{kind.__name__}.{f.name}" for kind in kinds for f in fields(kind) if not f.kw_only]
+    assert [name for name in named if "Config." in name] == []

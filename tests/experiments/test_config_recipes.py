@@ -1,0 +1,197 @@
+"""Recipes of conf/experiment: each composes, takes overrides, trains for two steps; and what --help says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_finetune import SMALL as SMALL_TUNING
+from test_finetune import data, model, run_in  # noqa: F401  # fixtures
+
+from experiments.bench.form import FORM as BENCH
+from experiments.chaos.config import FORM as CHAOS
+from experiments.cli.command_spec import Form
+from experiments.cli.help import help_of
+from experiments.cli.main import main
+from experiments.cli.validate import ask
+from experiments.configs.machine import place
+from experiments.configs.train import TrainConfig
+from experiments.finetune import dataset
+from experiments.finetune import loop as tuning_loop
+from experiments.finetune.job import FORM as FINETUNE
+from experiments.memory.config import FORM as MEMORY
+from experiments.tokenize.config import FORM as TOKENIZE
+from experiments.tokenize.config import TokenizeConfig
+from experiments.tokenize.job import tokenize
+from experiments.train import FORM as TRAIN
+from experiments.train import JOB
+from experiments.training import loop
+from experiments.training.result import read_result
+from fnshard.launcher.rank import Stop
+
+FORMS = (TRAIN, FINETUNE, BENCH, CHAOS, MEMORY, TOKENIZE)
+SMALL = (
+    "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
+    "data.rows=4", "data.held_out_rows=4", "run.steps=2",
+    "run.held_out_every=2", "run.sample_tokens=1", "run.backend=eager",
+    "run.device=cpu", "mesh.shard=1", "mesh.replicate=1", "run.save_every=0",
+)  # fmt: skip
+# Much like one that is run here.
+LONG = {"hybrid", "small_memory", "ddp", "fsdp2", "zero1", "sft_full", "qlora4", "dpo"}
+
+
+def recipes(form: Form) -> list[str]:
+    return sorted(path.stem for path in (form.conf / "experiment").glob("*.yaml"))
+
+
+def some(form: Form) -> list:
+    return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in recipes(form)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 40)
+    return folder
+
+
+@pytest.mark.parametrize("name", some(TRAIN))
+def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name == "shards":  # at the place that the recipe names
+        tokenize(TokenizeConfig(out="shards", files=(str(text),), processes=1, held_out_percent=20))
+    root = () if name == "shards" else (f"data.root={text}",)
+    asked = ask(TRAIN, [f"experiment={name}", *SMALL, *root]).config
+    config = JOB.prepare(place(asked, accelerators={}))
+    loop.train(config, run_in(tmp_path / "run"), [], Stop())
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert (tmp_path / "run" / "plan.json").exists() == (name == "planned")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [1, 60])
+@pytest.mark.parametrize("name", recipes(TRAIN))
+def test_a_recipe_trains_without_its_safety_net(ranks, name, layers, text, tmp_path, monkeypatch):
+    """On two real ranks, by SGD, without clipping and accumulation; one block, and more than any bound."""
+    monkeypatch.chdir(tmp_path)
+    if name == "shards":
+        tokenize(TokenizeConfig(out="shards", files=(str(text),), processes=1, held_out_percent=20))
+    root = () if name == "shards" else (f"data.root={text}",)
+    bare = ("optimizer=sgd", "optimizer.clip=null", "optimizer.lr=0.01", "run.accumulate=1")
+    more = (*SMALL, *root, *bare, "mesh.shard=2", f"model.layers={layers}")
+    config = JOB.prepare(place(ask(TRAIN, [f"experiment={name}", *more]).config, accelerators={}))
+    ranks(2).run(trained, config, str(tmp_path / "run"), timeout=250.0)
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
+
+
+def trained(rank: int, config: TrainConfig, folder: str) -> None:
+    loop.train(config, run_in(Path(folder)), [], Stop())
+
+
+@pytest.mark.parametrize("name", some(FINETUNE))
+def test_a_recipe_tunes_for_two_steps(name, model, data, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    train = data["pairs" if name == "dpo" else "samples"]
+    more = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}", "run.steps=2")
+    asked = ask(FINETUNE, [f"experiment={name}", *SMALL_TUNING, "mesh.replicate=1", *more]).config
+    config = dataset.prepared(place(asked, accelerators={}))
+    tuning_loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [(form, name) for form in (TRAIN, FINETUNE) for name in recipes(form)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_recipe_is_whole_and_takes_overrides(form, name):
+    """On a machine with eight GPUs; no key is said for nothing."""
+    asked = ask(form, [f"experiment={name}"])
+    place(asked.config, accelerators={"cpu": 1} if name == "laptop" else {"cuda": 8})
+    again = ask(form, [f"experiment={name}", "run.steps=10", "optimizer.lr=0.5"]).config
+    assert (again.run.steps, again.optimizer.lr) == (10, 0.5)
+    written = yaml.safe_load((form.conf / "experiment" / f"{name}.yaml").read_text())
+    for group in {*written} - {"defaults"}:
+        for key in written[group]:
+            assert f"experiment/{name}.yaml:" in asked.sources[f"{group}.{key}"]
+
+
+def test_a_recipe_gives_way_to_choices():
+    config = ask(TRAIN, ["experiment=fsdp2", "strategy=zero2", "model=tiny"]).config
+    assert (config.strategy.name, config.model.width, config.precision.compute) == ("zero2", 128, "bfloat16")
+
+
+# ------------------------------------------------------------------ --help
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_help_names_groups_keys_and_examples_that_compose(form):
+    told = help_of(form)
+    assert max(map(len, told.splitlines())) <= 110
+    folders = [p.name for p in form.conf.iterdir() if p.is_dir() and p.name not in ("finetune", "hydra")]
+    for group in folders if form.name in ("train", "finetune") else []:
+        choices = sorted(p.stem for p in (form.conf / group).glob("*.yaml"))
+        row = re.search(rf"^  {group} +(.*(?:\n {{10,}}.*)*)", told, re.M)
+        assert row, group
+        assert sorted(choice.lstrip("*") for choice in row[1].split()) == choices
+        assert row[1].count("*") == (group != "experiment")
+    for key in form.help.options:
+        assert re.search(rf"^  {re.escape(key)}=\S", told, re.M), key
+    assert len(form.help.examples) == 3
+    for command in form.help.examples:
+        assert command in told
+        words = shlex.split(command)
+        assert words[:3] == ["python", "-m", f"experiments.{form.name}"]
+        ask(form, words[3:])
+
+
+def test_options_of_the_help_are_there():
+    for form in FORMS:
+        asked = ask(form, {"tokenize": ["out=there"]}.get(form.name, []))
+        for key in form.help.options:
+            value = asked.config
+            for part in key.split(".") if not key.startswith("hydra.") else []:
+                assert part in {f.name for f in dataclasses.fields(value)}, key
+                value = getattr(value, part)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_printed_and_nothing_is_made(flag, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", flag])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(JOB)
+    shown = capfd.readouterr()
+    assert shown.out == help_of(TRAIN) + "\n" and shown.err == "" and list(tmp_path.iterdir()) == []
+
+
+def test_other_flags_of_hydra_work(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for arguments, said in {
+        ("--cfg", "job", "run.steps=7"): "steps: 7",
+        ("--cfg", "job", "--package", "mesh"): "replicate: 1",
+        ("--info", "defaults"): "strategy/full_shard",
+        ("--hydra-help",): "Hydra",
+        ("--shell-completion", "install=bash"): "complete",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        try:
+            main(JOB)
+        except SystemExit as ended:
+            assert ended.code in (0, None)
+        shown = capfd.readouterr()
+        assert said in shown.out, (arguments, shown)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,313 @@
+"""Orders, packing, batches: one global batch on any mesh, exact resume at any step, every sample once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.data.batches import fill, once, width_of
+from experiments.data.loader import PackedLoader, PairLoader
+from experiments.data.packing import Packer, pack
+from experiments.data.permutation import Permutation, order
+from experiments.data.prepared import prepare
+from experiments.data.tokenizer import byte_tokenizer
+from fnshard.losses.objectives import IGNORE
+
+CONTEXT = 50
+COUNT = 67
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(kind, ...)`: prepared data of many lengths, its own text in every sample."""
+    folder = tmp_path_factory.mktemp("data")
+
+    def make(kind="samples", context=CONTEXT, count=COUNT, longest=40):
+        draw = np.random.default_rng(0)
+        sizes = draw.integers(1, longest - 10, size=count)
+        lines = [{"prompt": f"{i:04d}", "response": "r" * size} for i, size in enumerate(sizes.tolist())]
+        if kind == "pairs":
+            lines = [{"prompt": x["prompt"], "chosen": x["response"], "rejected": "no"} for x in lines]
+        file = folder / f"{kind}{count}{longest}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return prepare([file], byte_tokenizer(), context=context, cache=folder / "cache", kind=kind)
+
+    return make
+
+
+def joined(parts):
+    """Ranks' batches as the global one."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts)
+    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+
+
+def samples_in(batch):
+    """The prompt number and the targets of every document in a batch."""
+    found = []
+    for tokens, targets, documents in zip(
+        *(batch[n] for n in ("tokens", "targets", "documents")), strict=True
+    ):
+        for document in range(1, int(documents.max()) + 1):
+            at = documents == document
+            found.append((int(bytes(tokens[at][1:5].tolist())), tokens[at].tolist(), targets[at].tolist()))
+    return found
+
+
+# ------------------------------------------------------------------ orders
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 10**6))
+def test_an_epoch_s_order_is_a_permutation(count, seed, epoch):
+    places = np.arange(count)
+    values = Permutation(count, seed, epoch)(places)
+    assert np.array_equal(np.sort(values), places)
+
+
+def test_orders_differ_by_seed_and_epoch_and_look_like_chance():
+    orders = {tuple(Permutation(60, seed, epoch)(np.arange(60))) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    counts = np.zeros((6, 6))
+    for seed in range(1500):
+        counts[np.arange(6), Permutation(6, seed)(np.arange(6))] += 1
+    assert abs(counts - 250).max() < 5 * 250**0.5  # 36 cells, five sigma
+    values = Permutation(100_000, 3)(np.arange(100_000))
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(values, np.arange(100_000))[0, 1]) < 0.02
+
+
+def test_an_order_of_very_many_is_not_held():
+    places = np.array([0, 1, 2, 10**12 - 1])
+    values = Permutation(10**12, 1)(places)
+    assert len(set(values.tolist())) == 4 and values.min() >= 0 and values.max() < 10**12
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(5, 40), st.integers(0, 200), st.integers(0, 90), st.integers(0, 90))
+def test_any_stretch_of_the_stream_is_a_stretch_of_the_whole(count, start, first, second):
+    whole = order(count, 7, start, start + first + second)
+    parts = order(count, 7, start, start + first), order(count, 7, start + first, start + first + second)
+    assert np.array_equal(whole, np.concatenate(parts))
+    epoch = order(count, 7, 3 * count, 4 * count)
+    assert sorted(epoch.tolist()) == list(range(count))
+
+
+# ------------------------------------------------------------------ packing
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=200), st.integers(30, 64), st.integers(1, 9))
+def test_packing_holds_each_sample_once_and_no_row_is_over(lengths, context, open_rows):
+    rows = list(pack(lengths, context, open_rows=open_rows))
+    assert sorted(s for row in rows for s in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[s] for s in row) <= context for row in rows)
+    assert rows == list(pack(lengths, context, open_rows=open_rows))
+
+
+@pytest.mark.parametrize(
+    ("most", "context", "least"), [(100, 256, 0.96), (256, 256, 0.87), (700, 2048, 0.98), (2048, 2048, 0.93)]
+)
+def test_rows_are_well_filled(most, context, least):
+    lengths = np.random.default_rng(1).integers(1, most + 1, size=4000).tolist()
+    rows = list(pack(lengths, context))
+    assert sum(lengths) / (context * len(rows)) > least
+
+
+def test_nothing_waits_for_ever():
+    """A row that nothing fits into is closed in its turn, though others are always fuller."""
+    packer = Packer(context=1000, open_rows=4)
+    closed = [packer.add(sample, 500 if sample == 0 else 600) for sample in range(10)]
+    assert closed[:5] == [None] * 4 + [[0]]
+    assert len(packer.rows) == 4
+
+
+def test_rows_close_at_once_when_nothing_can_fit():
+    packer = Packer(context=10, shortest=3)
+    assert packer.add(5, 7) is None
+    assert packer.add(6, 8) == [6]
+    with pytest.raises(ValueError, match="sample 7 of length 11 does not fit a row of 10"):
+        packer.add(7, 11)
+
+
+# ------------------------------------------------------------------ packed batches
+
+
+def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(made):
+    prepared = made()
+    tokenizer = byte_tokenizer()
+    batch = fill(prepared, [[3, 9], [], [5]], CONTEXT)
+    assert list(batch) == ["tokens", "targets", "positions", "documents"]
+    assert all(values.shape == (3, CONTEXT) for values in batch.values())
+    assert all(values.dtype == torch.int64 for values in batch.values())
+    end = 0
+    for document, sample in enumerate((3, 9), 1):
+        ids, learned = (a.tolist() for a in prepared.sample(sample))
+        start, end = end, end + len(ids) - 1
+        assert batch["tokens"][0, start:end].tolist() == ids[:-1]
+        expected = [i if told else IGNORE for i, told in zip(ids[1:], learned[1:], strict=True)]
+        assert batch["targets"][0, start:end].tolist() == expected
+        assert batch["targets"][0, end - 1] == tokenizer.eos
+        assert batch["targets"][0, start : start + 4].tolist() == [IGNORE] * 4  # begin and a prompt of 4
+        assert batch["targets"][0, start + 4] == ord("r")
+        assert batch["documents"][0, start:end].tolist() == [document] * (end - start)
+        assert batch["positions"][0, start:end].tolist() == list(range(end - start))
+    for row, begin in ((0, end), (1, 0)):
+        assert (batch["targets"][row, begin:] == IGNORE).all()
+        assert (batch["documents"][row, begin:] == 0).all()
+        assert (batch["tokens"][row, begin:] == tokenizer.pad).all()
+        assert batch["positions"][row, begin:].tolist() == list(range(CONTEXT - begin))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_sample_is_seen_as_often_as_every_other(made, packed):
+    prepared = made()
+    loader = PackedLoader(prepared, rows=4, seed=1, pack=packed)
+    seen, order = Counter(), []
+    while loader.epoch < 6:
+        for number, tokens, targets in samples_in(next(loader)):
+            ids, learned = prepared.sample(number)
+            assert [*tokens, targets[-1]] == ids.tolist()
+            assert [t != IGNORE for t in targets] == (learned[1:] == 1).tolist()
+            seen[number] += 1
+            order.append(number)
+    assert set(seen) == set(range(COUNT))
+    # What is drawn and not seen waits in open rows: 32 of about two samples each, an epoch at most.
+    assert min(seen.values()) >= (5 if packed else 6) and max(seen.values()) <= 7
+    if not packed:
+        assert sorted(order[:COUNT]) == list(range(COUNT)) and order[:COUNT] != order[COUNT : 2 * COUNT]
+
+
+def test_packed_rows_are_full(made):
+    loader = PackedLoader(made(), rows=8)
+    batches = [next(loader) for _ in range(10)]
+    assert torch.stack([(b["documents"] > 0).double().mean() for b in batches]).mean() > 0.9
+
+
+LOADERS = {
+    "packed": lambda made, **how: PackedLoader(made(), rows=8, **how),
+    "rows": lambda made, **how: PackedLoader(made(), rows=8, pack=False, **how),
+    "pairs": lambda made, **how: PairLoader(made("pairs"), rows=8, **how),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_ranks_share_one_global_batch(made, kind, ranks):
+    whole = LOADERS[kind](made, seed=5)
+    parts = [LOADERS[kind](made, seed=5, rank=r, ranks=ranks) for r in range(ranks)]
+    for _ in range(4):
+        assert equal(joined([next(part) for part in parts]), next(whole))
+
+
+@settings(max_examples=25, deadline=None)
+@given(kind=st.sampled_from(list(LOADERS)), step=st.integers(0, 40), ranks=st.sampled_from([1, 2, 4]))
+def test_resume_at_any_step_on_any_mesh_is_exact(made, kind, step, ranks):
+    one = LOADERS[kind](made, seed=5)
+    for _ in range(step):
+        next(one)
+    saved = json.loads(json.dumps(one.state_dict()))
+    parts = [LOADERS[kind](made, seed=5, rank=r, ranks=ranks) for r in range(ranks)]
+    for part in parts:
+        next(part)  # what it did before is forgotten
+        part.load_state_dict(saved)
+        assert part.state_dict() == saved and part.step == step
+    for _ in range(3):
+        assert equal(joined([next(part) for part in parts]), next(one))
+    assert all(part.state_dict() == one.state_dict() for part in parts)
+
+
+def test_seeds_draw_other_batches(made):
+    for kind in LOADERS:
+        first, again, other = (next(LOADERS[kind](made, seed=s)) for s in (1, 1, 2))
+        assert equal(first, again) and not equal(first, other)
+
+
+def test_resume_of_another_loader_is_refused(made):
+    loader = PackedLoader(made(), rows=8, seed=5)
+    next(loader)
+    saved = loader.state_dict()
+    for other, message in [
+        (PackedLoader(made(), rows=8, seed=6), r"drew other batches \(seed: saved 5, here 6\)"),
+        (PackedLoader(made(), rows=4, seed=5), r"\(rows: saved 8, here 4\)"),
+        (PackedLoader(made(), rows=8, seed=5, pack=False), r"\(pack: saved True, here False\)"),
+        (PackedLoader(made(context=64), rows=8, seed=5), r"context: saved 50, here 64"),
+        (
+            PackedLoader(made(count=66), rows=8, seed=5),
+            r"\(data: its files, the tokenizer, or how .* begin anew with run\.resume=never\.$",
+        ),
+        (PairLoader(made("pairs"), rows=8, seed=5), r"a loader's state has the keys \['context', 'data'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(saved)
+        assert other.step == 0
+    for rows in ([[COUNT]], [[-1]], [[]], [[0] * 20], [[0]] * 33):
+        with pytest.raises(ValueError, match="open rows are none of this data's"):
+            loader.load_state_dict(saved | {"open": rows})
+    assert loader.state_dict() == saved
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_rows_that_do_not_divide_are_refused(made, rows):
+    with pytest.raises(ValueError, match=f"{rows} rows do not divide over 3 ranks"):
+        PackedLoader(made(), rows=rows, ranks=3)
+    with pytest.raises(ValueError, match="rank 4 of 4: expected 0 to 3"):
+        PairLoader(made("pairs"), rows=4, rank=4, ranks=4)
+    with pytest.raises(ValueError, match=r"prepared samples: expected pairs; prepare\(..., kind='pairs'\)"):
+        PairLoader(made(), rows=4)
+
+
+# ------------------------------------------------------------------ pairs, and everything once
+
+
+def test_pairs_are_two_rows_of_one_prompt(made):
+    prepared = made("pairs")
+    batch = next(PairLoader(prepared, rows=8))
+    chosen, rejected = batch["chosen"], batch["rejected"]
+    assert chosen["tokens"].shape == rejected["targets"].shape == (8, width_of(prepared))
+    assert torch.equal(chosen["tokens"][:, :5], rejected["tokens"][:, :5])
+    for row in range(8):
+        number = int(bytes(chosen["tokens"][row, 1:5].tolist()))
+        for side, name in enumerate(("chosen", "rejected")):
+            ids, _ = prepared.sample(2 * number + side)
+            targets = batch[name]["targets"][row]
+            assert targets[targets != IGNORE].tolist() == ids.tolist()[5:]
+            assert batch[name]["tokens"][row, : len(ids) - 1].tolist() == ids.tolist()[:-1]
+
+
+def test_padded_widths_hold_the_longest_and_stay_in_the_context(made):
+    assert made().longest > 32 and width_of(made()) == 50  # 64 would be over the context
+    assert width_of(made(context=64)) == 64 and width_of(made(context=300)) == 64
+    assert width_of(made(longest=20, context=300)) == 32
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_once_is_every_sample_once_and_equally_many_batches(made, ranks):
+    prepared = made()
+    for packed in (True, False):
+        parts = [list(once(prepared, 8, rank=r, ranks=ranks, packed=packed)) for r in range(ranks)]
+        assert len({len(part) for part in parts}) == 1
+        batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
+        assert all(len(batch["tokens"]) == 8 for batch in batches)
+        learned = sum(int((batch["targets"] != IGNORE).sum()) for batch in batches)
+        assert learned == prepared.learned
+        if packed:
+            numbers = [number for batch in batches for number, _, _ in samples_in(batch)]
+            assert sorted(numbers) == list(range(COUNT))
+        else:
+            numbers = torch.cat([batch["samples"] for batch in batches]).tolist()
+            assert numbers == [*range(COUNT), *[-1] * (-COUNT % 8)]
+            row = batches[1]["tokens"][3]
+            assert int(bytes(row[1:5].tolist())) == 11

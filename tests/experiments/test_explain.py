@@ -1,0 +1,212 @@
+"""`experiments.explain`: what it says adds up, for every strategy; the page holds it all and asks nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from experiments.cli.schema import build
+from experiments.cli.validate import ask
+from experiments.configs.checks import ConfigError
+from experiments.explain import words
+from experiments.explain.__main__ import write
+from experiments.explain.config import FORM, ExplainConfig
+from experiments.explain.page import page
+from experiments.explain.paper import Paper, explain
+from fnshard.errors import BudgetError
+
+
+def composed(*overrides: str) -> Any:
+    FORM.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(FORM.conf)):
+        return hydra.compose(FORM.name, overrides=list(overrides))
+
+
+def config_of(*overrides: str) -> ExplainConfig:
+    return build(OmegaConf.to_container(composed(*overrides), resolve=True), ExplainConfig)
+
+
+@pytest.fixture(scope="module")
+def paper() -> Paper:
+    return explain(config_of("mesh.shard=64", "data.rows=128", "hardware.price_per_hour=3", "tokens=1e9"))
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_numbers_add_up(paper: Paper) -> None:
+    model = paper.config.model
+    assert paper.config.rows == 2 and paper.tokens_per_step == 128 * model.context
+    leaves = paper.lowered.schedule.specs
+    assert sum(_count(s.shape) for s in leaves.values()) == model.parameters
+    per_token = paper.timeline.model_flops / (2 * model.context)
+    # The formula halves causal attention, as the kernels that are counted do.
+    assert per_token == pytest.approx(model.flops_per_token(), rel=1e-9)
+    assert paper.tokens_per_day == pytest.approx(86_400 * paper.timeline.tokens_per_second)
+    hours = 64 * 1e9 / paper.timeline.tokens_per_second / 3600
+    assert paper.device_hours == pytest.approx(hours) and paper.cost == pytest.approx(3 * hours)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def test_everything_asked_for_is_said(paper: Paper) -> None:
+    told = words.told(paper)
+    for wanted in (
+        f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
+        "MFU", "tokens a day", "at 3 an hour", "saved activations", "reduce scatter",
+        "layers.*.attn.wq.weight", "gathers 1 and 1 kernels ahead",
+    ):  # fmt: skip
+        assert wanted in told, wanted
+    assert max(map(len, told.splitlines())) < 200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["strategy=hybrid_shard"], "(replicate=2, shard=4)"),
+        (["strategy=no_shard"], "all reduce"),
+        (["strategy=zero2"], "gradient and optimizer P('shard')"),
+        (["strategy=offload"], "on the host"),
+        (["strategy=full_shard_remat", "run.accumulate=2"], "remat='unit'"),
+        (["mesh.shard=1", "strategy=no_shard"], "1 × h100, 1 node of 1"),
+        (["hardware=cpu", "precision=fp32", "hardware.price_per_hour=null"], "8 × cpu, 4 nodes of 2"),
+    ],
+    ids=lambda value: value[0].replace("=", "_") if isinstance(value, list) else None,
+)
+def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> None:
+    if "strategy=hybrid_shard" in overrides:
+        overrides = [*overrides, "mesh.shard=4"]
+    told = words.told(explain(config_of(*overrides)))
+    assert wanted in told
+    assert ("an hour" in told) == ("hardware.price_per_hour=null" not in overrides)
+
+
+@pytest.mark.long  # three searches
+def test_what_does_not_fit_says_so_and_what_would() -> None:
+    little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.013"]
+    bare = explain(config_of(*little))
+    assert not bare.fits and "does not fit" in words.told(bare) and "fit=true" in words.advice(bare)
+    asked = explain(config_of(*little, "fit=true"))
+    assert "<- chosen" in words.advice(asked)
+    found = explain(config_of(*little, "strategy=auto"))
+    assert found.fits and "strategy=auto:" in words.told(found) and "does not" not in words.told(found)
+    nothing = ["mesh.shard=2", "run.device_gb=0.0001"]
+    assert "nothing fits" in words.advice(explain(config_of(*nothing, "fit=true")))
+    with pytest.raises(BudgetError, match="nothing fits"):
+        explain(config_of(*nothing, "strategy=auto"))
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("7b", 6_738_415_616), ("70b", 70_553_706_496)])
+def test_the_large_models_are_what_they_are_called(name: str, parameters: int) -> None:
+    assert config_of(f"model={name}").model.parameters == parameters  # as Meta's are
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["hardware=h1000"], "Did you mean hardware=h100?"),
+        (["hardware=auto"], "hardware=auto (command line): a job looks what it runs on"),
+        (["mesh.shard=null"], "mesh.shard=null (command line): say how many"),
+        (["data.rows=9"], "data.rows=9 (command line) does not divide over 8 ranks. Fix: data.rows=16"),
+        (["data.rows=0"], "data.rows=0 (command line): must be 1 or more"),
+        (["hardware.price_per_hour=-1"], "hardware.price_per_hour=-1.0 (command line): must be 0 or more"),
+        (["tokens=0"], "tokens=0.0 (command line): must be above 0"),
+        (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
+        (["run.device_gb=0"], "run.device_gb=0 (command line): must be above 0"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_mistakes_are_told(overrides: list[str], wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask(FORM, overrides)
+    assert wanted in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------ the page
+
+
+class Reader(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def read(paper: Paper) -> Reader:
+    return Reader(page(paper, "<script>tiny & large</script>", "model:\n  name: '<b>'\n"))
+
+
+def test_the_page_is_whole_and_escaped(paper: Paper, read: Reader) -> None:
+    assert read.open == []
+    tags = [tag for tag, _ in read.tags]
+    assert "script" not in tags and "b" not in tags and "iframe" not in tags
+    assert "<script>tiny & large</script> on 64 × h100" in read.words
+    said = "".join(read.words)
+    assert paper.lowered.as_text() in said and "name: '<b>'" in said
+    ids = [attrs["id"] for tag, attrs in read.tags if tag == "section"]
+    assert ids == ["summary", "plan", "layout", "memory", "timeline", "traffic", "schedule", "config"]
+
+
+def test_the_page_asks_nobody(read: Reader) -> None:
+    asked = [
+        value for _, attrs in read.tags for name, value in attrs.items() if name in ("src", "href", "srcset")
+    ]
+    assert len(asked) == 7 and all(value.startswith("data:") for value in asked)
+    assert not any("url(" in word or "@import" in word for word in read.words)
+
+
+def test_pictures_say_what_they_show(read: Reader) -> None:
+    pictures = [attrs for tag, attrs in read.tags if tag == "img"]
+    assert len(pictures) == 6 and all(len(attrs["alt"] or "") > 15 for attrs in pictures)
+
+
+def test_a_run_leaves_a_report_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = composed("mesh.shard=4")
+    config = build(OmegaConf.to_container(found, resolve=True), ExplainConfig)
+    write(config, "tiny full_shard", tmp_path / "run", found)
+    printed = capsys.readouterr().out
+    report = Path(printed.strip().splitlines()[-1].removeprefix("report: "))
+    assert report.read_text(encoding="utf-8").startswith("<!doctype html>")
+    numbers = json.loads((tmp_path / "run" / "explain.json").read_text())
+    assert numbers["ranks"] == 4 and numbers["fits"] and numbers["memory"]["peak_bytes"] > 0
+    assert set(dataclasses.asdict(config)) == set(OmegaConf.to_container(found))
+
+
+@pytest.mark.long
+def test_seventy_billion_parameters_on_1024_ranks_take_less_than_two_minutes(tmp_path: Path) -> None:
+    overrides = ["model=70b", "strategy=full_shard", "mesh.shard=1024", "hardware=h100"]
+    began, found = time.perf_counter(), composed(*overrides)
+    config = build(OmegaConf.to_container(found, resolve=True), ExplainConfig)
+    write(config, "70b full_shard", tmp_path, found)
+    assert time.perf_counter() - began < 120
+    assert (tmp_path / "report.html").stat().st_size < 4e6

@@ -1,0 +1,502 @@
+"""The fine-tuning job: methods, objectives, exports, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import fnshard as fs
+from experiments.cli import schema
+from experiments.cli.job import start
+from experiments.configs.machine import place
+from experiments.configs.train import ConfigError
+from experiments.data.bytelevel import ByteTokenizer
+from experiments.data.pieces import encode_all
+from experiments.data.tokenizer import load_tokenizer
+from experiments.finetune import base_models, dataset, evaluate, job, loop, sizes
+from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.lm import from_directory
+from experiments.finetune.method import planned
+from experiments.finetune.rates import default_rate
+from experiments.finetune.tuning import Tuning
+from experiments.training import steps
+from experiments.training.report import METRICS
+from experiments.training.result import read_result
+from experiments.training.resume import Run
+from experiments.training.run_record import PARTS
+from fnshard.errors import BudgetError
+from fnshard.launcher.rank import Stop
+from fnshard.step.shards import spec_paths
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=4", f"run.steps={STEPS}",
+         "run.save_every=2", "run.held_out_every=3", "run.sample_tokens=3", "run.backend=eager",
+         "run.device=cpu", "run.timeout_s=60", "mesh.shard=1")  # fmt: skip
+
+
+def compose(*overrides: str) -> FinetuneConfig:
+    job.FORM.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.FORM.conf)):
+        composed = hydra.compose("finetune", overrides=list(overrides))
+    return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, random and very small."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = ByteTokenizer()
+    told = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        eos_token_id=tokenizer.eos,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(told).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of the three kinds."""
+    folder = tmp_path_factory.mktemp("data")
+    sums = [(a, b) for a in range(8) for b in range(8)]
+    lines = {
+        "samples": [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums],
+        "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "x"} for a, b in sums],
+        "choices": [{"prompt": f"{a}+1=", "choices": ["x", str(a + 1)], "answer": 1} for a in range(5)],
+    }
+    for name, each in lines.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in each))
+    return {name: folder / name for name in lines}
+
+
+def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
+    """Placed, with its data tokenised below `where`."""
+    train = data["pairs" if "objective=dpo" in overrides else "samples"]
+    named = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}")
+    config = place(compose(*SMALL, *named, *overrides), accelerators={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        return dataset.prepared(config)
+
+
+def run_in(folder: Path) -> Run:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(str(folder))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, float]:
+    """Seconds that functions of the loop take from here on, by name."""
+    seconds = dict.fromkeys(names, 0.0)
+
+    def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return plain(*args, **how)
+            finally:
+                seconds[name] += time.perf_counter() - began
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(loop, name, wrapped(name, getattr(loop, name)))
+    return seconds
+
+
+# ------------------------------------------------------------------ methods and objectives
+
+
+@pytest.mark.parametrize(
+    ("method", "objective"),
+    [
+        ("full", "sft"),
+        ("lora", "sft"),
+        ("qlora4", "dpo"),
+        pytest.param("qlora8", "sft", marks=pytest.mark.long),
+        pytest.param("full", "dpo", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, monkeypatch, method, objective):
+    """Losses fall; what is exported opens elsewhere and is what was tuned."""
+    rate = {"sft": 0.02, "dpo": 0.004}[objective]
+    config = config_of(model, data, tmp_path, f"method={method}", f"objective={objective}",
+                       f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
+                       f"export={'merged' if method == 'full' else 'both'}")  # fmt: skip
+    folder = tmp_path / "run"
+    began, seconds = time.perf_counter(), timed(monkeypatch, "measured", "export", "run_steps", "prepare")
+    loop.finetune(config, run_in(folder), [], Stop())
+    whole = time.perf_counter() - began
+    result, shown = read_result(folder), capfd.readouterr().out
+    assert result["status"] == "ok" and 0 <= result["accuracy"] <= 1
+    before = json.loads((folder / loop.BEFORE).read_text())
+    assert result["held_out_loss"] < before["held_out_loss"]
+    assert (folder / "samples.txt").read_text() in shown and "before:" in shown
+    assert (folder / "loss.png").exists() and "train" in shown.splitlines()[1]
+    assert re.search(r"<\|begin\|>\d\+\d=«\d+<\|end\|>»", shown)  # what is learned of an example
+    assert len([r for r in rows_of(folder) if "loss" in r]) == STEPS
+    ids = torch.arange(3, 23).view(2, 10)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / base_models.WHOLE).eval()
+    after = merged(ids).logits
+    untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    assert (after - untouched(ids).logits).abs().max() > 1e-3
+    assert (folder / base_models.WHOLE / "tokenizer.json").exists()
+    spent = json.loads((folder / "run.json").read_text())["totals"]
+    assert sum(spent[f"{part}_s"] for part in PARTS) == pytest.approx(whole, rel=0.05, abs=0.5)
+    assert spent["other_s"] < 0.05 * whole + 0.2
+    assert spent["evaluation_s"] >= seconds["measured"] and spent["start_s"] >= seconds["prepare"]
+    assert spent["export_s"] == pytest.approx(seconds["export"], rel=0.05, abs=0.05)
+    assert spent["steps_s"] + spent["compile_s"] < seconds["run_steps"]
+    if method == "lora":
+        import peft
+
+        adapted = peft.PeftModel.from_pretrained(untouched, folder / loop.ADAPTERS).eval()
+        torch.testing.assert_close(adapted(ids).logits, after, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
+def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypatch, objective):
+    """Bit for bit, with dropout in the adapters and codes beneath them."""
+    config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    setup = loop.prepare(config)  # lowered once for all three
+    monkeypatch.setattr(loop, "prepare", lambda _: setup)
+    loop.finetune(config, run_in(whole), [], Stop())
+
+    class KilledError(Exception):
+        pass
+
+    step = steps.one_step
+
+    def dies(*args: Any) -> Any:
+        if args[3] == 4:
+            raise KilledError
+        return step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "one_step", dies)
+        with pytest.raises(KilledError, match=r"^$"):
+            loop.finetune(config, run_in(broken), [], Stop())
+    loop.finetune(config, run_in(broken), [], Stop())
+    timeless = [
+        [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows_of(folder)]
+        for folder in (whole, broken)
+    ]
+    assert timeless[0] == timeless[1]
+    assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
+
+
+@pytest.mark.long  # `test_parity` holds it for the library
+def test_ranks_and_micro_batches_do_not_change_it(ranks, model, data, tmp_path):
+    one = config_of(model, data, tmp_path, "method=lora", "run.sample_tokens=1")
+    loop.finetune(one, run_in(tmp_path / "one"), [], Stop())
+    more = replace(one, mesh=replace(one.mesh, shard=2), run=replace(one.run, accumulate=2))
+    ranks(2).run(on_two, more, str(tmp_path / "two"))
+    for here, there in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
+        for name in ("loss", "held_out_loss"):
+            if name in here:
+                assert there[name] == pytest.approx(here[name], rel=1e-5)
+    results = [read_result(tmp_path / name) for name in ("one", "two")]
+    assert results[0]["accuracy"] == results[1]["accuracy"]
+
+
+def on_two(rank: int, config: FinetuneConfig, folder: str) -> None:
+    """The job on this rank."""
+    Path(folder).mkdir(exist_ok=True)
+    loop.finetune(config, Run(folder), [], Stop())
+
+
+def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *overrides: str) -> Any:
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    config = config_of(model, data, where, "method=auto", f"run.device_gb={gb}", *overrides)
+    batch = next(dataset.opened(config).loader(config, mesh))
+    return planned(config, from_directory(model), mesh, batch)
+
+
+def test_auto_takes_the_first_method_that_fits(model, data, tmp_path):
+    """And says why not the ones before."""
+    roomy = chosen(model, data, tmp_path, 1.0)
+    assert roomy.tuning.method.name == "full"
+    told = re.search(r"method=auto: full, whose step takes ([\d.]+) MB of 1\.000 GB", roomy.why)
+    less = chosen(model, data, tmp_path, (float(told[1]) - 0.001) / 1e3)
+    assert less.tuning.method.name == "lora"
+    assert re.search(r"\n  full: full_shard takes .* of .*", less.why)
+    with pytest.raises(BudgetError, match=r"method=auto: none fits:\n  full: .*\n  lora: .*\n  qlora8: .*"):
+        chosen(model, data, tmp_path, 1e-6)
+
+
+@pytest.mark.long
+def test_auto_with_a_strategy_that_is_found(model, data, tmp_path):
+    """`fs.fit` finds a plan for the whole model where a preset does not fit."""
+    full = chosen(model, data, tmp_path, 1.0, "strategy=auto")
+    tight = chosen(model, data, tmp_path, full.plan.found.peak_bytes * 0.8 / 1e9, "strategy=auto")
+    assert tight.plan.found.peak_bytes <= full.plan.found.peak_bytes * 0.8
+    with pytest.raises(BudgetError, match=r"method=auto: none fits:\n  full: nothing fits"):
+        chosen(model, data, tmp_path, 1e-6, "strategy=auto")
+
+
+def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
+    """Of a folder named as what is exported, which may be the base; of answers by another configuration. Few
+    pairs, one of them held out, no samples, a run that goes on from another one's checkpoint."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
+    folder = tmp_path / "run"
+    (folder / base_models.WHOLE).parent.mkdir()
+    shutil.copytree(model, folder / base_models.WHOLE)
+    (folder / loop.BEFORE).write_text(json.dumps({"of": "another", "answers": ["x"], "held_out_loss": 7.0}))
+    asked = ("objective=dpo", "method=lora", "export=merged", "run.sample_tokens=0", "run.steps=2",
+             "run.save_every=1", "run.held_out_every=1")  # fmt: skip
+    config = config_of(folder / base_models.WHOLE, {**data, "pairs": few}, tmp_path, *asked)
+    loop.finetune(config, run_in(folder), [], Stop())
+    result = read_result(folder)
+    before = json.loads((folder / loop.BEFORE).read_text())
+    assert before["held_out_loss"] == pytest.approx(math.log(2)) and math.isfinite(result["held_out_loss"])
+    kept = folder / f"{base_models.WHOLE}.1"
+    assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert (folder / base_models.WHOLE / "model.safetensors").exists()
+    config = replace(config, model=str(kept))
+    loop.finetune(
+        config, replace(run_in(tmp_path / "on"), source=str(folder / "checkpoints" / "1")), [], Stop()
+    )
+    shown = capfd.readouterr().out
+    assert "resume: step 1 of" in shown and re.search(r"\nheld_out_loss: [\d.]+\n", shown)
+
+
+def test_auto_takes_one_that_has_what_is_exported(model, data, tmp_path):
+    assert chosen(model, data, tmp_path, 1.0, "export=adapters").tuning.method.name == "lora"
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
+    """What the step is given: the loss of a batch is that of its samples, each alone."""
+    config = config_of(model, data, tmp_path, "method=full", f"data.pack={pack}")
+    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.opened(config)
+    (batch,) = next(loop.Arguments(given.loader(config, mesh)))
+    assert ("documents" in batch) == pack
+    params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
+    loss, _ = loop.OBJECTIVES["sft"](Tuning(lm, config.method, lm.params), config.objective, training=True)(
+        params, batch
+    )
+    alone, count = 0.0, 0
+    documents = batch.get("documents", torch.ones_like(batch["tokens"]))
+    for row, numbers in enumerate(documents):
+        for number in set(numbers.tolist()) - {0}:
+            one = {n: batch[n][row, numbers == number][None] for n in ("tokens", "targets")}
+            alone += float(-sequence_of(lm, params, one))
+            count += int((one["targets"] != -100).sum())
+    assert float(loss.total) == pytest.approx(alone, rel=1e-5) and int(loss.count) == count
+
+
+def sequence_of(lm: Any, params: Any, batch: Any) -> torch.Tensor:
+    return loop.row_logprobs(lm, params, batch).sum()
+
+
+def test_pairs_of_padding_do_not_count():
+    numbers = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    loss, aux = fs.losses.dpo(*numbers, counted=torch.tensor([True, False, True, True, False]))
+    some, aux_of_some = fs.losses.dpo(*numbers[:, [0, 2, 3]])
+    assert (loss.total, loss.count) == (some.total, some.count)
+    assert {n: float(m.total / m.count) for n, m in aux.items()} == pytest.approx(
+        {n: float(m.total / m.count) for n, m in aux_of_some.items()}
+    )
+
+
+def test_a_likely_answer_is_the_right_one():
+    """Two questions, of which the second is answered rightly only per byte."""
+    options = evaluate.np.array([[0, 1, 1], [0, 0, 1], [1, 0, 1], [1, 1, 9]])
+    scores = evaluate.np.array([-1.0, -2.0, -3.0, -4.0])
+    assert evaluate.shares(options, scores) == {"accuracy": 0.5, "accuracy_per_byte": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("layers", "limit"), [(2, 8e9), pytest.param(80, 14.9 * 2**30, marks=pytest.mark.long)]
+)
+def test_a_large_model_on_paper(layers, limit):
+    """Llama-3-70B's shapes, two ranks: what the host holds is not on the device, and codes are small."""
+    lm = sizes.model_of({**sizes.LLAMA_70B, "num_hidden_layers": layers})
+    tuning = sizes.tuning_of(lm, "nf4", 64)
+    case = sizes.Case("nf4", 2, "host")
+    assert sizes.row_of(tuning, case)["device GB"] * 1e9 < limit
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    stored = spec_paths(tuning.specs(mesh, sizes.BF16, fs.presets.full_shard))[0]
+    held = sum(
+        math.prod(spec.shape) * spec.storage_dtype.itemsize / 2
+        for path, spec in stored.items()
+        if path.rpartition(".")[0] in tuning.coded
+    )
+    bf16 = sum(2 * lm.params[path.removeprefix("base.")].numel() for path in tuning.coded)
+    assert 0.125 < held / bf16 < 0.16
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["method.rank=0"], r"method\.rank=0: must be 1 or more"),
+        (["method.name=dora"], r"method\.name='dora': must be one of full, lora"),
+        (["objective.beta=0"], r"objective\.beta=0\.0: must be above 0"),
+        (["method=auto"], r"method=auto: needs a budget\. Fix: run\.device_gb=24"),
+        (["method=full", "export=adapters"], r"export=adapters: method=full has no adapters"),
+        (["optimizer=sgd"], r"optimizer\.lr=null: the defaults are AdamW's"),
+        (["export=gguf"], r"export='gguf': must be one of auto, adapters"),
+        (["data.held_out=x"], r"data\.held_out: without data\.train"),
+        (["data.too_long=cut"], r"data\.too_long='cut': must be one of refuse, skip, truncate"),
+        (["run.device_gb=24"], r"run\.device_gb=24: a budget is for strategy=auto"),
+    ],
+)
+def test_a_configuration_that_cannot_be(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        compose(*overrides)
+
+
+def test_every_group_composes():
+    for group, names in {"method": ("full", "lora", "qlora8", "qlora4"), "objective": ("sft", "dpo"),
+                         "strategy": ("zero2", "offload"), "precision": ("bf16",)}.items():  # fmt: skip
+        for name in names:
+            compose(f"{group}={name}")
+
+
+def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp_path, monkeypatch):
+    """One error each, before any rank starts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text((model / "config.json").read_text())
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": \n{"prompt": "a"}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 99, "response": "b"}) + "\n")
+    narrow = tmp_path / "narrow"
+    shutil.copytree(model, narrow)
+    told = json.loads((narrow / "config.json").read_text()) | {"vocab_size": 40}
+    (narrow / "config.json").write_text(json.dumps(told))
+    given = {
+        ("model=nowhere",): r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
+        (
+            "model=nowhere",
+            "data.train=none.jsonl",
+        ): r"(?s)none\.jsonl: No such file.*model=nowhere: no",
+        ("model=stdlib", "data.train=/dev/zero"): r"/dev/zero: is no regular file",
+        ("model=bare",): r"config\.json",
+        ("model=empty",): r"safetensors|weights",
+        (f"model={model}", "data.context=65"): r"data\.context=65, and it was made for 64 positions",
+        (f"model={narrow}",): r"its tokenizer has ids up to 263, its embedding 40 rows",
+        (
+            "model=acme/nothing",
+        ): r"(?s)no model of this name in the Hugging Face cache \(.*`hf download acme/n",
+        (f"model={model}", "data.train=nothing.jsonl"): r"nothing\.jsonl: No such file",
+        (f"model={model}", "data.train=broken.jsonl"): r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: lacks",
+        (
+            f"model={model}",
+            "data.train=long.jsonl",
+        ): r"long\.jsonl:1: takes 10\d positions",
+    }
+    for overrides, told in given.items():
+        with pytest.raises(ConfigError, match=told):
+            start(job.JOB, compose(*SMALL, *overrides), tmp_path / "run", [], chosen=True)
+    assert not (tmp_path / "run" / "ranks").exists()
+    config = config_of(model, data, tmp_path, "method.targets=*.nothing")
+    with pytest.raises(ConfigError, match=r"method\.targets=\*\.nothing.* matches no leaf"):
+        loop.prepare(config)
+    config = config_of(model, data, tmp_path, "method.targets=*embed_tokens*")
+    with pytest.raises(fs.TraceError, match=r"also gives it to embedding|multiplies by it nowhere"):
+        loop.finetune(config, run_in(tmp_path / "embedding"), [], Stop())
+    config = config_of(model, data, tmp_path, "method.rank=99")
+    with pytest.raises(ConfigError, match=r"(?s)method\.rank=99: .*rank=99 is more than 16"):
+        loop.prepare(config)
+
+
+def test_the_rate_that_nobody_names_is_by_method_objective_and_size(model, data, tmp_path, capfd):
+    """As README's table has it; it is printed, and written into the run's configuration."""
+    table = re.search(
+        r"\| base \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "experiments/finetune/README.md").read_text()
+    )
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
+    columns = (("sft", "full"), ("sft", "lora"), ("dpo", "full"), ("dpo", "qlora4"))
+    for size, (_, *row) in zip((1e6, 1e9, 8e9, 7e10), cells, strict=True):
+        assert [default_rate(*each, int(size)) for each in columns] == [float(cell) for cell in row]
+    config = config_of(model, data, tmp_path, "run.steps=1", "run.sample_tokens=0", "export=none")
+    loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
+    assert (
+        "optimizer.lr=0.005, the default of objective=sft method=lora and a base of" in capfd.readouterr().out
+    )
+    assert "lr: 0.005" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_what_is_wrong_with_several_files_is_told_at_once(model, data, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("samples", "choices")}
+    for path in files.values():
+        path.write_text('{"other": 1}\n')
+    with pytest.raises(ConfigError, match=r"(?s)samples\.jsonl:1: has none of .*choices\.jsonl:1: lacks"):
+        config_of(model, files, tmp_path)
+
+
+def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monkeypatch):
+    """As huggingface_hub lays it out: links from a snapshot to blobs."""
+    from huggingface_hub import constants
+
+    place_of = tmp_path / "models--acme--tiny"
+    snapshot = place_of / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (place_of / "blobs").mkdir()
+    (place_of / "refs").mkdir()
+    (place_of / "refs" / "main").write_text("0" * 40)
+    for number, file in enumerate(sorted(model.iterdir())):
+        shutil.copy(file, place_of / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny"), None) == str(snapshot)
+    specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
+    assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
+
+
+def test_one_template_in_training_sampling_and_the_exported_model(model, data, tmp_path):
+    """A model that comes without one gets that which it learned by: transformers makes the same tokens."""
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    tokenizer_file = json.loads(
+        (bare / "tokenizer.json").read_text()
+    )  # else it is taken for the built-in one
+    (bare / "tokenizer.json").write_text(json.dumps(tokenizer_file))
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path = tmp_path / "talk.jsonl"
+    lines = [[{**talk[0], "content": f"{n}+1="}, {**talk[1], "content": f"{n + 1}"}] for n in range(1, 40)]
+    path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    config = config_of(bare, data | {"samples": path}, tmp_path, "export=both", "run.prompt='1+1='")
+    setup = loop.prepare(config)
+    trained = [setup.materials.train.sample(n)[0].tolist() for n in range(setup.materials.train.samples)]
+    asked = setup.shown.examples[-1].prompt
+    assert any(tokens[: len(asked)] == asked for tokens in trained)
+    state, _, _ = loop.begin(setup, run_in(tmp_path / "run"))
+    loop.export(setup, state, tmp_path / "run")
+    for name in (base_models.WHOLE, loop.ADAPTERS):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
+        ids = theirs.apply_chat_template(talk, return_dict=False)
+        assert ids in trained
+        assert theirs.apply_chat_template(talk[:1], add_generation_prompt=True, return_dict=False) == asked
+        ours = load_tokenizer(tmp_path / "run" / name)
+        ((again, _),) = encode_all(ours, [ours.conversation(talk)])
+        assert again.tolist() == ids

@@ -1,0 +1,251 @@
+"""The first hour on a GPU, `python -m experiments.gpu`, as far as a CPU can go."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.gpu import __main__ as command
+from experiments.gpu import checks
+from experiments.gpu.checks import syncs
+from experiments.gpu.parts import PARTS
+from experiments.gpu.setup import Setup
+from experiments.gpu.split import split
+from experiments.gpu.table import lines, markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILE = ("limit", "fsdp2_compiled")  # minutes each
+ON_CPU = [name for name, part in PARTS.items() if not (part.gpu or name.startswith("bench-8") or
+                                                       name.endswith(COMPILE))]  # fmt: skip
+# What a bare GPU machine lacks; the command and all that it starts run without.
+BARE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = "hydra omegaconf antlr4 tqdm matplotlib einops yaml safetensors"
+        return None if name.split(".")[0] in absent.split() else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(BARE)
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.gpu", "--device", "cpu", "--size", "tiny", f"--out={folder}/out",
+         *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_on_a_bare_machine_a_part_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run(tmp_path, "--parts", "versions")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["versions"]["setup"]["size"] == "tiny"
+    assert (tmp_path / "out" / "table.md").read_text() in done.stdout
+    before = (tmp_path / "out" / "versions.json").stat().st_mtime_ns
+    assert command.main(["--device", "cpu", f"--out={tmp_path}/out", "--parts", "versions"]) == 0
+    assert "versions: has a result" in capsys.readouterr().out
+    assert (tmp_path / "out" / "versions.json").stat().st_mtime_ns == before
+
+
+def test_a_part_that_hangs_or_dies_loses_nothing_and_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = command.result_of(tmp_path, "versions")
+    result.write_text(json.dumps({"setup": {}, "found": {"torch": "2.0"}}))
+    ask = ["--device", "cpu", f"--out={tmp_path}", "--parts", "versions", "tiny"]
+    assert command.main([*ask, "--minutes", "0.0001"]) == 1
+    told = capsys.readouterr().out
+    assert "| versions | torch, CUDA, cuDNN, NCCL | 2.0 |  |" in told
+    assert "| tiny | failed | not done in 0 s |  |" in told
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts
+    assert command.main(ask) == 1 and not command.result_of(tmp_path, "tiny").exists()
+    assert "ended with 1: " in capsys.readouterr().out
+
+
+HANGS = """
+import os, subprocess, sys
+if "experiments.gpu.worker" in sys.orig_argv:
+    started = open(os.environ["STARTED"], "w")
+    subprocess.Popen(["sleep", "1000"], stdout=started)  # as a compiler that a part has started
+    print("started", file=started, flush=True)
+    os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+def test_ended_by_a_signal_it_ends_what_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    os.mkfifo(tmp_path / "started")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "experiments.gpu", "--device", "cpu", f"--out={tmp_path}/out", "--parts=tiny"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "STARTED": str(tmp_path / "started")},
+    )  # fmt: skip
+    try:
+        with (tmp_path / "started").open() as started:
+            assert started.readline() == "started\n"
+            child.terminate()
+            gone = select.select([started], [], [], 30)[0]  # when nobody holds the other end
+            assert gone and started.read() == ""
+        assert child.wait(60) == 143
+    finally:
+        child.kill()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--device", "cuda"]) == 2
+    assert "Fix: --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.long  # ten processes
+def test_all_parts_of_a_cpu(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "--backend", "eager", "--rounds", "1", "--steps", "2", "--length", "32", "--parts", *ON_CPU
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {
+        name: each["found"] for name, each in json.loads((tmp_path / "out/results.json").read_text()).items()
+    }
+    assert set(found) == set(ON_CPU)
+    assert found["equal_bits"]["plain"]["equal"] and found["equal_bits"]["deterministic"]["equal"]
+    assert set(found["syncs"].values()) == {None}
+    predicted = found["predictions"]["predicted_peak_bytes"] / found["predictions"]["peak_bytes"]
+    assert 0.95 < predicted < 1.05
+    kinds = found["profile"]["traced_ms"]
+    assert kinds["products"] > 0 and kinds["attention"] > 0 and kinds["update"] > 0 and kinds["casts"] > 0
+    assert sum(kinds.values()) - kinds["step"] == pytest.approx(kinds["step"], rel=1e-6)
+
+
+def test_the_tests_of_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    skip = "import pytest\n@pytest.mark.skip\ndef test_three(): pass\n"
+    file.write_text(f"{skip}def test_one(): pass\ndef test_two(): assert False\n")
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    found = checks._pytest([str(file)])
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, ["test_two"], 1)
+
+
+# ------------------------------------------------------------------ waits
+
+
+@pytest.mark.parametrize("at", [None, 4])
+def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
+    modes: list[str] = []
+    steps: list[list[str]] = []
+
+    def made(setup: Setup, **options: Any) -> SimpleNamespace:
+        steps.append([])
+
+        def step() -> None:
+            steps[-1].append(modes[-1] if modes else "default")
+            if len(steps[-1]) == at:
+                raise RuntimeError("called a synchronizing CUDA operation")
+
+        return SimpleNamespace(setup=setup, run=step)
+
+    monkeypatch.setattr(checks, "Training", made)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = syncs(Setup())
+    assert set(found) == {"plain", "dropout", "clipping", "micro-batches"}
+    assert modes == ["error", "default"] * 4 and modes[-1] == "default"
+    assert steps[0] == ["default"] * 2 + ["error"] * ((at or 6) - 2)
+    for place in found.values():
+        assert place == "" if at is None else "raise RuntimeError" in place and "synchronizing" in place
+
+
+# ------------------------------------------------------------------ where the time goes
+
+
+def test_kernels_are_split_by_name_and_by_what_launched_them() -> None:
+    lines = {"fnshard 0 forward root cast": 0.0, "fnshard 1 forward root run": 100.0,
+             "fnshard 2 update root update": 200.0}  # fmt: skip
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": 50.0}
+        for name, ts in lines.items()
+    ]
+    kernels = [
+        ("Memcpy DtoD", 0.0, 1000.0, 20.0),
+        ("nvjet_tst_256x128", 100.0, 1020.0, 300.0),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", 110.0, 1320.0, 100.0),
+        ("triton_poi_fused_silu", 120.0, 1430.0, 60.0),  # 10 us after the one before it
+        ("triton_for_fused_adamw", 200.0, 1490.0, 40.0),
+        ("fill", 170.0, 1530.0, 5.0),  # launched between instructions
+    ]
+    for number, (name, launched, ts, dur) in enumerate(kernels):
+        args = {"correlation": number}
+        events.append(
+            {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": launched, "dur": 1.0, "args": args}
+        )
+        events.append({"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": args})
+    assert split(events, 1) == pytest.approx({
+        "products": 0.3, "attention": 0.1, "elementwise": 0.06, "update": 0.04, "casts": 0.02,
+        "communication": 0.0, "other": 0.005, "idle": 0.01, "step": 0.535,
+    })  # fmt: skip
+
+
+def test_operators_of_a_cpu_count_without_those_inside_them() -> None:
+    def op(name: str, ts: float, dur: float, cat: str = "cpu_op") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        op("aten::empty", 0.0, 3.0),  # before the step
+        op("fnshard 0 forward root run", 10.0, 100.0, "user_annotation"),
+        op("aten::linear", 20.0, 50.0),
+        op("aten::mm", 25.0, 40.0),
+        op("aten::scaled_dot_product_attention", 80.0, 20.0),
+        op("fnshard 1 update root update", 120.0, 10.0, "user_annotation"),
+    ]
+    got = split(events, 1)
+    assert got["products"] == pytest.approx(0.04) and got["attention"] == pytest.approx(0.02)
+    assert got["elementwise"] == pytest.approx(0.04)  # 30 of the instruction, 10 of the linear
+    assert got["update"] == pytest.approx(0.01) and got["idle"] == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="no instruction"):
+        split(events[:1], 1)
+
+
+# ------------------------------------------------------------------ the table
+
+
+def test_the_readme_shows_the_table_with_empty_cells() -> None:
+    text = (ROOT / "experiments" / "gpu" / "README.md").read_text(encoding="utf-8")
+    assert markdown({}) in text
+    assert {part for part, *_ in lines()} == {"-".join(name.split("-")[:2]) for name in PARTS}
+
+
+def test_the_table_compares_parts() -> None:
+    row = {"step_ms": 100.0, "tokens_per_s": 8e4, "peak_bytes": 2e10, "mfu": 0.5}
+    other = {"step_ms": 110.0, "tokens_per_s": 7.5e4, "peak_bytes": 2.5e10}
+    text = markdown(
+        {
+            "bench-2-full_shard": row,
+            "bench-2-fsdp2_compiled": other,
+            "syncs": {"plain": "", "dropout": "random.py:3 x.item(): waits | here", "clipping": None},
+            "predictions": {"predicted_peak_bytes": 98, "peak_bytes": 100, "predicted_s": {"data sheet": 2.0},
+                            "step_s": 2.5},
+        }
+    )  # fmt: skip
+    assert "| bench-2 | full_shard | 100.0 ms, 80,000 tokens/s, 20.00 GB, MFU 50.0% |  |" in text
+    assert "| bench-2 | full_shard's throughput / FSDP2 + compiled blocks | 1.067 | 1.05 or more |" in text
+    assert "| bench-2 | full_shard's peak bytes / FSDP2 + compiled blocks | 0.800 | 0.85 or less |" in text
+    assert "| syncs | plain | silent | silent |" in text and "| syncs | clipping |  | silent |" in text
+    assert "random.py:3 x.item(): waits / here" in text
+    assert "predicted / measured | 0.980 |" in text and "data sheet / measured | 0.800 |" in text

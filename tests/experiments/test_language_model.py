@@ -1,0 +1,288 @@
+"""`experiments.finetune.lm`: causal language models of transformers as pure functions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, GPT2, LOCAL, SMALL, transformers
+from torch import Tensor
+
+import fnshard as fs
+from experiments.configs.train import ConfigError
+from experiments.finetune import architecture, lm
+from fnshard.errors import MissingExtraError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]
+TOKENS = torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(0))
+# Two documents and padding in the first row, one in the second.
+DOCUMENTS = torch.tensor([[1] * 3 + [2] * 6 + [0] * 2, [5] * 11])
+POSITIONS = torch.tensor([[*range(3), *range(6), 0, 0], [*range(11)]])
+ALONE = [(0, 0, 3), (0, 3, 9), (1, 0, 11)]  # (row, from, to)
+
+
+def close(got: Tensor, wanted: Tensor, atol: float = 1e-10) -> None:
+    """Equal as far as fp64 goes."""
+    torch.testing.assert_close(got, wanted, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
+    """Each is as it is alone, in the module itself; padding is finite, and so are the gradients."""
+    module = FAMILIES[name].build()
+    model = lm.of(module)
+    params = {p: v.detach().requires_grad_(v.is_floating_point()) for p, v in model.params.items()}
+    got = model.logits(params, TOKENS, POSITIONS, DOCUMENTS)
+    for row, low, high in ALONE:
+        close(got[row, low:high], module(input_ids=TOKENS[row : row + 1, low:high]).logits[0])
+    assert got.isfinite().all()
+    got.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in params.values() if p.grad is not None)
+    swapped = TOKENS.clone()
+    swapped[0, :3] = TOKENS[0, [1, 2, 0]]
+    other = model.logits(params, swapped, POSITIONS, DOCUMENTS)
+    close(other[0, 3:9], got[0, 3:9])
+    assert (model.logits(params, swapped)[0, 3:9] - model.logits(params, TOKENS)[0, 3:9]).abs().max() > 1e-6
+
+
+def test_a_window_that_a_model_does_not_look_at() -> None:
+    """Many a config.json has one."""
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, sliding_window=2)).double()
+    model = lm.of(module)
+    assert model.windows == {"full_attention": None}
+    got = model.logits(model.params, TOKENS, POSITIONS, DOCUMENTS)
+    close(got[1], module(input_ids=TOKENS[1:]).logits[0])
+
+
+def test_padding_sees_itself_and_no_more() -> None:
+    """A softmax over nothing is NaN in some kernels, if not in this one."""
+    model = lm.of(FAMILIES["gemma3"].build())
+    with mock.patch.object(lm.LanguageModel, "run") as run:
+        model.hidden(model.params, TOKENS, POSITIONS, DOCUMENTS)
+    masks = run.call_args.args[3]
+    assert masks.keys() == {"full_attention", "sliding_attention"}
+    for mask in masks.values():
+        assert mask.dtype == torch.bool and mask.shape == (2, 1, 11, 11)
+        assert torch.equal(mask[0, 0, 9:], torch.eye(11, dtype=torch.bool)[9:])
+        assert not mask[0, 0, :9, 9:].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_documents_in_a_sharded_program(name: str) -> None:
+    model = lm.of(FAMILIES[name].build())
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(model.params, mesh)
+    forward = fs.shard_forward(model.logits, specs, mesh=mesh, backend="eager")
+    whole = model.logits(model.params, TOKENS, POSITIONS, DOCUMENTS).detach()
+
+    def run(rank: int) -> Tensor:
+        rows = (each[rank : rank + 1] for each in (TOKENS, POSITIONS, DOCUMENTS))
+        return forward(fs.shard(model.params, specs, mesh), *rows)
+
+    close(torch.cat(fs.simulate(mesh, run)), whole)
+
+
+def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[bool, bool]]:
+    """(has a mask, is causal) of each attention of a traced forward."""
+    specs = fs.presets.full_shard(model.params, fs.make_mesh(shard=2, abstract=True))
+    forward = fs.shard_forward(model.hidden, specs, mesh=fs.make_mesh(shard=2, abstract=True))
+    graph = forward.lower(model.params, *batch).program.graph
+    found = []
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            args = dict(zip(("q", "k", "v", "mask", "dropout", "causal"), node.args, strict=False))
+            args |= {
+                {"is_causal": "causal", "attn_mask": "mask"}.get(n, n): v for n, v in node.kwargs.items()
+            }
+            found.append((args.get("mask") is not None, bool(args.get("causal"))))
+    return found
+
+
+def test_one_document_a_row_keeps_the_causal_kernel() -> None:
+    model = lm.of(FAMILIES["llama"].build())
+    assert attention_of(model, TOKENS) == [(False, True)] * 2
+    assert attention_of(model, TOKENS, POSITIONS) == [(False, True)] * 2, "positions are not documents"
+    assert attention_of(model, TOKENS, POSITIONS, DOCUMENTS) == [(True, False)] * 2
+    # A window that is as long as the row is none.
+    wide = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=11))
+    assert attention_of(lm.of(wide), TOKENS) == [(False, True)] * 2
+
+
+# ------------------------------------------------------------------ heads and losses
+
+
+def made(name: str, **config: Any) -> Any:
+    """A module in fp64, all its leaves random."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+        module = module.double()
+        with torch.no_grad():
+            for leaf in module.parameters():
+                leaf.add_(torch.randn_like(leaf) * 0.2)
+    return module
+
+
+HEADS = {
+    "llama": (True, lambda: made("Llama", **SMALL)),
+    "tied": (True, lambda: made("Gemma", **LOCAL)),
+    "softcap": (False, lambda: made("Gemma2", **LOCAL, final_logit_softcapping=0.5)),
+    "no softcap": (True, lambda: made("Gemma2", **LOCAL, final_logit_softcapping=None)),
+    "scaled": (False, lambda: made("Granite", **SMALL, logits_scaling=8.0)),
+    "multiplied": (False, lambda: made("Cohere", **SMALL, logit_scale=0.25)),
+    "bias": (False, lambda: made("Phi", **{**SMALL, "num_key_value_heads": 4})),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_are_those_of_the_modules_own_logits(head: str) -> None:
+    """Whatever it does to them; with the chunked loss where that is the same."""
+    plain, make = HEADS[head]
+    module = make()
+    model = lm.of(module)
+    assert model.plain_head is plain
+    logits = module(input_ids=TOKENS).logits
+    targets = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(TOKENS.shape)
+    got = model.token_losses(model.params, TOKENS, None, None, targets, chunk=4)
+    close(got, wanted)
+    half = {p: v.bfloat16() if v.is_floating_point() else v for p, v in model.params.items()}
+    assert model.token_losses(half, TOKENS, None, None, targets).dtype == torch.float32
+    close(model.logits(model.params, TOKENS), logits)
+    product = model.hidden(model.params, TOKENS) @ model.head(model.params).T
+    assert torch.allclose(product, logits) is plain
+
+
+def test_matrices() -> None:
+    model = lm.of(FAMILIES["llama"].build())
+    assert len(model.matrices()) == 14 and model.transposed() == []
+    assert {p.split(".")[-2] for p in model.matrices()} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    old = lm.of(FAMILIES["gpt2"].build())
+    assert old.matrices() == old.transposed() and len(old.matrices()) == 8
+    assert (old.context, old.vocab) == (32, 61)
+
+
+# ------------------------------------------------------------------ from files
+
+
+def test_from_a_directory(tmp_path: Path) -> None:
+    module = made("Llama", **SMALL).float()
+    module.save_pretrained(tmp_path / "model")
+    model = lm.from_directory(tmp_path / "model")
+    assert all(leaf.is_meta for leaf in model.params.values()) and not model.model.training
+    assert model.params["lm_head.weight"].dtype == torch.float32
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(model.params, mesh)
+    blocks = fs.hf.load(tmp_path / "model", specs, mesh, model=model.model)
+    forward = fs.shard_forward(model.logits, specs, mesh=mesh, backend="eager")
+    close(forward(blocks, TOKENS), module.eval()(input_ids=TOKENS).logits.detach(), 1e-5)
+
+
+def test_half_precision_on_paper_is_float32(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, dtype="bfloat16")
+    assert lm.from_config(config).params["lm_head.weight"].dtype == torch.float32
+    assert config.dtype == torch.bfloat16, "the caller's configuration was written to"
+
+
+def write(folder: Path, config: dict[str, Any] | None, weights: bool = True) -> Path:
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    llama = {"model_type": "llama", **SMALL}
+    foreign = {
+        "model_type": "none_of_ours",
+        "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"},
+    }
+    with pytest.raises(ConfigError, match=r"(?s)'.*nowhere' is no model directory:\n  it is no directory"):
+        lm.from_directory(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"(?s)no config.json\n  there are no \*.safetensors files\nFix"):
+        lm.from_directory(write(tmp_path / "empty", None, weights=False))
+    with pytest.raises(ConfigError, match=r"no model directory:\n  there are no \*.safetensors files"):
+        lm.from_directory(write(tmp_path / "bare", llama, weights=False))
+    with pytest.raises(ConfigError, match=r"config.json: "):
+        lm.from_directory(write(tmp_path / "odd", {"model_type": "none_of_ours"}))
+    ran = write(tmp_path / "code", foreign)
+    (ran / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigError, match=r"config.json: "):
+        lm.from_directory(ran)
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "odd/config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json: "):
+        lm.from_directory(tmp_path / "odd")
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_models_that_are_no_decoders() -> None:
+    small = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2}
+    cases = [
+        (transformers.BertConfig(**small, num_attention_heads=2), "an encoder: tokens see"),
+        (transformers.T5Config(vocab_size=61, d_model=16, num_layers=1), "encoder with a decoder"),
+        (transformers.MambaConfig(**small), "2 of its layers have no causal attention"),
+        (transformers.OPTConfig(**small, num_attention_heads=2), "its head reaches into its trunk"),
+        (transformers.ViTConfig(hidden_size=16), "Unrecognized configuration class"),
+        (transformers.Gemma3TextConfig(**LOCAL, use_bidirectional_attention=True), "an encoder: tokens see"),
+        (
+            transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2),
+            "takes no position_ids",
+        ),
+    ]
+    for config, why in cases:
+        with pytest.raises(ConfigError, match=rf"(?s)is no causal language model that can .*{why}"):
+            lm.from_config(config)
+    with pytest.raises(ConfigError, match=r"LlamaModel .*\n.*no trunk with a head"):
+        lm.of(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)))
+    module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    module.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ConfigError, match="attention is 'flash_attention_2'"):
+        lm.of(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "first"),
+    [
+        ("Mixtral", {"num_local_experts": 4}, r"layers.0.mlp.experts.gate_up_proj \[4, 48, 16\] and 3 more"),
+        ("JetMoe", {}, r"layers.0.mlp.input_linear.weight \[8, 48, 16\] and 11 more"),
+    ],
+)
+def test_mixtures_of_experts_are_refused(name: str, more: dict[str, Any], first: str) -> None:
+    """Their experts lie in leaves of three dims, which adapters, codecs and `matrices()` do not see."""
+    small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**small, **heads, **more)
+    with pytest.raises(ConfigError, match=rf"(?s)it is a mixture of experts \({first}\).*Fix: take a dense"):
+        lm.from_config(config)
+
+
+def test_experts_that_are_modules_are_seen_and_convolutions_are_none() -> None:
+    def trunk(key: str, part: torch.nn.Module) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.ModuleDict({key: part}))
+
+    each = torch.nn.ModuleList([torch.nn.Linear(3, 2, bias=False) for _ in range(2)])
+    (line,) = architecture._experts(trunk("experts", each))
+    assert "(0.experts.0.weight [2, 3] and 1 more)" in line
+    assert architecture._experts(trunk("expert", torch.nn.Linear(3, 2))) == []
+    assert architecture._experts(trunk("conv", torch.nn.Conv1d(4, 4, 3))) == []
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install fnshard\[finetune\]"):
+        lm.from_directory(tmp_path)

@@ -1,0 +1,238 @@
+"""Text, batches, and n-gram tables against brute force."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+
+from experiments.data import stdlib_text
+from experiments.data.stdlib_text import SEPARATOR
+from experiments.data.windows import Loader, cut_windows, held_out_starts
+from experiments.training import ngram
+
+
+def stream(size: int = 5000, symbols: int = 256, seed: int = 0) -> torch.Tensor:
+    return torch.randint(symbols, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------ text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(60):
+        name = tmp_path / f"package{number % 3}" / f"module{number}.py"
+        name.parent.mkdir(exist_ok=True)
+        name.write_text(f"number = {number}\n")
+    (tmp_path / "package0" / "tests").mkdir()
+    (tmp_path / "package0" / "tests" / "test_it.py").write_text("skipped\n")
+    (tmp_path / "package0" / "notes.txt").write_text("skipped\n")
+    return tmp_path
+
+
+def test_split_is_by_file_and_complete(folder):
+    corpus = stdlib_text.load_corpus(folder, held_out_percent=30)
+    both = (*corpus.train_files, *corpus.held_out_files)
+    assert len(both) == len(set(both)) == 60
+    assert not any("tests" in name for name in both)
+    assert list(corpus.train_files) == sorted(corpus.train_files)
+    assert 5 < len(corpus.held_out_files) < 35
+    for names, joined in (
+        (corpus.train_files, corpus.train),
+        (corpus.held_out_files, corpus.held_out),
+    ):
+        parts = bytes(joined.tolist()).split(bytes([SEPARATOR]))
+        assert parts == [*((folder / name).read_bytes() for name in names), b""]
+
+
+def test_a_file_stays_on_its_side_when_others_come_and_go(folder):
+    before = set(stdlib_text.load_corpus(folder, held_out_percent=30).held_out_files)
+    (folder / "another.py").write_text("x = 1\n")
+    (folder / "package0" / "module0.py").unlink()
+    after = set(stdlib_text.load_corpus(folder, held_out_percent=30).held_out_files)
+    assert after - {"another.py"} == before - {"package0/module0.py"}
+    assert before <= set(stdlib_text.load_corpus(folder, held_out_percent=60).held_out_files) | {
+        "package0/module0.py"
+    }
+
+
+def test_standard_library_is_there_and_the_same_every_time():
+    first, second = stdlib_text.load_corpus(), stdlib_text.load_corpus()
+    assert torch.equal(first.train, second.train) and torch.equal(first.held_out, second.held_out)
+    assert first.train.numel() > 20 * first.held_out.numel() / 5 > 0
+    assert not set(first.train_files) & set(first.held_out_files)
+    assert not any(part in stdlib_text.SKIP for name in first.train_files for part in name.split("/"))
+
+
+@pytest.mark.parametrize("suffix", [".nothing", ".py"])
+def test_too_little_text_is_refused(tmp_path, suffix):
+    (tmp_path / "one.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"/dev/zero is no folder\. Fix: name one as data\.root"):
+        stdlib_text.load_corpus(type(tmp_path)("/dev/zero"))
+    with pytest.raises(ValueError, match=r"hold \d bytes to train on .* Fix: name a folder with more text"):
+        stdlib_text.load_corpus(tmp_path, suffix=suffix)
+
+
+def test_what_is_no_text_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
+    (tmp_path / "sparse.py").touch()
+    os.truncate(tmp_path / "sparse.py", 2**40)
+    told = (
+        r"(?s)gone\.py: No such file.*pipe\.py: is no regular file.*sparse\.py: has 1099511627776 bytes, the "
+        r"most is 8589934592\n.*zero\.py: is no regular file\nFix: .*experiments\.tokenize"
+    )
+    with pytest.raises(ValueError, match=told):
+        stdlib_text.load_corpus(tmp_path)
+
+
+# ------------------------------------------------------------------ batches
+
+
+def test_batches_are_windows_of_the_stream():
+    source = torch.arange(200, dtype=torch.uint8)
+    inputs, targets = next(Loader(source, rows=64, context=7, seed=3))
+    assert inputs.shape == targets.shape == (64, 7) and inputs.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
+    drawn = torch.cat([next(Loader(source, 64, 192, seed=s))[0][:, 0] for s in range(9)])
+    assert set(drawn.tolist()) == set(range(8))  # every window that fits, the last one too
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_one_global_batch(ranks):
+    whole = Loader(stream(), rows=8, context=16, seed=5)
+    parts = [Loader(stream(), rows=8, context=16, seed=5, rank=r, ranks=ranks) for r in range(ranks)]
+    for _ in range(3):
+        inputs, targets = next(whole)
+        pieces = [next(part) for part in parts]
+        assert torch.equal(torch.cat([p[0] for p in pieces]), inputs)
+        assert torch.equal(torch.cat([p[1] for p in pieces]), targets)
+
+
+def test_seed_and_step_alone_decide():
+    def first(**changed):
+        return Loader(stream(), **{"rows": 8, "context": 16, "seed": 1, **changed})
+
+    assert torch.equal(next(first())[0], next(first())[0])
+    assert not torch.equal(next(first())[0], next(first(seed=2))[0])
+    loader = first()
+    assert not torch.equal(next(loader)[0], next(loader)[0])
+    assert torch.equal(next(loader)[0], first().batch(2)[0])
+
+
+def test_resume_goes_on_where_it_stood_even_on_another_mesh():
+    one = Loader(stream(), rows=8, context=16, seed=5)
+    for _ in range(3):
+        next(one)
+    saved = one.state_dict()
+    expected = [next(one) for _ in range(2)]
+    halves = [Loader(stream(), rows=8, context=16, seed=5, rank=r, ranks=2) for r in range(2)]
+    for half in halves:
+        half.load_state_dict(saved)
+    for inputs, targets in expected:
+        pieces = [next(half) for half in halves]
+        assert torch.equal(torch.cat([p[0] for p in pieces]), inputs)
+        assert torch.equal(torch.cat([p[1] for p in pieces]), targets)
+
+
+def test_resume_of_another_loader_is_refused():
+    loader = Loader(stream(), rows=8, context=16, seed=5)
+    with pytest.raises(
+        ValueError, match=r"drew other batches \(seed: saved 6, here 5; rows: saved 4, here 8\)"
+    ):
+        loader.load_state_dict(loader.state_dict() | {"step": 1, "seed": 6, "rows": 4})
+    with pytest.raises(ValueError, match="a loader's state has the keys"):
+        loader.load_state_dict({"step": 1})
+
+
+def test_resume_on_another_text_is_told():
+    saved = Loader(stream(), rows=8, context=16, seed=5, step=3).state_dict()
+    same, other = (Loader(stream(seed=s), rows=8, context=16, seed=5) for s in (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="the text is not what it was when this was saved"):
+        other.load_state_dict(saved)
+    assert same.step == other.step == 3
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="8 rows do not divide over 3 ranks"):
+        Loader(stream(), rows=8, context=16, ranks=3)
+
+
+def test_held_out_windows_fit_and_leave_room_for_a_trigram():
+    source = stream(1000)
+    starts = held_out_starts(source.numel(), rows=10, context=50)
+    assert starts[0] == 2 and starts[-1] + 50 == 999
+    _, targets = cut_windows(source, starts, 50)
+    assert torch.equal(targets, source[starts[:, None] + torch.arange(1, 51)].long())
+
+
+# ------------------------------------------------------------------ n-gram tables
+
+
+def brute_force(train: bytes, order: int, strengths: tuple[float, ...], given: bytes, byte: int) -> float:
+    """p(byte | given) from the definition, with dictionaries."""
+    p = 1 / 256
+    for n, strength in zip(range(1, order + 1), strengths, strict=True):
+        context = given[len(given) - (n - 1) :]
+        runs = Counter(train[i : i + n] for i in range(len(train) - n + 1))
+        total = sum(count for run, count in runs.items() if run[:-1] == context)
+        p = (runs[context + bytes([byte])] + strength * p) / (total + strength)
+    return p
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_tables_equal_brute_force(order):
+    train, held_out = stream(400, symbols=5), stream(60, symbols=7, seed=1)
+    table = ngram.fit(train, order)
+    at = torch.arange(2, held_out.numel())
+    expected = [
+        brute_force(
+            bytes(train.tolist()), order, table.strengths, bytes(held_out[i - 2 : i].tolist()), held_out[i]
+        )
+        for i in at.tolist()
+    ]
+    torch.testing.assert_close(table.probability(held_out, at), torch.tensor(expected, dtype=torch.float64))
+    mean = -sum(map(math.log, expected)) / len(expected)
+    assert table.loss(held_out, at) == pytest.approx(mean, rel=1e-12)
+
+
+def test_tables_are_distributions_seen_or_not():
+    table = ngram.fit(stream(300, symbols=5), 3)
+    for given in (b"\x00\x01", b"\x04\xc8", b"\xc8\xc9"):
+        probes = torch.tensor([[*given, byte] for byte in range(256)], dtype=torch.uint8).flatten()
+        p = table.probability(probes, torch.arange(2, probes.numel(), 3))
+        assert p.min() > 0 and p.sum().item() == pytest.approx(1, rel=1e-12)
+
+
+def test_strengths_are_the_best_of_those_tried_and_held_out_text_is_not_asked():
+    train = stdlib_text.load_corpus().train[:30_000]
+    table = ngram.fit(train, 2)
+    cut = train.numel() * 9 // 10
+    at = torch.arange(cut, train.numel())
+    inner = tuple(ngram.count(train[:cut], n) for n in (1, 2))
+
+    def loss(strength):
+        return ngram.Ngram(inner, (table.strengths[0], strength)).loss(train, at)
+
+    assert table.strengths[1] == min(ngram.STRENGTHS, key=loss)
+    assert table.shortened(1).loss(train, at) > table.loss(train, at)
+
+
+def test_a_shortened_table_is_the_table_of_that_order():
+    train, at = stream(2000, symbols=9), torch.arange(2, 500)
+    assert ngram.fit(train, 3).shortened(2).loss(train, at) == ngram.fit(train, 2).loss(train, at)
+
+
+def test_too_few_bytes_to_count():
+    with pytest.raises(ValueError, match="4 bytes are too few to fit a table of order 3"):
+        ngram.fit(stream(4), 3)

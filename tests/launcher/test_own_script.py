@@ -1,0 +1,128 @@
+"""A script of one's own, on one rank and on two, however they are started: the same losses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import fnshard as fs
+from fnshard import LaunchError, SpecError
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+import fnshard as fs
+
+
+def loss_fn(params, x, y):
+    return (torch.tanh(x @ params["a"]) @ params["b"] - y).square().mean()
+
+
+def main():
+    mesh = fs.make_mesh(device="cpu")
+    assert dist.is_initialized() == (mesh.size > 1)
+    torch.manual_seed(0)
+    params = {"a": torch.randn(4, 8).double(), "b": torch.randn(8, 2).double()}
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.1), backend="eager")
+    state = step.init(params)
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 2).double()
+    rows = torch.arange(8).tensor_split(mesh.size)[mesh.rank]
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, x[rows], y[rows])
+        losses.append(metrics["loss"].item())
+    if mesh.rank == 0:
+        print("LOSSES", mesh.size, *losses, flush=True)
+
+
+if __name__ == "__main__":
+    starts = {"bare": main, "run_rank": lambda: fs.run_rank(main), "launch": lambda: fs.launch(main, ranks=2)}
+    starts[sys.argv[1]]()
+"""
+
+
+def losses_of(folder: Path, how: str, *before: str) -> list[float]:
+    """World size and losses."""
+    script = folder / "own.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    command = [*(before or [sys.executable]), str(script), how]
+    ended = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("LOSSES")]
+    assert not list(folder.glob("fnshard-*")), "a job that ended well leaves nothing behind"
+    return [float(word) for word in line.split()[1:]]
+
+
+def test_losses_are_equal_however_ranks_are_started(tmp_path):
+    one, *losses = losses_of(tmp_path, "bare")
+    assert one == 1 and losses[0] > losses[2]
+    for started in (losses_of(tmp_path, "bare", *TORCHRUN), losses_of(tmp_path, "launch")):
+        assert started == pytest.approx([2, *losses], abs=1e-10)
+
+
+@pytest.mark.long
+def test_one_script_for_every_way_to_start_it(tmp_path):
+    losses = losses_of(tmp_path, "bare")
+    assert losses_of(tmp_path, "run_rank") == losses
+    assert losses_of(tmp_path, "launch", *TORCHRUN) == pytest.approx([2, *losses[1:]], abs=1e-10)
+
+
+@pytest.mark.parametrize(("program", "ranks"), [("train.py", 2), (["true"], 0)])
+def test_a_command_is_words_and_ranks_are_there(program, ranks):
+    with pytest.raises(LaunchError, match=r"(?s)a function or a list of words.*Fix: fs\.launch\(\[sys"):
+        fs.launch(program, ranks=ranks)
+
+
+def nested():
+    def inside() -> None: ...
+
+    return inside
+
+
+@pytest.mark.parametrize("function", [lambda: None, nested(), {}.clear], ids=["lambda", "nested", "method"])
+def test_a_function_without_an_importable_name_is_refused(function):
+    with pytest.raises(LaunchError, match=r"(?s)no name by which other processes could import it.*Fix: def"):
+        fs.launch(function, ranks=2)
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    script = tmp_path / "bare.py"
+    script.write_text("import fnshard as fs\ndef main(): ...\nfs.launch(main, ranks=1)\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 1 and 'Fix: call it below `if __name__ == "__main__":`' in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, and RANK, MASTER_ADDR, MASTER_PORT not set.*Fix: .*torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, r"WORLD_SIZE=2, and MASTER_ADDR, MASTER_PORT not set"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, r"srun started 8 processes \(SLURM_STEP_NUM_TASKS\), which do not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, r"mpirun started 4 processes"),
+        ({"WORLD_SIZE": "abc"}, r"WORLD_SIZE='abc' in the environment is no number"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            r"RANK=5, and WORLD_SIZE=2",
+        ),
+    ],
+)
+def test_several_processes_that_cannot_meet_are_refused(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SpecError, match=f"(?s){message}"):
+        fs.make_mesh()
+    assert fs.make_mesh(shard=4, abstract=True).size == 4  # joins nobody
+    assert fs.make_mesh(shard=4, simulated=True).size == 4
+    assert not dist.is_initialized()

@@ -1,0 +1,102 @@
+"""Presets: strategies people know, nothing but specs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, P
+from fnshard.layout.presets import PRESETS, best_split
+
+MESH = fs.make_mesh(shard=8, abstract=True)
+HYBRID = fs.make_mesh(replicate=2, shard=4, abstract=True)
+S = P("shard")
+
+FIELDS = {  # storage, gradient, optimizer, reshard
+    "full_shard": (S, S, S, True),
+    "zero3": (S, S, S, True),
+    "shard_grad_op": (S, S, S, False),
+    "zero2": (P(), S, S, True),
+    "zero1": (P(), P(), S, True),
+    "no_shard": (P(), P(), P(), True),
+    "hybrid_shard": (S, S, S, True),
+}
+
+
+def test_all_presets_are_listed_here() -> None:
+    assert set(FIELDS) == set(PRESETS)
+    assert fs.presets.zero3 is fs.presets.full_shard
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields(name: str) -> None:
+    spec = PRESETS[name]({"w": torch.zeros(16, 3)}, MESH)["w"]
+    assert (spec.storage, spec.gradient, spec.optimizer, spec.reshard) == FIELDS[name]
+    assert spec.compute == P()
+
+
+def test_over_all_data_axes_or_the_inner_ones() -> None:
+    params = {"w": torch.zeros(16, 3)}
+    assert fs.presets.full_shard(params, HYBRID)["w"].storage == P(("replicate", "shard"))
+    assert fs.presets.hybrid_shard(params, HYBRID)["w"].storage == P("shard")
+    tensor = fs.make_mesh(shard=4, tensor=2, data_axes=["shard"], abstract=True)
+    assert fs.presets.full_shard(params, tensor)["w"].storage == P("shard")
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((16, 8), S),
+        ((50257, 768), P(None, "shard")),
+        ((3, 5), P(None, "shard")),  # 5 of 8 rows are used, against 3 of 8
+        ((), P()),
+        ((7,), S),
+        ((3, 3, 64), P(None, None, "shard")),
+    ],
+)
+def test_the_dim_that_pads_least_is_split(shape: tuple[int, ...], wanted: P) -> None:
+    assert best_split(shape, ("shard",), MESH) == wanted
+
+
+def test_buffers_and_integers_are_whole_and_keep_their_dtype() -> None:
+    params = {
+        "w": torch.zeros(16),
+        "ids": torch.zeros(16, dtype=torch.int64),
+        "b": nn.Buffer(torch.zeros(16)),
+    }
+    specs = fs.presets.full_shard(params, MESH, compute_dtype=torch.bfloat16)
+    assert [specs[p].storage for p in params] == [S, P(), P()]
+    assert [specs[p].compute_dtype for p in params] == [torch.bfloat16, torch.int64, torch.float32]
+    assert [specs[p].trainable for p in params] == [True, False, False]
+
+
+def test_the_callers_rules_come_first_and_must_match() -> None:
+    params = {"a.w": torch.zeros(16), "b.w": torch.zeros(16)}
+    specs = fs.presets.full_shard(params, MESH, rules=[("a.*", LayoutSpec(P(), reshard=False))])
+    assert (specs["a.w"].storage, specs["b.w"].storage) == (P(), S)
+    with pytest.raises(fs.SpecError, match=r"(?s)1 rule.*match no leaf.*'c\.\*'"):
+        fs.presets.full_shard(params, MESH, rules=[("c.*", LayoutSpec())])
+
+
+def test_paths_with_glob_characters() -> None:
+    params = {"a[0].w": torch.zeros(16), "a*.w": torch.zeros(8, 16)}
+    specs = fs.presets.full_shard(params, MESH)
+    assert [specs[p].shape for p in params] == [(16,), (8, 16)]
+
+
+def test_policy_goes_to_all_leaves_and_an_unknown_field_is_refused() -> None:
+    params = {"w": torch.zeros(16)}
+    spec = fs.presets.zero2(params, MESH, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)["w"]
+    assert (spec.compute_dtype, spec.reduce_dtype, spec.storage_dtype) == (
+        torch.bfloat16, torch.float32, torch.float32,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="param_dtype"):
+        fs.presets.full_shard(params, MESH, param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_says_what_it_is(name: str) -> None:
+    assert len(PRESETS[name].__doc__.splitlines()[0]) > 20
+    assert "Args:" in PRESETS[name].__doc__

@@ -1,0 +1,283 @@
+"""`P`, `LayoutSpec`, rules and blocks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, P, SpecError
+from fnshard.layout.spec import block_shape, block_slices, check_specs
+
+MESH = fs.make_mesh(replicate=2, shard=4, abstract=True)
+
+
+WHOLE = P()
+SHARD = P("shard")
+
+
+def resolved(
+    storage: P = WHOLE,
+    shape: tuple[int, ...] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> LayoutSpec:
+    """A spec that has seen its leaf."""
+    return LayoutSpec(storage, **fields).resolve(torch.zeros(shape, dtype=dtype), "unit")
+
+
+# ------------------------------------------------------------------ P
+
+
+def test_trailing_nones_may_be_left_out() -> None:
+    assert P("shard") == P("shard", None, None) and P(None) == P() and P(()) == P()
+    assert P(("shard",)) == P("shard") and hash(P("shard")) == hash(P(("shard",), None))
+    assert P(None, "shard") != P("shard")
+
+
+def test_axes_and_dims() -> None:
+    layout = P(None, ("replicate", "shard"))
+    assert layout.axes == ("replicate", "shard")
+    assert (layout.of(0), layout.of(1), layout.of(7)) == ((), ("replicate", "shard"), ())
+
+
+def test_reprs_read_back_and_values_can_be_pickled() -> None:
+    spec = resolved(P("shard"), compute_dtype=torch.bfloat16)
+    for value in (P(), P("a"), P(None, ("a", "b")), spec):
+        assert eval(repr(value), {"P": P, "LayoutSpec": LayoutSpec, "torch": torch}) == value
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
+
+
+def test_placements_are_per_mesh_dim() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    assert P(None, "shard").to_placements(MESH) == (Replicate(), Shard(1))
+    assert P(("replicate", "shard")).to_placements(MESH) == (Shard(0), Shard(0))
+
+
+def test_p_and_specs_are_leaves_of_a_tree() -> None:
+    tree = {"a": [P("x"), LayoutSpec()], "b": None}
+    assert fs.tree.flatten(tree, constants=True)[0] == [P("x"), LayoutSpec(), None]
+    assert fs.tree.flatten(tree)[0] == [P("x"), LayoutSpec()]
+
+
+@pytest.mark.parametrize("parts", [(1,), ("",), (("a", 2),), (3.5,)])
+def test_what_is_no_axis_is_refused(parts: tuple[Any, ...]) -> None:
+    with pytest.raises(SpecError, match="each dim takes an axis name, a tuple of names, or None"):
+        P(*parts)
+
+
+def test_an_axis_splits_one_dim() -> None:
+    with pytest.raises(SpecError, match="names an axis twice"):
+        P("a", ("b", "a"))
+
+
+# ------------------------------------------------------------------ LayoutSpec
+
+
+def test_defaults_follow_the_leaf_and_the_storage() -> None:
+    spec = resolved(P("shard"), compute_dtype=torch.bfloat16)
+    assert (spec.gradient, spec.optimizer, spec.shape, spec.unit) == (P("shard"), P("shard"), (8, 8), "unit")
+    assert (spec.storage_dtype, spec.compute_dtype) == (torch.float32, torch.bfloat16)
+    assert (spec.reduce_dtype, spec.optimizer_dtype) == (torch.bfloat16, torch.float32)
+    assert spec.trainable and spec.resolved and not LayoutSpec().resolved
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"storage": "shard"}, r"expected P\(...\), got str"),
+        ({"memory": "gpu"}, "one of 'device', 'host', 'disk'"),
+        ({"compute_dtype": "bf16"}, "expected a torch.dtype"),
+        ({"compute": P("shard")}, "(?s)sees whole leaves until the tensor axis is built.*storage="),
+    ],
+)
+def test_specs_are_checked_when_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        LayoutSpec(**fields)
+
+
+def test_specs_are_frozen() -> None:
+    with pytest.raises(AttributeError, match="cannot assign"):
+        LayoutSpec().storage = P("shard")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (resolved(P("model")), r"params\['x'\] \[8, 8\] with P\('model'\): the mesh has no axis 'model' "
+                               r"\(it has: replicate, shard\).*Fix: name one of the mesh's axes"),
+        (resolved(P("shard", None, "replicate")), r"3 dims named, the tensor has 2.*a scalar takes P\(\)"),
+        (resolved(P("shard"), (), torch.float32), r"1 dims named, the tensor has 0"),
+        (resolved(dtype=torch.int64, trainable=True), r"trainable=True and torch.int64.*only float"),
+        (resolved(SHARD, gradient=SHARD, optimizer=WHOLE), r"gradient=P\('shard'\), optimizer=P\(\).*slices"),
+        (resolved(SHARD, gradient=WHOLE, optimizer=P("replicate")), r"optimizer=P\('replicate'\).*gathers"),
+    ],
+)  # fmt: skip
+def test_specs_that_do_not_fit_are_refused_with_the_way_out(spec: LayoutSpec, message: str) -> None:
+    with pytest.raises(SpecError, match=f"(?s){message}"):
+        check_specs({"x": spec}, MESH)
+
+
+def test_all_failing_leaves_are_named_at_once() -> None:
+    specs = {
+        "a": resolved(P("model")),
+        "b": resolved(P("shard")),
+        "c": resolved(P("shard", "replicate", "shard2")),
+    }
+    with pytest.raises(
+        SpecError, match=r"(?s)2 leaves cannot take their spec on mesh \(replicate=2.*'a'.*'c'"
+    ):
+        check_specs(specs, MESH)
+
+
+def test_an_axis_that_is_no_data_axis_is_refused() -> None:
+    mesh = fs.make_mesh(shard=4, tensor=2, data_axes=["shard"], abstract=True)
+    with pytest.raises(SpecError, match=r"(?s)'tensor' is not a data axis.*not built yet"):
+        check_specs({"x": resolved(P("tensor"))}, mesh)
+
+
+# ------------------------------------------------------------------ rules
+
+
+def leaves() -> dict[str, Tensor]:
+    return {"a.w": torch.zeros(4), "a.norm.w": torch.zeros(4), "b.w": torch.zeros(4)}
+
+
+def test_the_first_match_wins() -> None:
+    specs = fs.match_specs(
+        leaves(), [("*norm*", LayoutSpec()), ("a.*", LayoutSpec(P("shard"))), ("*", LayoutSpec())]
+    )
+    assert [s.storage for s in specs.values()] == [P("shard"), P(), P()]
+
+
+def test_a_rule_that_nothing_uses_is_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"(?s)2 rule\(s\) match no leaf.*'c\.\*'.*'b\.w'.*the leaves are: a.w, a.norm.w"
+    ):
+        fs.match_specs(leaves(), [("c.*", LayoutSpec()), ("*", LayoutSpec()), ("b.w", LayoutSpec())])
+
+
+def test_leaves_that_no_rule_covers_are_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"(?s)2 leaves of 3 matched by no rule.*'a.norm.w'\] \[4\].*'b.w'.*\"\*\""
+    ):
+        fs.match_specs(leaves(), [("a.w", LayoutSpec())])
+
+
+@pytest.mark.parametrize("rules", [{"*": LayoutSpec()}, [("*", P())], ["*"], [(0, LayoutSpec())], "*", None])
+def test_what_is_no_list_of_rules_is_refused(rules: Any) -> None:
+    with pytest.raises(SpecError, match=r"(?s)rules are a list of \(glob, LayoutSpec\) pairs.*Fix"):
+        fs.match_specs(leaves(), rules)
+
+
+@pytest.mark.parametrize("tree", [{"a": 1.0}, {"a": None}])
+def test_what_is_no_tree_of_tensors_is_refused(tree: Any) -> None:
+    with pytest.raises(SpecError, match=r"(?s)the parameter tree has no leaves.*Fix: pass a tree of tensors"):
+        fs.match_specs(tree, [("*", LayoutSpec())])
+
+
+def test_buffers_take_a_rule_only_if_it_says_so() -> None:
+    params = {"w": torch.zeros(8), "b": nn.Buffer(torch.zeros(8)), "n": torch.zeros(8, dtype=torch.int32)}
+    half = LayoutSpec(P("shard"), compute_dtype=torch.bfloat16)
+    specs = fs.match_specs(params, [("*", half)])
+    assert [s.storage for s in specs.values()] == [P("shard"), P(), P()]
+    assert [s.compute_dtype for s in specs.values()] == [torch.bfloat16, torch.float32, torch.int32]
+    wide = fs.match_specs(params, [("b", LayoutSpec(P("shard"), buffers=True)), ("*", half)])
+    assert wide["b"].storage == P("shard") and not wide["b"].trainable
+
+
+def test_complex_leaves_are_not_frozen_in_silence() -> None:
+    params = {"w": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    with pytest.raises(SpecError, match=r"(?s)trainable=True and torch.complex64.*view_as_real"):
+        check_specs(specs, MESH)
+    check_specs(fs.match_specs(params, [("*", LayoutSpec(trainable=False))]), MESH)
+
+
+def test_any_tree() -> None:
+    params = {"a": [torch.zeros(2), torch.zeros(3)], "b": {"c": torch.zeros(())}}
+    specs = fs.match_specs(params, [("a.1", LayoutSpec(P("shard"))), ("*", LayoutSpec())])
+    assert specs["a"][1].storage == P("shard") and specs["b"]["c"].shape == ()
+
+
+# ------------------------------------------------------------------ tied weights
+
+
+def tied() -> dict[str, Tensor]:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})
+    model["head"].weight = model["embed"].weight
+    return fs.make_functional(model)[1]
+
+
+def test_a_rule_for_another_name_of_a_tied_weight_says_where_it_is_stored() -> None:
+    rules = [("embed.*", LayoutSpec(P("shard"))), ("head.weight", LayoutSpec()), ("*", LayoutSpec())]
+    with pytest.raises(
+        SpecError,
+        match=r"(?s)1 leaf tied.*params\['embed.weight'\] takes rule 'embed.\*', its other name "
+        r"'head.weight' takes rule 'head.weight'.*stored once, under the first of its names",
+    ):
+        fs.match_specs(tied(), rules)
+
+
+def test_a_glob_that_takes_another_name_of_a_tied_weight_may_not_differ() -> None:
+    with pytest.raises(SpecError, match=r"(?s)its other name 'head.weight' takes rule 'head\*'"):
+        fs.match_specs(tied(), [("head*", LayoutSpec()), ("*", LayoutSpec(P("shard")))])
+
+
+def test_equal_rules_on_a_tied_weight_are_fine_and_used() -> None:
+    rules = [
+        ("head.weight", LayoutSpec(P("shard"))),
+        ("embed.*", LayoutSpec(P("shard"))),
+        ("*", LayoutSpec()),
+    ]
+    specs = fs.match_specs(tied(), rules)
+    assert list(specs) == ["embed.weight", "head.bias"]
+    assert specs["embed.weight"].storage == P("shard")
+
+
+# ------------------------------------------------------------------ blocks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    where=st.permutations(["a", "b", None]),
+    both=st.booleans(),
+)
+def test_blocks_tile_the_leaf(
+    shape: tuple[int, ...], sizes: tuple[int, int], where: list[Any], both: bool
+) -> None:
+    """Every element lies in exactly one block of each replica group, and all blocks fit."""
+    mesh = fs.make_mesh(a=sizes[0], b=sizes[1], abstract=True)
+    layout = P(("a", "b")) if both else P(*where[: len(shape)])
+    held = torch.zeros(shape, dtype=torch.int64)
+    block = block_shape(shape, layout, mesh)
+    for rank in range(mesh.size):
+        slices = block_slices(shape, layout, mesh, mesh.coordinate(rank))
+        assert all(0 <= s.stop - s.start <= b for s, b in zip(slices, block, strict=True))
+        held[slices] += 1
+    assert (held == mesh.size // mesh.axes_size(layout.axes)).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 7), max_size=3).map(tuple),
+    ranks=st.integers(1, 5),
+    preset=st.sampled_from(list(fs.presets.PRESETS)),
+)
+def test_shard_and_unshard_are_inverse(shape: tuple[int, ...], ranks: int, preset: str) -> None:
+    mesh = fs.make_mesh(shard=ranks, simulated=True)
+    params = {"w": torch.randn(shape), "n": torch.arange(3), "h": torch.randn(shape).bfloat16()}
+    specs = fs.presets.PRESETS[preset](params, mesh)
+    back = fs.simulate(mesh, lambda rank: fs.unshard(fs.shard(params, specs, mesh), specs, mesh))
+    for tree in back:
+        assert all(torch.equal(tree[p], params[p]) and tree[p].dtype == params[p].dtype for p in params)

@@ -1,0 +1,280 @@
+"""Losses of language models: the textbook's numbers, without the textbook's logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fnshard as fs
+from experiments.micro import chunked_loss
+from fnshard import LayoutSpec, P, losses
+from fnshard.analysis.workspace import workspace_bytes
+from fnshard.losses import linear as fused
+from fnshard.losses.objectives import Mean
+
+V, D = 50, 16
+
+
+def numbers(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, D, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(V, (3, 7), generator=generator)
+    targets[0, :4] = losses.IGNORE
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4, 21, 1000])
+@pytest.mark.parametrize("trains", [True, False])
+def test_it_is_torchs_cross_entropy(chunk: int, trains: bool) -> None:
+    hidden, weight, targets = numbers()
+    hidden.requires_grad_()
+    weight.requires_grad_(trains)
+    mean = losses.linear_cross_entropy(hidden, weight, targets, chunk=chunk)
+    plain = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
+    wanted = [hidden, weight] if trains else [hidden]
+    torch.testing.assert_close(mean.total / mean.count, plain, atol=1e-13, rtol=0)
+    for got, known in zip(
+        torch.autograd.grad(mean.total / mean.count, wanted), torch.autograd.grad(plain, wanted), strict=True
+    ):
+        torch.testing.assert_close(got, known, atol=1e-14, rtol=0)
+
+
+def test_the_operator_holds_to_torchs_contract() -> None:
+    hidden, weight, targets = numbers()
+    flat = (hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), targets.flatten(), -100, 4)
+    torch.library.opcheck(torch.ops.fnshard.token_losses.default, flat)
+
+
+def test_half_types_are_normalised_in_fp32() -> None:
+    hidden, weight, targets = numbers(torch.bfloat16)
+    mean = losses.linear_cross_entropy(hidden, weight, targets, chunk=4)
+    logits = F.linear(hidden, weight).float()
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert mean.total.dtype == torch.float32
+    torch.testing.assert_close(mean.total / mean.count, plain, atol=2e-2, rtol=1e-3)
+
+
+def test_logits_and_labels() -> None:
+    logits, tokens = torch.randn(2, 5, V), torch.randint(V, (2, 5))
+    mean = losses.next_token(logits, tokens)
+    plain = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(mean.total / mean.count, plain)
+    with pytest.raises(ValueError, match=r"wanted are \[\.\.\., D\], \[V, D\] and \[\.\.\.\]"):
+        losses.linear_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(7, 5), tokens)
+
+
+def test_a_count_that_trains_is_refused_and_a_detached_one_is_a_number() -> None:
+    params = {"w": torch.ones(3), "gate": torch.full((3,), 0.5), "b": torch.ones(3)}
+
+    def weighted(p: Any, x: Tensor, detached: bool) -> Mean:
+        count = (p["gate"] * 2).sum()
+        return Mean((p["w"] * x + p["b"]).sum(), count.detach() if detached else count)
+
+    step = fs.shard_step(weighted, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    with pytest.raises(
+        fs.TraceError, match=r"(?s)count of the loss's Mean depends on.*\n  params\['gate'\]\nFix: count.det"
+    ):
+        step(params, torch.ones(3), False)
+    _, grads = step(params, torch.arange(3.0), True)
+    torch.testing.assert_close(grads["w"], torch.arange(3.0) / 3)
+
+
+def of_batch(p: Any, tokens: Tensor, targets: Tensor) -> Mean:
+    """A tied head: the embedding has two readers."""
+    x = torch.tanh(F.linear(F.embedding(tokens, p["embed"]), p["layers.0.w"]))
+    return losses.linear_cross_entropy(x, p["embed"], targets, chunk=5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_unevenly_masked_ranks_make_the_exact_mean(world: int, accumulate: int) -> None:
+    params = {"embed": torch.randn(V, D).double(), "layers.0.w": torch.randn(D, D).double()}
+    tokens, targets = torch.randint(V, (2, 2 * world, 7))
+    targets[0, :5] = losses.IGNORE
+    known = {k: v.clone().requires_grad_() for k, v in params.items()}
+    whole = of_batch(known, tokens, targets)
+    (whole.total / whole.count).backward()
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(of_batch, specs, mesh=mesh, backend="eager", accumulate=accumulate)
+
+    def work(rank: int) -> tuple[float, float]:
+        part = slice(2 * rank, 2 * rank + 2)
+        loss, grads = step(fs.shard(params, specs, mesh), tokens[part], targets[part])
+        cut = fs.shard({k: v.grad for k, v in known.items()}, specs, mesh)
+        worst = max((grads[k] - cut[k]).abs().max().item() for k in grads)
+        return abs(loss.item() - (whole.total / whole.count).item()), worst
+
+    for off, worst in fs.simulate(mesh, work):
+        assert max(off, worst) < 1e-10
+
+
+def test_a_large_vocabulary_is_never_there_for_all_tokens() -> None:
+    """128k words, 4096 tokens: their logits in fp32 would be 2.1 GB; the peak is less than a third of it."""
+    vocabulary, tokens = 128_256, 4096
+    params = {
+        "head": torch.empty(vocabulary, 64, device="meta"),
+        "layers.0.w": torch.empty(64, 64, device="meta"),
+    }
+
+    def lowered(chunk: int | None) -> Any:
+        def fn(p: Any, x: Tensor, targets: Tensor) -> Any:
+            hidden = torch.tanh(F.linear(x, p["layers.0.w"]))
+            if chunk is None:
+                return F.cross_entropy(F.linear(hidden, p["head"]).flatten(0, 1).float(), targets.flatten())
+            return losses.linear_cross_entropy(hidden, p["head"], targets, chunk=chunk)
+
+        mesh = fs.make_mesh(shard=8, abstract=True)
+        frozen = [("head", LayoutSpec(P("shard"), trainable=False)), ("*", LayoutSpec(P("shard")))]
+        x = torch.empty(1, tokens, 64, device="meta")
+        targets = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        return fs.shard_step(fn, fs.match_specs(params, frozen), mesh=mesh).lower(params, x, targets)
+
+    plain, fused = lowered(None), lowered(256)
+    logits = 4 * vocabulary * tokens
+    assert plain.memory_analysis().peak_bytes > 2 * logits
+    assert fused.memory_analysis().peak_bytes < logits / 3
+    flops = [low.timeline("h100").hardware_flops for low in (plain, fused)]
+    assert flops[1] == pytest.approx(flops[0] * 3 / 2, rel=0.02)  # the backward makes the logits again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_its_peak_is_a_seventh_of_all_logits_at_once(
+    frozen: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the allocator saw it: `micro.chunked_loss` with a quarter of its tokens and width, an eighth
+    of its words, and chunks that are as large a share."""
+    tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
+    monkeypatch.setitem(fused.CHUNK_bytes, "cpu", fused.CHUNK_bytes["cpu"] // 32)
+    monkeypatch.setattr(fused, "RUN_numbers", fused.RUN_numbers // 32)
+    costs = chunked_loss.measure(tokens, width, vocabulary, dtype=dtype, frozen=frozen, repeats=1)
+    assert costs["chunked"].peak_bytes < 0.15 * costs["naive"].peak_bytes
+    assert costs["naive"].peak_bytes > 2 * 4 * tokens * vocabulary
+    assert chunked_loss.apart(costs["naive"], costs["chunked"]) < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
+
+
+class _CuBLAS(TorchDispatchMode):
+    """`mm` and `addmm` of half types with fp32 results, which torch has on CUDA alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.narrow = 0  # the largest result of a half type
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is torch.ops.aten.mm.dtype:
+            self.seen.append("mm")
+            return args[0].float() @ args[1].float()
+        if op is torch.ops.aten.addmm.dtype_out:
+            self.seen.append("addmm")
+            total, one, other, dtype = args
+            assert (
+                kwargs["out"] is total and total.dtype == dtype == torch.float32 and one.dtype == other.dtype
+            )
+            return total.add_(one.float() @ other.float())
+        out = op(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype == torch.bfloat16:
+            self.narrow = max(self.narrow, out.numel())
+        return out
+
+
+def test_on_a_gpu_half_types_are_summed_in_fp32_with_no_copy_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits come in fp32, and the weight's gradient is added where it lies; the CPU's way is the truth."""
+    hidden, weight = torch.randn(24, 16).bfloat16(), torch.randn(40, 16).bfloat16()
+    targets, gradient = torch.randint(40, (24,)), torch.rand(24)
+
+    def both() -> tuple[Tensor, ...]:
+        made, sums = fused.token_losses._init_fn(hidden, weight, targets, -100, 8)
+        back = fused.token_losses_backward._init_fn(gradient, sums, hidden, weight, targets, -100, 8, True)
+        return made, sums, *back
+
+    truth = both()
+    monkeypatch.setattr(fused, "sums_wide", lambda dtype, device: dtype == torch.bfloat16)
+    with _CuBLAS() as cublas:
+        got = both()
+    assert cublas.seen == ["mm"] * 3 + ["mm", "addmm"] * 3
+    assert cublas.narrow == weight.numel()  # the gradient that is handed out; no wider than a chunk's slopes
+    for a, b in zip(got, truth, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_on_a_gpu_its_workspace_is_a_gigabyte_of_logits_and_one_sum() -> None:
+    def workspace(device: str) -> int:
+        hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (65_536, 32_768))
+        gradient, targets = torch.empty(65_536, device="meta"), torch.empty(65_536, device="meta").long()
+        args = (gradient, gradient, hidden, weight, targets, -100, 0, True)
+        return workspace_bytes(torch.ops.fnshard.token_losses_backward.default, args, {}, None, device)
+
+    sums = 32_768 * 64 * 4
+    assert 0.99 * 2**30 < workspace("cuda") - sums <= 2**30
+    assert 0.99 * 2**27 < workspace("cpu") - sums - 2 * 2**21 <= 2**27
+
+
+# ------------------------------------------------------------------ preferences
+
+
+def test_dpo_is_the_textbooks_formula() -> None:
+    chosen, rejected, other_chosen, other_rejected = torch.randn(4, 6).double()
+    for smoothing in (0.0, 0.1):
+        loss, aux = losses.dpo(
+            chosen, rejected, other_chosen, other_rejected, beta=0.3, label_smoothing=smoothing
+        )
+        known = 0.0
+        for a, b, c, d in zip(chosen, rejected, other_chosen, other_rejected, strict=True):
+            p = 1 / (1 + math.exp(-0.3 * ((a - c) - (b - d))))
+            known -= (1 - smoothing) * math.log(p) + smoothing * math.log(1 - p)
+        assert (loss.total / loss.count).item() == pytest.approx(known / 6, abs=1e-12)
+        ahead = ((chosen - other_chosen) > (rejected - other_rejected)).double().mean().item()
+        assert (aux["accuracy"].total / aux["accuracy"].count).item() == pytest.approx(ahead)
+
+
+def test_the_reference_is_the_base_without_adapters_sharded_and_not_differentiated() -> None:
+    """One frozen base, read twice; on two ranks the numbers of a single process, to 1e-10."""
+    params = {"embed": torch.randn(V, D).double(), "layers.0.w": torch.randn(D, D).double() / 4}
+
+    def hidden(p: Any, tokens: Tensor) -> Tensor:
+        return torch.tanh(F.linear(F.embedding(tokens, p["embed"]), p["layers.0.w"]))
+
+    tuned, tree = fs.lora(hidden, params, rank=2, targets="layers.0.w")
+    torch.nn.init.normal_(tree["adapters"]["layers.0.w"]["b"], std=0.3)
+
+    def fn(p: Any, chosen: Tensor, rejected: Tensor) -> Any:
+        def logprobs(of: Any, p: Any, rows: Tensor) -> Tensor:
+            base = p.get("base", p)
+            return losses.sequence_logprobs(of(p, rows[:, :-1]), base["embed"], rows[:, 1:], chunk=3)
+
+        with torch.no_grad():
+            reference = [logprobs(hidden, p["base"], rows) for rows in (chosen, rejected)]
+        return losses.dpo(*(logprobs(tuned, p, rows) for rows in (chosen, rejected)), *reference, beta=0.5)
+
+    rows = torch.randint(V, (2, 4, 6))
+    adapters = {n: v.detach().clone().requires_grad_() for n, v in tree["adapters"]["layers.0.w"].items()}
+    base = {k: v.detach() for k, v in params.items()}
+    loss, aux = fn({"base": base, "adapters": {"layers.0.w": adapters}}, *rows)
+    (loss.total / loss.count).backward()
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.match_specs(tree, [("*", LayoutSpec(P("shard")))])
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
+
+    def work(rank: int) -> Any:
+        part = slice(2 * rank, 2 * rank + 2)
+        (got, seen), grads = step(fs.shard(tree, specs, mesh), rows[0, part], rows[1, part])
+        cut = fs.shard({"layers.0.w": {n: v.grad for n, v in adapters.items()}}, specs["adapters"], mesh)
+        worst = max(
+            (grads["adapters"]["layers.0.w"][n] - cut["layers.0.w"][n]).abs().max().item() for n in "ab"
+        )
+        return abs(got.item() - (loss.total / loss.count).item()), worst, seen["accuracy"].item()
+
+    for off, worst, accuracy in fs.simulate(mesh, work):
+        assert max(off, worst) < 1e-10
+        assert accuracy == pytest.approx((aux["accuracy"].total / aux["accuracy"].count).item())

@@ -1,0 +1,183 @@
+"""Pictures: written, not empty, without a display; a clear error without matplotlib."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import llama, lower
+
+import fnshard as fs
+from fnshard import Hardware
+from fnshard.analysis.timeline import Span, Timeline
+from fnshard.errors import MissingExtraError, SpecError
+from fnshard.plot import text
+from fnshard.plot.scales import time_unit
+from fnshard.plot.steps import memory_series, phase_runs, traffic_rows
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Of a PNG, in pixels."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def colours_of(path: Path) -> int:
+    from matplotlib.image import imread
+
+    return len({tuple(pixel) for row in imread(path)[::3, ::3] for pixel in row})
+
+
+@pytest.fixture(scope="module")
+def low() -> Any:
+    return lower(*llama(3), ranks=4, remat="unit", policy={"optimizer_memory": "host"})
+
+
+def slowed(line: Timeline, times: float) -> Timeline:
+    """The same step, as one that took so many times as long."""
+    spans = [replace(s, start=s.start * times, end=s.end * times) for s in line.spans]
+    busy = {lane: seconds * times for lane, seconds in line.busy_seconds.items()}
+    return replace(
+        line,
+        spans=tuple(spans),
+        step_seconds=line.step_seconds * times,
+        busy_seconds=busy,
+    )
+
+
+def by_hand() -> Timeline:
+    """Eight milliseconds: a forward of four, a gather beside it, a backward of three after a gap."""
+    spans = (
+        Span(0, "communication", 0.0, 0.002, "gather", "a", "forward"),
+        Span(1, "compute", 0.0, 0.004, "run", "a", "forward"),
+        Span(2, "compute", 0.005, 0.008, "run", "a", "backward"),
+    )
+    busy = {"compute": 0.007, "communication": 0.002, "transfer": 0.0}
+    return Timeline("h100", 0.008, spans, busy, 0.001, 0.0, 1e12, 1e12, 3.125e14, 4)
+
+
+DRAW = {
+    "memory": lambda low, path: fs.plot.memory(low, path),
+    "memory_timeline": lambda low, path: fs.plot.memory(low.memory_timeline(), path),
+    "timeline": lambda low, path: fs.plot.timeline(low.timeline(Hardware.named("h100")), path),
+    "one_clock": lambda low, path: fs.plot.timeline(low.timeline(Hardware.named("cpu")), path),
+    "predicted_and_measured": lambda low, path: fs.plot.timeline(
+        line := low.timeline(Hardware.named("h100")), path, measured=slowed(line, 1.5)
+    ),
+    "memory_limit": lambda low, path: fs.plot.memory(low, path, limit=2 * low.memory_analysis().peak_bytes),
+    "traffic": lambda low, path: fs.plot.traffic(low.comm_analysis(), path),
+    "traffic_lowered": lambda low, path: fs.plot.traffic(low, path),
+    "traffic_dict": lambda low, path: fs.plot.traffic({"gather": {"sent_bytes": 5, "count": 2}}, path),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_a_picture_is_written(name: str, low: Any, tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / f"{name}.png"
+    assert DRAW[name](low, path) == path
+    width, height = size_of(path)
+    assert width > 600 and height > 150
+    assert colours_of(path) > 3  # more than axes on white
+
+
+def test_a_picture_is_a_vector_graphic_if_its_name_says_so(low: Any, tmp_path: Path) -> None:
+    first, second = (fs.plot.memory(low, tmp_path / name) for name in ("a.svg", "b.svg"))
+    assert "<svg" in first.read_text()[:2000] and first.read_bytes() == second.read_bytes()
+    with pytest.raises(SpecError, match=r"end it in \.png or \.svg"):
+        fs.plot.memory(low, tmp_path / "memory.pdf")
+
+
+def test_a_step_in_letters() -> None:
+    said = text.timeline(by_hand(), width=16).splitlines()
+    assert said == [
+        "4 × h100, 8 ms a step, MFU 40%, compute waits 1 ms for communication",
+        "compute       |FFFFFFFF··BBBBBB|",
+        "communication |GGGG············|",
+        "               0           8 ms",
+        "F forward, B backward, G gather; small: less than half of the time, ·: nothing",
+    ]
+
+
+def test_predicted_and_measured_have_one_axis_of_time() -> None:
+    said = text.timeline(by_hand(), measured=slowed(by_hand(), 2), width=16).splitlines()
+    lanes = [line.partition("|")[2].rstrip("|") for line in said if "|" in line]
+    assert lanes == ["FFFF·BBB········", "GG··············", "FFFFFFFF··BBBBBB", "GGGG············"]
+    assert said[0].startswith("predicted: 4 × h100, 8 ms") and said[3].startswith("measured: 4 × h100, 16 ms")
+    assert said[6].endswith("16 ms")
+
+
+def test_a_lane_says_what_takes_most_of_each_part() -> None:
+    spans = [("run", "forward", 0.0, 0.3), ("run", "backward", 0.3, 1.0), ("update", "update", 1.0, 1.2)]
+    made = tuple(Span(0, "compute", a, b, verb, "u", phase) for verb, phase, a, b in spans)
+    line = replace(by_hand(), spans=made, step_seconds=3.0, busy_seconds={"compute": 1.2})
+    assert text.timeline(line, width=3).splitlines()[1] == "compute |Bu·|"
+
+
+def test_memory_in_letters(low: Any) -> None:
+    said, analysis = text.memory(low, width=60, height=4).splitlines(), low.memory_analysis()
+    assert said[-1].endswith(f"line {analysis.at}: {analysis.line}")
+    assert "forward" in said[-2] and "backward" in said[-2]
+    chart = [line.partition("|")[2] for line in said[:4]]
+    assert "█" in chart[0] and max(map(len, chart)) <= 60  # the peak reaches the top
+    assert text.memory({"lines": []}) == "nothing runs"
+
+
+def test_phases_in_a_row() -> None:
+    assert phase_runs(["forward", "backward", "update", "backward", "update"]) == [
+        ("forward", 0, 1), ("backward", 1, 4), ("update", 4, 5)]  # fmt: skip
+    assert phase_runs([]) == []
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(30.0, "s"), (3.0, "ms"), (2e-5, "µs"), (0.0, "µs")])
+def test_times_are_told_in_a_unit_that_shows_digits(seconds: float, unit: str) -> None:
+    assert time_unit(seconds)[1] == unit
+
+
+def test_traffic_in_letters(low: Any) -> None:
+    said, rows = text.traffic(low).splitlines(), traffic_rows(low)
+    assert [line.split("  ")[0].replace(" ", "_") for line in said] == [name for name, _, _ in rows]
+    assert text.traffic({}) == "nothing is sent"
+
+
+def test_nothing_is_drawn_on_the_device_that_is_not_there(low: Any) -> None:
+    phases, series = memory_series(low)
+    got = low.memory_timeline()
+    assert len(phases) == len(got.moments) and set(phases) == {"forward", "backward", "update"}
+    assert "host" not in series
+    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    assert totals == [m.bytes for m in got.moments]
+
+
+def test_traffic_is_what_a_rank_sends_and_transfers_are_apart(low: Any) -> None:
+    comm, rows = low.comm_analysis(), traffic_rows(low)
+    assert [name for name, _, _ in rows][-2:] in (["to_device", "to_host"], ["to_host", "to_device"])
+    sizes = {name: size for name, size, _ in rows}
+    assert (
+        sum(size for name, size in sizes.items() if name in comm)
+        == comm.sent_bytes
+        < sum(comm[verb]["bytes"] for verb in comm)
+    )
+    assert (sizes["to_device"], sizes["to_host"]) == (comm.to_device_bytes, comm.to_host_bytes)
+    assert {name: count for name, _, count in rows if name in comm} == {v: comm[v]["count"] for v in comm}
+
+
+def test_what_cannot_be_drawn_says_what_can(low: Any, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"not Lowered(.|\n)*lowered.timeline\(hardware\)"):
+        fs.plot.timeline(low, tmp_path / "no.png")
+    with pytest.raises(SpecError, match=r"not Lowered(.|\n)*lowered.timeline\(hardware\)"):
+        text.timeline(by_hand(), measured=low)
+    with pytest.raises(SpecError, match=r"not int(.|\n)*lowered.comm_analysis\(\)"):
+        fs.plot.traffic(3, tmp_path / "no.png")
+
+
+def test_without_matplotlib_the_error_names_the_extra(
+    low: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install fnshard\[plot\]"):
+        fs.plot.traffic(low.comm_analysis(), tmp_path / "no.png")

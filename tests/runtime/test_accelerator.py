@@ -1,0 +1,485 @@
+"""What an accelerator asks of the code around it; where there is none, torch.cuda and NCCL are stood in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import fx
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import fnshard as fs
+from experiments.bench import measure
+from experiments.bench import rank as bench_rank
+from experiments.bench.config import build
+from experiments.bench.contenders import CONTENDERS, Contender
+from experiments.configs import train as config
+from experiments.configs.plan import plan_of
+from experiments.training import run_record
+from fnshard import SpecError
+from fnshard.analysis.workspace import workspace_bytes
+from fnshard.compiler import lower
+from fnshard.compiler.frontend.trace import deterministic
+from fnshard.compiler.kernels import attention
+from fnshard.compiler.kernels import inductor as kernels
+from fnshard.debug.batch import on_device
+from fnshard.launcher import local as launcher
+from fnshard.launcher import post_mortem
+from fnshard.mesh import process_group
+from fnshard.runtime.collectives import monitor, roll_call
+from fnshard.runtime.collectives.base import LATER_S, Group
+from fnshard.runtime.collectives.connect import connection
+from fnshard.step import agreement, lowered
+
+CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with two GPUs, as far as `torch.accelerator` and `init_process_group` can tell."""
+    seen = SimpleNamespace(count=2, index=0, groups=[], synchronized=0)
+    found = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cuda"),
+        "device_count": lambda: seen.count,
+        "current_device_index": lambda: seen.index,
+        "set_device_index": lambda index: setattr(seen, "index", index),
+        "synchronize": lambda: setattr(seen, "synchronized", seen.synchronized + 1),
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **how: seen.groups.append((backend, how["device_id"]))
+    )
+    monkeypatch.setattr(process_group, "_joined", [])
+    monkeypatch.setattr(process_group, "_wait_for_all", lambda *_: None)
+    return seen
+
+
+# ------------------------------------------------------------------ joining and leaving
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "device"), [(2, "1", "cuda:1"), (1, "1", "cuda:0"), (1, "0", "cuda:0")]
+)
+def test_a_rank_has_its_own_gpu_whether_it_sees_all_or_one(
+    gpus, monkeypatch, tmp_path, visible, local, device
+):
+    gpus.count = visible
+    there = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": "2", process_group.RENDEZVOUS: str(tmp_path)}
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    process_group.join_group()
+    assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device(device))]
+    process_group.join_group("cpu")
+    assert gpus.groups[1:] == [("gloo", None)]
+
+
+def test_no_device_is_said_so(gpus):
+    gpus.count = 0
+    with pytest.raises(SpecError, match=r"(?s)device='cuda': this machine has none.*Fix: device=\"cpu\""):
+        process_group.join_group("cuda")
+
+
+@pytest.mark.parametrize(("device_type", "calls"), [("cpu", 0), ("cuda", 1)])
+def test_a_cpu_rank_leaves_without_a_call_of_the_driver(gpus, monkeypatch, device_type, calls):
+    process_group.make_group(device_type, dist.HashStore(), 0, 1, datetime.timedelta(seconds=9))
+    for name in ("all_reduce", "destroy_process_group", "is_initialized"):
+        monkeypatch.setattr(dist, name, lambda *_: True)
+    process_group.leave_group()
+    assert gpus.synchronized == calls
+
+
+def test_ncclcommunicators_go_before_kernels_and_give_up_last(monkeypatch):
+    made: list[dict[str, Any]] = []
+    nccl = SimpleNamespace(Options=lambda **how: how)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **how: (made.append(how), [])[::-1])
+    group = Group(CUDA, timeout=10.0)
+    group.group(("shard",), "gather"), group.group(("shard",), "host")
+    own, host = made
+    assert own["pg_options"] == {"is_high_priority_stream": True} and host["pg_options"] is None
+    assert [m["timeout"].total_seconds() for m in made] == [10.0 + LATER_S, 10.0]
+
+
+def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch):
+    warmed: list[str] = []
+    from torch._inductor import async_compile
+
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: warmed.append("pool"))
+    comm = SimpleNamespace(mesh=replace(CUDA, kind="group"))  # without a barrier to come to
+    assert agreement.compile_in_turn(comm, lambda: "compiled") == "compiled" and not warmed
+    for device_type, backend in (("cpu", "inductor"), ("cuda", "eager"), ("cuda", "inductor")):
+        kernels.warm_up(device_type, backend)
+    assert warmed == ["pool"]
+    monkeypatch.setattr(lowered, "warm_up", lambda *how: warmed.append(how))
+
+    def loss(p, x):
+        assert warmed[1:] == [("cpu", "inductor")]
+        return (x @ p["w"]).sum()
+
+    params = {"w": torch.ones(4, 4)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    fs.shard_step(loss, specs).lower(params, torch.ones(2, 4))
+
+
+# ------------------------------------------------------------------ the bench
+
+
+def test_the_bench_can_reduce_what_lies_on_the_cpu(gpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(measure, "run", lambda config, say, keep: keep({"contender": "ddp"}))
+    bench_rank.bench(replace(build({}), device="cuda"), tmp_path)
+    assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
+    assert json.loads((tmp_path / "rounds-1.jsonl").read_text()) == {"contender": "ddp"}
+
+
+def test_rounds_are_written_before_a_collective_can_lose_them(monkeypatch):
+    def dies(numbers):
+        raise RuntimeError("no backend type associated with device type cpu")
+
+    monkeypatch.setattr(measure, "largest", dies)
+    monkeypatch.setitem(CONTENDERS, "ddp", lambda task: Contender(lambda *batch: torch.zeros(())))
+    small, kept = build({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
+    with pytest.raises(RuntimeError):
+        measure.race(small, measure.make_task(small), ["ddp"], lambda line: None, kept.append)
+    (found,) = kept
+    assert found["contender"] == "ddp" and len(found["seconds"]) == 2
+
+
+# ------------------------------------------------------------------ what fails
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_what_the_device_says_is_no_peers_death(monkeypatch, kind):
+    def fails(*_, **__):
+        raise kind("CUDA error")
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    group = Group(CUDA)
+    group.groups[("shard",), "reduce"] = None, (0, 1)
+    with pytest.raises(kind, match=r"^CUDA error$"):
+        group.all_reduce(torch.ones(2), ("shard",))
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    """As a step raises it in whose update no memory is left."""
+
+    def leaf(path, grad, slots, param, info):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    params = {"w": torch.ones(1000)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum(),
+        specs,
+        optimizer=fs.optim.Optimizer("greedy()", leaf),
+        backend="eager",
+    )
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(step.init(params), torch.ones(1000))
+    return caught.value
+
+
+def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
+    said = "".join(traceback.format_exception(out_of_memory()))
+    assert re.search(
+        r"(?s)OutOfMemoryError: CUDA out of memory.*It was in line \d+ of the schedule, update \w+ update.*\n"
+        r"the step's peak is 0\.0\d* MB on the device, by the plan\. It is made of:\n  \w+: .* MB\n"
+        r".*in instruction \d+: .*\nFix: .*Shard",
+        said,
+    ), said
+
+    def failure(rank: int, exitcode: int, said: str = "") -> ProcessFailure:
+        made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
+        made.error_file_data = {"message": {"extraInfo": {"py_callstack": said}}} if said else {}
+        made.timestamp = 9 - rank  # the cause is heard last
+        return made
+
+    aborted = failure(1, -signal.SIGABRT)  # NCCL's watchdog
+    waited = failure(2, 1, "fnshard.errors.CollectiveError: rank 0 did not answer")
+    ended = launcher._Ended({0: failure(0, 1, said), 1: aborted, 2: waited})
+    assert ended.cause == 0
+    shown = launcher.describe_failure(ended.failures, 3, tmp_path)
+    assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
+    assert "by the plan" in shown
+    assert post_mortem.echo(ended.failures[0]) == 0 < post_mortem.echo(aborted) < post_mortem.echo(waited)
+
+
+# ------------------------------------------------------------------ what lies on the host
+
+
+NUMBER, TABLE, PLACES = torch.tensor(2.0), torch.arange(8.0), torch.tensor([1, 0])
+ELSEWHERE: dict[str, Callable[..., Any]] = {
+    "a number closed over": lambda p, x: (x @ p["w"]).sum() * NUMBER,
+    "what is computed of it": lambda p, x: (x @ p["w"]).sum() + NUMBER.exp(),
+    "a table closed over": lambda p, x: (x @ p["w"] + TABLE).sum(),
+    "what is computed of a table": lambda p, x: (x @ p["w"] + TABLE.exp()).sum(),
+    "positions closed over": lambda p, x: (x[PLACES] @ p["w"]).sum(),
+    "in a list": lambda p, x: torch.stack([(x @ p["w"])[0], TABLE]).sum(),
+    "moved by hand": lambda p, x: (x @ p["w"] + TABLE.to(x.device)).sum(),
+    "a number made": lambda p, x: (x @ p["w"]).sum() * torch.tensor(3.0) + torch.zeros(()),
+    "a mask made": lambda p, x: x.sum() + p["w"].masked_fill(torch.ones(8, 8).tril().bool(), 0).sum(),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_no_tensor_of_the_host_enters_a_kernel(monkeypatch, case):
+    """The meta device stands for CUDA: torch without CUDA cannot differentiate on that."""
+    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
+    params = {"w": torch.ones(8, 8)}
+    step = fs.shard_step(ELSEWHERE[case], fs.presets.full_shard(params, CUDA), mesh=CUDA)
+    found = step.lower(params, torch.ones(2, 8))
+    graphs = [g.graph for k in found.kernels.values() for g in (k.forward, k.backward) if g is not None]
+    graphs.append(found.program.graph)
+    values = [(n, n.meta.get("val")) for graph in graphs for n in graph.nodes]
+    assert len(values) > 10
+    assert [n for n, v in values if isinstance(v, torch.Tensor) and v.device.type == "cpu"] == []
+    assert {v.device.type for v in found.program.constants.values()} <= {"meta"}
+
+
+def test_simulated_ranks_are_on_the_cpu_and_both_sides_of_a_comparison_with_them(gpus):
+    assert fs.make_mesh(shard=2, simulated=True).device_type == "cpu"
+    assert fs.make_mesh(shard=2, simulated=True, device="cuda").device_type == "cuda"
+    assert fs.make_mesh(shard=2, abstract=True).device_type == "cuda"
+    params, here = {"w": torch.ones(4, 4)}, fs.make_mesh(shard=2, simulated=True)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(fs.P("shard")))])
+    assert fs.debug.check(lambda p, x: (x @ p["w"]).square().mean(), params, torch.ones(4, 4), specs)
+    away = on_device(SimpleNamespace(device="meta"), (params, fs.Whole(torch.ones(2)), 3))
+    assert away[0]["w"].is_meta and away[1].value.is_meta and away[2] == 3
+    assert on_device(here, params)["w"] is params["w"]
+
+
+# ------------------------------------------------------------------ silence
+
+
+class LateEvent:
+    """As CUDA's: recorded behind a wait that returned at once; it happens when the collective has ended."""
+
+    ended = 0
+    recorded = 0
+    own: Any = None
+
+    def __init__(self, device_type: str):
+        assert device_type == "cuda"
+
+    def record(self) -> None:
+        LateEvent.recorded += 1
+        self.number = LateEvent.recorded
+
+    def query(self) -> bool:
+        assert self.own.index == 1  # a thread asks on its rank's device
+        return self.number <= LateEvent.ended
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Collectives that return at once, on a mesh of three of which rank 1 never comes; its errors by rank."""
+    store, mesh = dist.HashStore(), replace(fs.make_mesh(shard=3, device="cuda", abstract=True), kind="group")
+    monkeypatch.setattr(LateEvent, "ended", 1)
+    monkeypatch.setattr(LateEvent, "recorded", 0)
+    monkeypatch.setattr(torch, "Event", LateEvent)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(monitor, "ROLL_CALL_S", 1.0)
+    own = threading.local()
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(own, "index", index))
+    monkeypatch.setattr(LateEvent, "own", own)
+    told: dict[int, Any] = {}
+    ranks = [
+        Group(mesh, 0.3, monitor=monitor.Monitor(rank, 3, "cuda", 0.3, lambda e, r=rank: told.update({r: e})))
+        for rank in (0, 2)
+    ]
+    for group in ranks:
+        group.groups[("shard",), "reduce"] = None, (0, 1, 2)
+    yield SimpleNamespace(ranks=ranks, told=told)
+    for group in ranks:
+        group.monitor.close()
+        group.monitor.thread.join(timeout=30)
+
+
+def test_a_silent_rank_is_named_though_waits_return_at_once(nccl):
+    for group in nccl.ranks:
+        group.monitor.where = "line 7 of the schedule, backward l.0 wait all_reduce"
+        for _ in range(2):  # the first comes to its end, the second does not
+            assert group.all_reduce(torch.ones(3), ("shard",)).wait() is not None
+    for group in nccl.ranks:
+        group.monitor.thread.join(timeout=30)
+    for rank in (0, 2):
+        assert isinstance(nccl.told[rank], fs.CollectiveError)
+        assert re.match(
+            r"line 7 of the schedule, backward l.0 wait all_reduce: all_reduce over \(shard\) of ranks .*,"
+            r" on rank 0: a peer .*\n  rank 1 did not answer within 0.3 s\nFix: ",
+            str(nccl.told[rank]),
+        )
+
+
+def test_what_comes_to_its_end_is_no_silence(nccl, monkeypatch):
+    monkeypatch.setattr(LateEvent, "ended", 10)
+    for group in nccl.ranks:
+        group.all_reduce(torch.ones(3), ("shard",)).wait()
+        group.monitor.thread.join(timeout=0.5)  # more than its patience
+        assert group.monitor.thread.is_alive() and not group.monitor.waits
+    assert not nccl.told
+
+
+def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(monitor.os, "_exit", lambda code: codes.append(code))
+    codes: list[int] = []
+    monitor.end(fs.CollectiveError("rank 1 did not answer"))
+    failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
+    shown = launcher.describe_failure({0: failure}, 3, tmp_path)
+    assert shown.startswith("rank 0 of 3 failed: fnshard.errors.CollectiveError: rank 1 did not answer")
+    assert codes == [1] and "rank 1 did not answer" in capsys.readouterr().err
+    assert post_mortem.echo(failure) > 1  # so that the job may go on, and who is still at work is named
+
+
+def test_the_executor_says_which_instruction_waits():
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    seen: list[str] = []
+
+    class Notes:
+        def __setattr__(self, name: str, value: str) -> None:
+            seen.append(f"{name}: {value}")
+
+    params = {"w": torch.ones(4, 4)}
+    step = fs.shard_step(
+        lambda p, x: (x @ p["w"]).sum(), fs.presets.full_shard(params, mesh), mesh=mesh, backend="eager"
+    )
+
+    def run(rank):
+        object.__setattr__(connection(mesh), "monitor", Notes())
+        step(step.init(params), torch.ones(2, 4))
+
+    fs.simulate(mesh, run)
+    assert seen and all(re.match(r"where: line \d+ of the schedule, \w+ .* wait ", s) for s in seen), seen
+
+
+# ------------------------------------------------------------------ the same bits again
+
+
+def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen: dict[str, list[bool]] = {"trace": [], "compile": [], "run": []}
+
+    def note(where: str) -> None:
+        from torch._inductor import config as inductor
+
+        exact = torch.are_deterministic_algorithms_enabled() and inductor.deterministic
+        seen[where].append(exact and os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8")
+
+    def loss(p, x):
+        note("trace")
+        return (x @ p["w"]).sum()
+
+    def leaf(path, grad, slots, param, info):
+        note("run")
+        return -grad, {}
+
+    mesh, params = fs.make_mesh(shard=2, simulated=True), {"w": torch.ones(4, 4)}
+    compile_kernels = lowered.compile_kernels
+    monkeypatch.setattr(
+        lowered, "compile_kernels", lambda *a, **k: (note("compile"), compile_kernels(*a, **k))[1]
+    )
+    step = fs.shard_step(
+        loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.Optimizer("own()", leaf),
+        backend="eager", deterministic=True,
+    )  # fmt: skip
+    fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))
+    assert all(seen["trace"] + seen["compile"] + seen["run"][-2:]) and seen["run"][0] is False, seen
+    seen.update(trace=[], compile=[], run=[])
+    forward = fs.shard_forward(loss, step.specs, mesh=mesh, backend="eager", deterministic=True)
+    fs.simulate(mesh, lambda rank: forward(fs.shard(params, step.specs, mesh), torch.ones(2, 4)))
+    assert seen["trace"] and seen["compile"] and all(seen["trace"] + seen["compile"]), seen
+    assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(SpecError, match="deterministic='yes': True or False"):
+        fs.shard_step(loss, step.specs, mesh=mesh, deterministic="yes")
+
+
+def test_a_run_says_it_to_its_step():
+    params, optimizer = {"w": torch.ones(4, 4)}, fs.optim.sgd(0.1)
+    for name in (True, False):
+        run, strategy = config.RunConfig(deterministic=name), config.StrategyConfig(name="no_shard")
+        plan = plan_of(
+            strategy, run, lambda p, x: (x @ p["w"]).sum(), params, CUDA, optimizer,
+            batch=(torch.ones(2, 4),), specs=lambda preset, **policy: preset(params, CUDA, **policy),
+        )  # fmt: skip
+        assert plan.options["deterministic"] is name
+
+
+# ------------------------------------------------------------------ attention
+
+
+def attending(dtype: torch.dtype, *, length: int, head: int, mask: bool) -> lowered.Lowered:
+    """Two layers of attention, lowered for CUDA."""
+    shown = torch.rand(length, length) > 0.1 if mask else None
+    params = {f"l.{n}.w": torch.ones(2 * head, 2 * head) for n in range(2)}
+
+    def loss(p, x):
+        for weight in p.values():
+            q = (x @ weight).unflatten(-1, (2, head)).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, q, q, None if shown is None else shown.to(x.device))
+            x = x + y.transpose(1, 2).flatten(2)
+        return x.sum()
+
+    specs = fs.presets.full_shard(params, CUDA, compute_dtype=dtype, storage_dtype=dtype)
+    step = fs.shard_step(loss, specs, mesh=CUDA)
+    return step.lower(params, torch.ones(4, length, 2 * head, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "head", "mask", "kernel"),
+    [
+        (torch.bfloat16, 128, 64, False, "cudnn"),
+        (torch.bfloat16, 128, 64, True, "cudnn"),
+        (torch.bfloat16, 64, 64, True, "efficient"),  # of cuDNN the query's gradient would be NaN
+        (torch.bfloat16, 64, 64, False, "cudnn"),
+        (torch.bfloat16, 128, 132, False, "flash"),
+        (torch.float32, 128, 64, False, "efficient"),
+        (torch.float64, 128, 64, False, "math"),
+    ],
+)
+def test_steps_for_cuda_attend_as_cuda_does(dtype, length, head, mask, kernel):
+    found = attending(dtype, length=length, head=head, mask=mask)
+    assert found.attention == {kernel: 2} == run_record.Work.of(found, None).attention
+    assert f"2 {kernel} attentions" in repr(found)
+    graphs = [k.backward.graph for k in found.kernels.values()]
+    backward = [n for graph in graphs for n in graph.nodes if "attention" in str(n.target)]
+    assert bool(backward) == (kernel != "math")
+    for node in backward:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert workspace_bytes(node.target, *args, None, "cuda") >= 4 * 4 * 2 * length
+    assert found.memory_analysis().peak_bytes > 0 and found.timeline("h100").step_seconds > 0
+
+
+def test_on_the_device_an_explicit_mask_of_an_odd_length_is_kept_off_cudnn(monkeypatch):
+    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
+    for length, mask, allowed in ((64, True, False), (128, True, True), (64, False, True)):
+        found = attending(torch.bfloat16, length=length, head=64, mask=mask)
+        (source,) = [k.source for k in found.kernels.values() if "attention" in k.source.code]
+        with attention.choosing(source, "cuda"):
+            assert torch.backends.cuda.cudnn_sdp_enabled() is allowed
+        assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,153 @@
+"""Buckets: packing and unpacking are inverse to each other, over any shapes, layouts and meshes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import LayoutSpec, P
+from fnshard.compiler.schedule.buckets import ALIGN_bytes, make_buckets
+from fnshard.layout.spec import block_shape, block_slices
+from fnshard.runtime.packing import Packer, local_block
+
+AXES = [(), ("a",), ("b",), ("a", "b"), ("b", "a")]
+
+
+@st.composite
+def cases(draw):
+    """A mesh of two axes, and leaves with a layout each."""
+    mesh = fs.make_mesh(a=draw(st.integers(1, 3)), b=draw(st.integers(1, 4)), abstract=True)
+    leaves = {}
+    for i in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        parts = [None] * len(shape)
+        if shape:
+            axes = draw(st.sampled_from(AXES))
+            parts[draw(st.integers(0, len(shape) - 1))] = axes or None
+            if len(shape) > 1 and axes == ("a",) and draw(st.booleans()):
+                parts[parts.index(("a",)) - 1] = "b"  # two dims split, each by an axis
+        leaves[f"layers.{i % 2}.w{i}"] = (shape, P(*parts))
+    return mesh, leaves
+
+
+def make(mesh, leaves, dtype=torch.float64):
+    fulls = {
+        p: torch.arange(math.prod(s), dtype=dtype).reshape(s) + 100 * (i + 1)
+        for i, (p, (s, _)) in enumerate(leaves.items())
+    }
+    rules = [(p, LayoutSpec(layout)) for p, (_, layout) in leaves.items()]
+    specs = fs.match_specs(fulls, rules)
+    return fulls, specs
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases())
+def test_gathered_blocks_are_the_full_leaves(case):
+    mesh, leaves = case
+    fulls, specs = make(mesh, leaves)
+    for bucket in make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather"):
+        rank = mesh.size - 1
+        rows = []
+        for other in mesh.group_ranks(bucket.axes, rank):
+            row = torch.full((bucket.numel,), math.nan, dtype=bucket.dtype)
+            blocks = {p: local_block(fulls[p], specs[p].storage, mesh, other) for p in bucket.paths}
+            Packer(bucket, mesh, other).pack_blocks(blocks, row)
+            rows.append(row)
+        leaves_back = Packer(bucket, mesh, rank).unpack_rows(rows, torch.float64)
+        for path in bucket.paths:
+            assert torch.equal(leaves_back[path], fulls[path]), path
+            assert leaves_back[path].is_contiguous()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases(), st.booleans())
+def test_summed_rows_are_the_blocks_of_the_summed_gradients(case, transposed):
+    mesh, leaves = case
+    fulls, specs = make(mesh, leaves)
+    if transposed:  # gradients come in any strides
+        fulls = {p: f.t().contiguous().t() if f.dim() == 2 else f for p, f in fulls.items()}
+    for bucket in make_buckets(specs, mesh, lambda s: s.gradient, lambda s: s.reduce_dtype, "reduce"):
+        packer = Packer(bucket, mesh, 0)
+        missing = bucket.paths[0] if len(bucket.paths) > 1 else None
+        given_leaves = {p: fulls[p] for p in bucket.paths if p != missing}
+        rows = torch.full((packer.rows * bucket.numel,), math.nan, dtype=bucket.dtype)
+        packer.pack_fulls(given_leaves, rows)
+        for index, rank in enumerate(mesh.group_ranks(bucket.axes, 0)):
+            row = rows.view(packer.rows, -1)[index]
+            blocks = Packer(bucket, mesh, rank).blocks(row)
+            for path in bucket.paths:
+                expected = local_block(fulls[path], specs[path].gradient, mesh, rank)
+                if path == missing:
+                    expected = torch.zeros_like(expected)
+                assert torch.equal(blocks[path], expected), path
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases())
+def test_blocks_of_all_ranks_cover_the_leaf_once(case):
+    mesh, leaves = case
+    for shape, layout in leaves.values():
+        seen = torch.zeros(shape, dtype=torch.int64)
+        replicas = mesh.size // mesh.axes_size(layout.axes)
+        for rank in range(mesh.size):
+            slices = block_slices(shape, layout, mesh, mesh.coordinate(rank))
+            extent = tuple(s.stop - s.start for s in slices)
+            assert all(e <= b for e, b in zip(extent, block_shape(shape, layout, mesh), strict=True))
+            seen[slices] += 1
+        assert bool((seen == replicas).all())
+
+
+def test_leaves_start_at_aligned_places_and_dtypes_do_not_mix():
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    params = {
+        "l.0.a": torch.zeros(3, 5),
+        "l.0.b": torch.zeros(7),
+        "l.0.c": torch.zeros(4, dtype=torch.bfloat16),
+    }
+    specs = fs.match_specs(params, [("*", LayoutSpec(P("shard")))])
+    buckets = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
+    assert [b.paths for b in buckets] == [("l.0.a", "l.0.b"), ("l.0.c",)]
+    for bucket in buckets:
+        assert all(p.offset * bucket.dtype.itemsize % ALIGN_bytes == 0 for p in bucket.pieces)
+    assert [b.row_bytes for b in buckets] == [
+        2 * ALIGN_bytes,
+        4,
+    ]  # so that each row starts at one; scalars do not
+
+
+@pytest.mark.parametrize(("more", "expected"), [(0, [2, 16, 2, 16]), (7, [9 * 64])])
+def test_only_gaps_are_cleared_where_every_block_is_whole(more, expected):
+    """A memset of what is written next would cost as much again; many gaps would be a launch each."""
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    full = {"l.0.a": torch.ones(6, 10), "l.0.b": torch.ones(4, 8)}
+    full |= {f"l.0.c{i}": torch.ones(6, 10) for i in range(more)}
+    specs = fs.match_specs(full, [("*", LayoutSpec(P("shard")))])
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
+    cleared: list[int] = []
+
+    class Cleared(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is Tensor.zero_:
+                cleared.append(args[0].numel())
+            return func(*args, **kwargs or {})
+
+    rows, packer = torch.full((2 * bucket.numel,), torch.nan), Packer(bucket, mesh, 0)
+    with Cleared():
+        packer.pack_fulls(full, rows)
+    assert rows.sum() == 60 + 32 + 60 * more and cleared == expected
+
+
+def test_wire_dtype_casts_on_the_way():
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    full = {"w": torch.randn(6, 3)}
+    specs = fs.match_specs(full, [("*", LayoutSpec(P("shard"), compute_dtype=torch.bfloat16))])
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.compute_dtype, "gather")
+    rows = [torch.zeros(bucket.numel, dtype=torch.bfloat16) for _ in range(2)]
+    for rank, row in enumerate(rows):
+        Packer(bucket, mesh, rank).pack_blocks({"w": local_block(full["w"], P("shard"), mesh, rank)}, row)
+    out = Packer(bucket, mesh, 0).unpack_rows(rows, torch.bfloat16)["w"]
+    assert torch.equal(out, full["w"].bfloat16())

@@ -1,0 +1,450 @@
+"""One contract for all backends; what the adversary sees; peers that die, leave or stay silent."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fnshard.errors import CollectiveError
+from fnshard.mesh import Mesh, make_mesh
+from fnshard.runtime.collectives import endpoint, messages, shared_memory
+from fnshard.runtime.collectives.base import Group, sum_rows
+from fnshard.runtime.collectives.connect import connect
+from fnshard.runtime.collectives.simulated import simulate
+
+REDUCED = (torch.float32, torch.bfloat16, torch.float64)
+GATHERED = (*REDUCED, torch.int64, torch.uint8, torch.bool)
+SIZES = (1, 3, 127, 4099, 70001)
+MESHES = {
+    1: [{"shard": 1}],
+    2: [{"shard": 2}, {"replicate": 1, "shard": 2}],
+    4: [{"shard": 4}, {"replicate": 2, "shard": 2}],
+}
+TRANSPORTS = ("auto", "p2p", "native")
+
+
+def data(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What `rank` sends: small whole numbers, so that sums of four are exact in every dtype."""
+    made = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 8, (numel,), generator=made).to(dtype)
+
+
+def groups(mesh: Mesh) -> list[tuple[str, ...]]:
+    if len(mesh.names) == 1:
+        return [mesh.names]
+    return [("replicate",), ("shard",), ("replicate", "shard"), ("shard", "replicate")]
+
+
+def packed(by, tensor: torch.Tensor, axes, rows: int = 1) -> torch.Tensor:
+    return by.send_buffer(tensor.numel() // rows, tensor.dtype, axes, rows).copy_(tensor)
+
+
+def expect(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    assert got.dtype == wanted.dtype and torch.equal(got, wanted), what
+
+
+# ------------------------------------------------------------------ the contract
+
+
+def check_gather(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    """Issue; returns what to call at the Wait."""
+    mesh = by.mesh
+    sent = data(mesh.rank, numel, dtype, seed)
+    handle = by.all_gather(packed(by, sent, axes) if buffered else sent, axes)
+
+    def finish() -> None:
+        rows = handle.wait()
+        for rank, row in zip(mesh.group_ranks(axes), rows, strict=True):
+            expect(row, data(rank, numel, dtype, seed), ("gather", axes, numel, dtype))
+        handle.release()
+
+    return finish
+
+
+def check_scatter(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    mesh = by.mesh
+    ranks = mesh.group_ranks(axes)
+    n, here = len(ranks), ranks.index(mesh.rank)
+    sent = data(mesh.rank, n * numel, dtype, seed)
+    handle = by.reduce_scatter(packed(by, sent, axes, n) if buffered else sent, axes)
+
+    def finish() -> None:
+        whole = sum(data(rank, n * numel, dtype, seed) for rank in ranks)
+        expect(handle.wait(), whole.view(n, -1)[here], ("reduce_scatter", axes, numel, dtype))
+
+    return finish
+
+
+def check_reduce(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    mesh = by.mesh
+    sent = data(mesh.rank, numel, dtype, seed)
+    handle = by.all_reduce(packed(by, sent, axes) if buffered else sent, axes)
+
+    def finish() -> None:
+        whole = sum(data(rank, numel, dtype, seed) for rank in mesh.group_ranks(axes))
+        expect(handle.wait(), whole, ("all_reduce", axes, numel, dtype))
+
+    return finish
+
+
+CHECKS = {check_gather: GATHERED, check_scatter: REDUCED, check_reduce: REDUCED}
+
+
+def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
+    """Every collective, dtype, size and group; alone, then several in flight."""
+    by = connect(mesh, timeout=20, transport=transport)
+    assert by.gather_object(f"rank {rank}") == [f"rank {r}" for r in range(mesh.size)]
+    for axes in groups(mesh):
+        for check, dtypes in CHECKS.items():
+            for dtype in dtypes:
+                for seed, numel in enumerate(SIZES):
+                    check(by, axes, numel, dtype, seed, buffered=seed % 2 == 0)()
+    in_flight(by, rounds=20)
+    out_of_order(by, count=300)
+    by.barrier()
+    by.close()
+    return type(by).__name__
+
+
+def out_of_order(by, count: int) -> None:
+    """The first of many is waited for last, as a step's scalars are; the rest in any order."""
+    dice = random.Random(1)
+    first = check_reduce(by, by.mesh.names, 5, torch.float64, seed=99, buffered=False)
+    checks = [dice.choice(list(CHECKS)) for _ in range(count)]
+    waiting = [check(by, by.mesh.names, 3, torch.float32, i, i % 2 == 0) for i, check in enumerate(checks)]
+    dice.shuffle(waiting)
+    for finish in [*waiting, first]:
+        finish()
+
+
+def in_flight(by, rounds: int, largest: int = 3000) -> None:
+    """Random collectives, up to six at once, waited for in their order; equal on all ranks."""
+    dice = random.Random(0)
+    for seed in range(rounds):
+        waiting = []
+        for _ in range(dice.randint(2, 6)):
+            check = dice.choice(list(CHECKS))
+            dtype, axes = dice.choice(CHECKS[check]), dice.choice(groups(by.mesh))
+            waiting.append(check(by, axes, dice.randint(1, largest), dtype, seed, dice.random() < 0.5))
+            if dice.random() < 0.3:
+                waiting.pop(0)()
+        for finish in waiting:
+            finish()
+
+
+def test_local():
+    assert contract(0, make_mesh(shard=1, device="cpu")) == "Local"
+
+
+@pytest.mark.parametrize("adversary", [None, "early", "late"])
+@pytest.mark.parametrize("axes", [axes for world in MESHES.values() for axes in world], ids=str)
+def test_simulated(axes, adversary):
+    mesh = make_mesh(simulated=True, device="cpu", **axes)
+    assert set(simulate(mesh, contract, mesh, adversary=adversary, timeout=60)) == {"Simulated"}
+
+
+def _real(rank: int, axes: dict[str, int], transport: str) -> str:
+    return contract(rank, make_mesh(device="cpu", **axes), transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("axes", [*MESHES[2], *MESHES[4]], ids=str)
+def test_real_ranks(ranks, axes, transport):
+    world = 2 if axes in MESHES[2] else 4
+    names = set(ranks(world).run(_real, axes, transport))
+    assert names == {"Shared" if transport == "auto" else "Group"}
+
+
+def _many(rank: int, transport: str) -> tuple[int, int]:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20, transport=transport)
+    in_flight(by, rounds=20)
+    warm = by.transport_bytes()
+    in_flight(by, rounds=200)
+    last = by.transport_bytes()
+    by.close()
+    return warm, last
+
+
+@pytest.mark.parametrize("transport", ["auto", "p2p"])
+def test_200_rounds_of_random_sizes_take_no_more_memory(ranks, transport):
+    # Six in flight of [2 * 3000] fp64 are 288 kB; a peer may be as many behind.
+    for _, last in ranks(2).run(_many, transport):
+        assert last < 3 * 6 * 2 * 3000 * 8
+
+
+def _two_hosts(rank: int) -> tuple[bool, bool]:
+    host = shared_memory._host
+    shared_memory._host = lambda: f"host {rank // 2}"
+    try:
+        mesh = make_mesh(replicate=2, shard=2, device="cpu")
+        assert contract(rank, mesh) == "Shared"
+        by = connect(mesh)
+        apart = by.spans_hosts(("replicate",)) and by.spans_hosts(("replicate", "shard"))
+        together = not by.spans_hosts(("shard",))
+        by.close()
+        return apart, together
+    finally:
+        shared_memory._host = host
+
+
+def test_groups_that_span_hosts_go_through_the_process_group(ranks):
+    assert ranks(4).run(_two_hosts) == [(True, True)] * 4
+
+
+def _no_memfd(rank: int) -> list[str]:
+    create = os.memfd_create
+    if rank == 1:
+        os.memfd_create = _refuse
+    try:
+        by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
+        by.close()
+        return type(by).__name__
+    finally:
+        os.memfd_create = create
+
+
+def _refuse(*_):
+    raise OSError("no memory files here")
+
+
+def test_one_rank_without_shared_memory_takes_it_from_all(ranks):
+    assert ranks(2).run(_no_memfd) == ["Group", "Group"]
+
+
+def _bits(rank: int, transport: str) -> torch.Tensor:
+    by = connect(make_mesh(shard=4, device="cpu"), timeout=20, transport=transport)
+    made = torch.Generator().manual_seed(rank)
+    sums = [by.all_reduce(torch.randn(n, generator=made), ("shard",)).wait() for n in (7, 50_001)]
+    by.close()
+    return torch.cat(sums)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_are_the_same_bits_on_all_ranks(ranks, transport):
+    first, *others = ranks(4).run(_bits, transport)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_half_types_are_summed_in_fp32():
+    parts = [torch.tensor([256.0, 1.0]).bfloat16(), *[torch.tensor([1.0, 1.0]).bfloat16()] * 3]
+    exact = torch.stack(parts).float().sum(0).bfloat16()
+    in_bf16 = parts[0] + parts[1] + parts[2] + parts[3]
+    assert torch.equal(sum_rows(parts, torch.empty_like(parts[0])), exact)
+    assert not torch.equal(in_bf16, exact)
+    exact = (parts[0].float() + parts[1].float()).bfloat16()
+    assert torch.equal(sum_rows(parts[:2], torch.empty_like(exact)), exact)
+
+
+# ------------------------------------------------------------------ peers that fail
+
+
+def _abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=3, transport=transport)
+    by.all_reduce(torch.ones(100_000), ("shard",)).wait()
+    if rank == 1:
+        if how == "dies":
+            os._exit(9)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        by.all_gather(torch.ones(100_000), ("shard",)).wait()
+    except CollectiveError as error:
+        return str(error), time.monotonic() - began
+    return "nothing was raised", 0.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
+    text, seconds = ranks(2).run(_abandoned, transport, "dies", lost=(1,))[0]
+    assert "all_gather over (shard) of ranks 0, 1, on rank 0: a peer died" in text
+    assert seconds < 2.5  # less than the timeout: the death itself was seen
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport):
+    text, seconds = ranks(2).run(_abandoned, transport, "stays away")[0]
+    assert "all_gather over (shard) of ranks 0, 1, on rank 0" in text and "did not answer" in text
+    assert 2.5 < seconds < 20
+
+
+def _differ(rank: int, mesh: Mesh | None = None) -> str:
+    by = connect(mesh or make_mesh(shard=2, device="cpu"), timeout=5)
+    try:
+        by.all_reduce(torch.ones(4 + rank), ("shard",)).wait()
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+DIFFERENT = """all_reduce over (shard) of ranks 0, 1, on rank {}: ranks issued different collectives or sizes.
+  rank 0: all_reduce of [4] torch.float32
+  rank 1: all_reduce of [5] torch.float32
+Fix: all ranks must run the same program on the same specs."""
+
+
+def test_ranks_that_issue_different_sizes_are_told(ranks, pair):
+    expected = [DIFFERENT.format(rank) for rank in (0, 1)]
+    assert ranks(2).run(_differ) == expected
+    assert simulate(pair, _differ, pair) == expected
+
+
+def test_a_pool_reports_the_remote_traceback(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0, 1 of 2 failed:.*Traceback.*needs 3 ranks"):
+        ranks(2).run(_real, {"shard": 3}, "auto")
+
+
+def test_an_abstract_mesh_is_refused():
+    by = connect(make_mesh(shard=8, abstract=True))
+    with pytest.raises(CollectiveError, match=r"mesh \(shard=8\) is abstract.*can be lowered on, not run"):
+        by.all_gather(torch.ones(3), ("shard",))
+
+
+# ------------------------------------------------------------------ simulated ranks
+
+
+@pytest.fixture
+def pair() -> Mesh:
+    return make_mesh(shard=2, simulated=True, device="cpu")
+
+
+def test_the_first_real_exception_is_raised_again(pair):
+    def fn(rank):
+        if rank == 1:
+            raise KeyError("the cause")
+        connect(pair).barrier()
+
+    with pytest.raises(KeyError, match="the cause"):
+        simulate(pair, fn)
+
+
+def test_waiting_for_a_rank_that_has_returned(pair):
+    def fn(rank):
+        if rank == 0:
+            connect(pair).all_reduce(torch.ones(2), ("shard",)).wait()
+
+    with pytest.raises(
+        CollectiveError, match=r"all_reduce over \(shard\) of ranks 0, 1, on rank 0(?s:.*)returned"
+    ):
+        simulate(pair, fn)
+
+
+def test_a_stuck_rank_ends_at_the_timeout(pair):
+    never = threading.Event()
+    with pytest.raises(CollectiveError, match=r"nothing happened for 0.2 s; still running: rank-0, rank-1"):
+        simulate(pair, lambda rank: never.wait(30), timeout=0.2)
+    never.set()
+
+
+def test_outside_of_simulate(pair):
+    with pytest.raises(CollectiveError, match="this thread is none of them"):
+        connect(pair).all_reduce(torch.ones(2), ("shard",))
+
+
+def test_ranks_take_turns(pair):
+    running = []
+
+    def fn(rank):
+        for _ in range(20):
+            running.append(rank)
+            time.sleep(0)
+            assert running.pop() == rank and not running
+            connect(pair).barrier()
+
+    simulate(pair, fn)
+
+
+def _reuses_too_early(rank: int, mesh: Mesh) -> torch.Tensor:
+    """A wrong schedule: the packed buffer is written between the issue and the Wait."""
+    by = connect(mesh)
+    sent = by.send_buffer(2, torch.float32, ("shard",)).fill_(rank)
+    handle = by.all_gather(sent, ("shard",))
+    sent.fill_(7)
+    return torch.cat(handle.wait())
+
+
+def test_the_adversary_sees_a_buffer_written_too_early(pair):
+    early = simulate(pair, _reuses_too_early, pair, adversary="early")
+    late = simulate(pair, _reuses_too_early, pair, adversary="late")
+    assert torch.equal(early[0], torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert torch.equal(late[0], torch.full((4,), 7.0))
+
+
+@pytest.mark.parametrize("adversary", ["early", "late"])
+def test_the_adversary_poisons_what_must_not_be_read(pair, adversary):
+    def fn(rank):
+        by = connect(pair)
+        fresh = by.send_buffer(3, torch.float32, ("shard",))
+        assert fresh.isnan().all()
+        handle = by.all_gather(fresh.fill_(rank), ("shard",))
+        rows = handle.wait()
+        kept = torch.cat(rows)
+        handle.release()
+        assert torch.cat(rows).isnan().all()
+        flat = torch.ones(2)
+        reduction = by.all_reduce(flat, ("shard",))
+        unread = flat.clone()
+        assert torch.equal(reduction.wait(), torch.full((2,), 2.0))
+        return kept, unread
+
+    for kept, unread in simulate(pair, fn, adversary=adversary):
+        assert torch.equal(kept, torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]))
+        assert unread.isnan().all() == (adversary == "early")
+
+
+# ------------------------------------------------------------------ slots
+
+
+def test_slots_are_used_again_when_all_are_done():
+    slots = messages.Slots(start=messages.PAGE)
+    first, second = slots.take(5000), slots.take(100)
+    assert (first.start, first.end, second.start) == (4096, 12288, 12288)
+    assert slots.packed_at(first.start, 5000) is first and slots.packed_at(first.start + 8, 10) is None
+    done = {first: False, second: False}
+    for slot in done:
+        slot_of = SimpleNamespace(free=lambda s=slot: done[s], finished=False)
+        slot.message = slot_of
+    assert slots.take(100).start == 16384
+    done[first] = True
+    assert slots.take(4096).start == 4096
+    assert slots.take(4096).start == 8192
+    assert slots.top == 20480
+
+
+def _control_pages(rank: int, mesh: Mesh) -> list[int]:
+    """How far a rank's pages of control words reach: warm, while one message stays open, afterwards."""
+    by = connect(mesh)
+    pages = by._session().endpoint(mesh).pages
+
+    def many() -> int:
+        for _ in range(5 * messages.ROWS):
+            by.all_reduce(torch.ones(1), ("shard",)).wait()
+        return pages.top - pages.floor
+
+    warm, handle = many(), by.all_reduce(torch.ones(1), ("shard",))
+    grown = many()
+    handle.wait()
+    return [warm, grown, many(), many()]
+
+
+def test_control_words_grow_while_a_message_is_open_and_are_used_again(pair):
+    for warm, grown, *later in simulate(pair, _control_pages, pair):
+        assert warm <= 3 * messages.PAGE < 5 * messages.PAGE <= grown
+        assert later == [grown, grown]
+
+
+def test_connect_names_groups_alike_on_all_ranks():
+    mesh = make_mesh(replicate=2, shard=2, abstract=True)
+    group = Group(mesh)
+    assert group.transport_bytes() == 0
+    assert endpoint.group_names(mesh) == [
+        ("replicate",),
+        ("shard",),
+        ("replicate", "shard"),
+        ("shard", "replicate"),
+    ]

@@ -1,0 +1,324 @@
+"""On one GPU, a mesh of one over NCCL: the same step as single-process torch. Skipped without CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, ROWS, TIME, VOCAB, gpt
+from reference import adamw, train
+from sharded import assert_floats, assert_same, make_step, specs_of
+from sharded import train as shard_train
+from torch import Tensor
+
+import fnshard as fs
+from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RATE = 1e-3
+CONFIG = DecoderConfig(width=128, layers=4, heads=4, kv_heads=2, context=64)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of one over a real NCCL group."""
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield fs.make_mesh(shard=1, device="cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+def on_gpu(model):
+    """The same model with its parameters and batches on the GPU."""
+
+    def batch(seed: int) -> tuple[Tensor, ...]:
+        return tuple(part.cuda() for part in model.batch(seed))
+
+    return replace(model, params={p: v.detach().cuda() for p, v in model.params.items()}, batch=batch)
+
+
+def expected(model, steps: int):
+    parts = [[batch] for batch in model.batches(steps)]
+    return train(model.loss, model.params, parts, adamw(RATE), frozen=model.frozen)
+
+
+# ------------------------------------------------------------------ fp64: exact
+
+
+@pytest.mark.parametrize("preset", sorted(fs.presets.PRESETS))
+def test_presets_equal_torch(mesh, preset):
+    model = on_gpu(gpt())
+    specs = specs_of(model, preset, mesh)
+    got = shard_train(0, mesh, model, specs, fs.optim.adamw(RATE, weight_decay=0.1))
+    assert_same(got, expected(model, len(got.losses)))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_equal_torch(mesh, name):
+    model = on_gpu(MODELS[name]())
+    specs = specs_of(model, "full_shard", mesh)
+    got = shard_train(0, mesh, model, specs, fs.optim.adamw(RATE, weight_decay=0.1), steps=3)
+    # Torch recomputes a checkpointed module with the values that functional_call has put back by then.
+    truth = on_gpu(MODELS["gpt"]()) if name == "checkpoint" else model
+    assert_same(got, expected(truth, 3))
+
+
+TIERS = {
+    "optimizer on the host": {"optimizer_memory": "host"},
+    "all on the host": {"memory": "host", "optimizer_memory": "host"},
+    "streamed": {"memory": "host", "optimizer_memory": "host", "update_on": "device"},
+    "disk": {"memory": "disk", "optimizer_memory": "disk"},
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "unit", "offload", "unit+offload"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_tiers_and_remat_equal_torch(mesh, tier, remat, tmp_path):
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh, **TIERS[tier])
+    optimizer = fs.optim.adamw(RATE, weight_decay=0.1)
+    how = {"remat": remat, "disk_dir": str(tmp_path), "accumulate": 3}
+    got = shard_train(0, mesh, model, specs, optimizer, **how)
+    assert_same(got, expected(model, len(got.losses)))
+
+
+def test_what_rests_on_the_host_is_pinned_and_off_the_device(mesh):
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh, **TIERS["all on the host"])
+    state = make_step(mesh, model, specs, fs.optim.adamw(RATE)).init(model.params)
+    slots = [v for held in state.opt_state.values() for v in held.values()]
+    assert all(v.device.type == "cpu" and v.is_pinned() for v in [*slots, *state.params.values()])
+
+
+@pytest.mark.parametrize("remat", ["none", "unit", 0.5])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_predicted_peak_is_what_the_allocator_saw(mesh, tier, remat):
+    """Within 5%, from the generated kernels."""
+    config = replace(CONFIG, width=512, layers=6, heads=8, context=256)
+    torch.manual_seed(0)
+    apply, params = fs.make_functional(Decoder(config).cuda())
+    policy = {"memory": tier, "optimizer_memory": tier, "compute_dtype": torch.bfloat16}
+    specs = fs.presets.full_shard(params, mesh, **policy)
+    fn = lambda p, x, y: next_token_loss(apply(p, x), y)  # noqa: E731
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(RATE), remat=remat)
+    batch = tuple(torch.randint(0, config.vocab, (8, 256), device="cuda") for _ in range(2))
+    torch.ones(8, 8, dtype=torch.bfloat16, device="cuda").mm(batch[0][:, :8].bfloat16())  # cuBLAS's workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated() - sum(part.nbytes for part in batch)
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, *batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    state, _ = step(state, *batch)
+    torch.cuda.synchronize()
+    measured = torch.cuda.max_memory_allocated() - before
+    predicted = step.lower(state, *batch).memory_analysis().peak_bytes
+    assert abs(predicted / measured - 1) <= 0.05, (predicted, measured)
+
+
+def test_without_a_process_group_it_is_the_same(mesh):
+    model = on_gpu(gpt())
+    local = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
+    runs = [
+        shard_train(0, m, model, specs_of(model, "full_shard", m), fs.optim.adamw(RATE), steps=2)
+        for m in (mesh, local)
+    ]
+    assert_same(runs[0], runs[1], atol=0.0)
+
+
+def test_prefetch_changes_nothing(mesh):
+    model = on_gpu(gpt(layers=4))
+    specs = specs_of(model, "full_shard", mesh)
+    runs = [
+        shard_train(0, mesh, model, specs, fs.optim.adamw(RATE), prefetch=p, overlap=o)
+        for p, o in ((0, 0), (1, 1), (3, 2))
+    ]
+    for other in runs[1:]:
+        assert_same(other, runs[0], atol=0.0)
+
+
+# ------------------------------------------------------------------ Inductor, and shorter dtypes
+
+
+def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
+    """A seeded decoder in fp32 on the GPU, and batches."""
+    torch.manual_seed(0)
+    model = Decoder(CONFIG).cuda()
+    drawn = torch.randint(CONFIG.vocab, (10, 4, CONFIG.context + 1), device="cuda")
+    return model, [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in drawn]
+
+
+def torch_losses(dtype: torch.dtype | None) -> list[float]:
+    """Plain torch: fused AdamW, autocast where a dtype is given."""
+    model, batches = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
+    losses = []
+    for tokens, targets in batches:
+        with torch.autocast("cuda", dtype or torch.float32, enabled=dtype is not None):
+            logits = model(tokens)
+        loss = next_token_loss(logits, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded_losses(mesh, metrics_of=lambda metrics: None, **how):
+    """Losses, and what `metrics_of` makes of each step's metrics."""
+    policy = {name: how.pop(name) for name in ("compute_dtype", "reduce_dtype") if name in how}
+    model, batches = decoder()
+    apply, params = fs.make_functional(model)
+    step = fs.shard_step(
+        lambda p, tokens, targets: next_token_loss(apply(p, tokens), targets),
+        fs.presets.full_shard(params, mesh, **policy),
+        mesh=mesh,
+        optimizer=fs.optim.adamw(RATE, weight_decay=0.1),
+        **how,
+    )
+    state = step.init({p: v.detach() for p, v in params.items()})
+    losses, seen = [], []
+    for tokens, targets in batches:
+        state, metrics = step(state, tokens, targets)
+        losses.append(metrics["loss"].item())
+        seen.append(metrics_of(metrics))
+    return losses, seen
+
+
+def test_inductor_equals_torch_in_fp32(mesh):
+    losses, _ = sharded_losses(mesh)
+    assert_floats(losses, torch_losses(None), atol=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_bf16_stays_near_autocast(mesh, backend):
+    short = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    losses, _ = sharded_losses(mesh, backend=backend, **short)
+    exact, autocast = torch_losses(None), torch_losses(torch.bfloat16)
+    worst = max(abs(a - b) for a, b in zip(autocast, exact, strict=True))
+    assert_floats(losses, exact, atol=max(3 * worst, 2e-2))
+
+
+def test_fp16_scales_its_loss(mesh):
+    short = {"compute_dtype": torch.float16, "reduce_dtype": torch.float32}
+    losses, scales = sharded_losses(mesh, lambda metrics: metrics["loss_scale"].item(), **short)
+    assert all(scale >= 1 for scale in scales)
+    assert_floats(losses, torch_losses(None), atol=5e-2)
+
+
+def test_overflow_skips_the_update_and_halves_the_scale(mesh):
+    model = on_gpu(gpt())
+
+    def loss(params, ids, targets, factor):
+        return model.loss(params, ids, targets) * factor
+
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE), loss=loss, loss_scale="dynamic")
+    state = step.init(model.params)
+    batch = model.batch(0)
+    state, before = step(state, *batch, torch.ones((), device="cuda", dtype=torch.float64))
+    kept = {p: v.clone() for p, v in state.params.items()}
+    state, after = step(state, *batch, torch.full((), float("inf"), device="cuda", dtype=torch.float64))
+    assert after["loss_scale"].item() == before["loss_scale"].item() / 2
+    assert after["skipped_steps"].item() == 1
+    for path, value in kept.items():
+        assert torch.equal(value, state.params[path]), path
+
+
+def test_the_chunked_cross_entropy_is_torchs(mesh):
+    """bf16 products, whose sums are fp32 on both sides; four chunks."""
+    hidden, weight = (torch.randn(n, 64, device="cuda").bfloat16().requires_grad_() for n in (96, 160))
+    targets = torch.randint(160, (96,), device="cuda")
+    truth = torch.nn.functional.cross_entropy(hidden.float() @ weight.float().t(), targets)
+    mean = fs.losses.linear_cross_entropy(hidden, weight, targets, chunk=24)
+    got = mean.total / mean.count
+    torch.testing.assert_close(got, truth, rtol=1e-3, atol=1e-3)
+    wanted = torch.autograd.grad(truth, (hidden, weight))
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-3)
+
+
+def test_batches_may_come_from_the_host(mesh):
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE))
+    ids = torch.randint(VOCAB, (ROWS, TIME)).pin_memory()
+    state, metrics = step(step.init(model.params), ids, ids)
+    assert metrics["loss"].isfinite() and state.params["embed.weight"].is_cuda
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_replayed_graph_is_the_same_step(mesh, backend):
+    optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(RATE))
+    how = {"backend": backend, "steps": 6, "accumulate": 2}
+    plain, graph = (
+        shard_train(0, mesh, model, specs_of(model, "full_shard", mesh), optimizer, mode=mode, **how)
+        for mode, model in ((None, on_gpu(gpt())), ("reduce-overhead", on_gpu(gpt())))
+    )
+    assert_same(graph, plain)
+
+
+def test_a_deterministic_run_is_the_same_again(mesh):
+    runs = []
+    for _ in range(2):
+        model = on_gpu(gpt())
+        specs = specs_of(model, "full_shard", mesh)
+        runs.append(
+            shard_train(0, mesh, model, specs, fs.optim.adamw(RATE), deterministic=True, backend="inductor")
+        )
+    assert_same(runs[1], runs[0], atol=0.0)
+
+
+def test_what_lies_on_the_host_is_moved_before_it_is_traced(mesh):
+    number, table = torch.tensor(2.0), torch.arange(8.0)
+    params, x = {"w": torch.ones(8, 8, device="cuda")}, torch.ones(2, 8, device="cuda")
+    specs = fs.presets.full_shard(params, mesh)
+    loss = lambda p, x: (x @ p["w"] + table + torch.arange(8)).sum() * number  # noqa: E731
+    step = fs.shard_step(loss, specs, mesh=mesh)
+    value, _ = step(step.init(params), x)
+    assert value.item() == 2 * (2 * 8 * 8 + 2 * 2 * 28)
+    assert all(v.is_cuda for v in step.lower(params, x).program.constants.values())
+
+
+def test_nothing_is_left_behind(mesh):
+    """The same bytes are held after two steps as after eight."""
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE))
+    state, held = step.init(model.params), []
+    for batch in model.batches(8):
+        state, metrics = step(state, *batch)
+        del metrics
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[1]
+
+
+def test_bench_on_the_gpu(tmp_path):
+    command = [
+        sys.executable, "-m", "experiments.bench", f"hydra.run.dir={tmp_path}", "device=cuda", "size=tiny",
+        "length=128", "rounds=2", "warmup=1", "losses=2", "memory=1", "contenders=[ddp,fsdp2,full_shard]",
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["contenders"]
+    for row in rows.values():
+        assert 0 < row["mfu"] < 1 and row["peak_bytes"] > row["between_bytes"] > 0
+        assert row["max_loss_difference"] < 0.1

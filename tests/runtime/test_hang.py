@@ -1,0 +1,76 @@
+"""A hang is an error: within the timeout, with the instruction, its unit, and the rank that did not come."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sharded
+import torch.distributed as dist
+from models import MODELS
+
+import fnshard as fs
+from fnshard.runtime.collectives import roll_call
+from fnshard.runtime.collectives.connect import connect
+
+TIMEOUT_S = 1.5
+KINDS = {
+    "all_gather": {"gather"},
+    "gather_leaves": {"gather"},
+    "reduce_scatter": {"reduce_scatter"},
+    "all_reduce": {"all_reduce", "reduce_scalars"},
+}  # the instructions that issue a collective, or wait for it
+
+
+def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float, str]:
+    """Rank 1 makes one step, rank 0 wants two; what it says, when, and the schedule."""
+    model = MODELS["gpt"]()
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    mesh.connections[TIMEOUT_S] = connect(mesh, timeout=TIMEOUT_S, transport=transport)
+    specs = sharded.specs_of(model, preset, mesh)
+    step = sharded.make_step(mesh, model, specs, fs.optim.sgd(0.1), timeout=TIMEOUT_S)
+    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+    state, _ = step(state, *batch)
+    if rank == 1:
+        return "", 0.0, ""
+    began = time.monotonic()
+    try:
+        step(state, *batch)
+    except fs.CollectiveError as error:
+        return str(error), time.monotonic() - began, step.lower(model.params, *batch).as_text()
+    return "no error", 0.0, ""
+
+
+@pytest.mark.parametrize(
+    ("preset", "transport"),
+    [("full_shard", "auto"), ("full_shard", "p2p"), ("full_shard", "native"), ("no_shard", "native")],
+)
+def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
+    said, seconds, schedule = ranks(2).run(waits_for_nobody, preset, transport)[0]
+    where = re.match(r"line (\d+) of the schedule, (\w+) (\S+) (\w+) (.*?): (\w+) over \(shard\)", said)
+    assert where, said
+    number, phase, unit, verb, detail, collective = where.groups()
+    assert KINDS[collective] & {verb, detail.split()[0]}, said
+    (line,) = [text for text in schedule.splitlines() if text.split()[:1] == [number]]
+    assert line.split()[1:4] == [phase, unit, verb] and detail.split()[0] in line
+    assert re.search(r"\n  rank 1 did not (come|answer) within 1.5 s", said), said
+    assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 7
+
+
+def test_a_roll_call_compares_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of hosts differ by hours; signatures of an earlier failure do not count."""
+    store, clock = dist.HashStore(), itertools.count(0, 3600)
+    away = SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(roll_call, "time", away)
+    monkeypatch.setattr(roll_call, "WAIT_S", 0.5)
+    with ThreadPoolExecutor(3) as ranks:
+        for answering, silent in (([0, 2], [1]), ([0, 2], [1]), ([2], [0, 1])):
+            assert list(ranks.map(lambda rank: roll_call.absent(rank, 3), answering)) == [silent] * len(
+                answering
+            )

@@ -1,0 +1,267 @@
+"""Leaves that lie once a host: written by all ranks in place, and used again when no rank holds them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import sharded
+import torch
+from models import MODELS
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.compiler.schedule.buckets import leaf_runs, make_buckets
+from fnshard.errors import CollectiveError
+from fnshard.layout.spec import LayoutSpec, P
+from fnshard.mesh import make_mesh
+from fnshard.runtime.collectives.connect import connect, connection
+from fnshard.runtime.collectives.messages import PAGE
+from fnshard.runtime.packing import Packer, local_block
+
+NUMEL = 3 * PAGE // 4  # of a rank's part: whole pages of fp32
+UNIT = 4 * NUMEL  # bytes of it
+LAYOUTS = [
+    P("shard"), P(None, "shard"), P("replicate", "shard"), P("shard", "replicate"),
+    P(("shard", "replicate")), P(("replicate", "shard")),
+]  # fmt: skip
+
+
+def issue(by: Any, value: float, axes: tuple[str, ...] = ("shard",)) -> Any:
+    """A leaf of fp32 whose part of each rank is `value` plus the rank's place."""
+    ranks = by.mesh.group_ranks(axes)
+    place = ranks.index(by.mesh.rank)
+
+    def write(leaves: list[Tensor]) -> None:
+        leaves[0].view(len(ranks), NUMEL)[place] = value + place
+
+    total = len(ranks) * NUMEL
+    return by.gather_leaves([(0, total)], total, torch.float32, write, axes)
+
+
+def check(leaves: list[Tensor], value: float) -> None:
+    rows = leaves[0].view(-1, NUMEL)
+    assert torch.equal(rows, (value + torch.arange(len(rows))).view(-1, 1).expand_as(rows).float())
+
+
+# ------------------------------------------------------------------ where blocks lie
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 1), (1, 9), (5, 4, 3)], ids=str)
+def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
+    mesh = make_mesh(replicate=2, shard=2, abstract=True)
+    specs = {p: LayoutSpec(layout).resolve(torch.empty(shape), "u") for p in "ab"}
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: torch.float32, "gather")
+    fulls = {p: torch.randn(shape, dtype=torch.float64) for p in "ab"}
+    runs, total = leaf_runs(bucket)
+    memory = torch.full((total,), float("nan"))
+    leaves = [memory[start : start + count] for start, count in runs]
+    for rank in range(4):
+        blocks = {p: local_block(full, layout, mesh, rank) for p, full in fulls.items()}
+        Packer(bucket, mesh, rank).write_blocks(blocks, leaves)
+    for leaf, full in zip(leaves, fulls.values(), strict=True):
+        assert leaf.data_ptr() % 4 == 0 and torch.equal(leaf.view(shape), full.float())
+
+
+# ------------------------------------------------------------------ slots
+
+
+def _one_behind_the_other(rank: int) -> int:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
+    before = by.transport_bytes()
+    leaves, value = issue(by, 0.0).wait(), 0.0
+    for number in range(1, 300):
+        ahead = issue(by, float(number))
+        check(leaves, value)
+        del leaves
+        leaves, value = ahead.wait(), float(number)
+        if number % 7 == 3 * rank:
+            os.sched_yield()
+    del leaves
+    by.barrier()
+    used = by.transport_bytes() - before
+    by.close()
+    return used
+
+
+def test_two_units_alive_take_two_slots_however_late_a_rank_is(ranks):
+    # One page of control words comes at the first message, one behind it while the first is read.
+    for used in ranks(2).run(_one_behind_the_other):
+        assert 2 * UNIT <= used <= 2 * UNIT + 3 * PAGE  # of two leaves of two units, this rank's half
+
+
+def _kept(rank: int, who: int) -> list[int]:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
+    (kept,), seen = issue(by, 7.0).wait(), []
+    kept = kept if rank == who else None
+    for number in range(20):
+        check(issue(by, float(number)).wait(), float(number))
+    seen.append(by.transport_bytes())
+    for number in range(20):
+        check(issue(by, float(number)).wait(), float(number))
+    seen.append(by.transport_bytes())
+    if kept is not None:
+        check([kept], 7.0)
+    kept = None
+    leaves = [issue(by, float(number)).wait() for number in range(2)]
+    seen.append(by.transport_bytes())
+    del leaves
+    by.close()
+    return seen
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
+    for first, second, last in ranks(2).run(_kept, who):
+        assert first == second == last
+
+
+def _out_of_order(rank: int) -> None:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
+    handles = [issue(by, float(number)) for number in range(8)]
+    for number in sorted(range(8), key=lambda n: (n * 5 + 3 * rank) % 8):  # each rank in another order
+        check(handles[number].wait(), float(number))
+        with pytest.raises(CollectiveError, match="waited for twice"):
+            handles[number].wait()
+    by.close()
+
+
+def test_gathers_may_be_waited_for_in_any_order(ranks):
+    ranks(2).run(_out_of_order)
+
+
+# ------------------------------------------------------------------ peers that fail
+
+
+def _differ(rank: int) -> str:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=5)
+    try:
+        (issue(by, 0.0) if rank else by.all_gather(torch.ones(4), ("shard",))).wait()
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_issue_different_collectives_are_told(ranks):
+    for text in ranks(2).run(_differ):
+        assert "ranks issued different collectives" in text
+        assert f"rank 1: gather_leaves of [{2 * NUMEL}] torch.float32" in text
+
+
+def _abandoned(rank: int, who: int, dies: bool) -> tuple[str, float]:
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=3)
+    check(issue(by, 1.0).wait(), 1.0)
+    if rank == who:
+        if dies:
+            os._exit(9)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        issue(by, 2.0).wait()
+    except CollectiveError as error:
+        return str(error), time.monotonic() - began
+    return "nothing was raised", 0.0
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_is_named_within_seconds(ranks, who):
+    text, seconds = ranks(2).run(_abandoned, who, True, lost=(who,))[1 - who]
+    assert f"gather_leaves over (shard) of ranks 0, 1, on rank {1 - who}" in text
+    assert f"rank {who} has left" in text and seconds < 2.5
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_does_not_come_is_named_at_the_timeout(ranks, who):
+    text, seconds = ranks(2).run(_abandoned, who, False)[1 - who]
+    assert f"rank {who} did not come within 3 s" in text and 2.5 < seconds < 20
+
+
+# ------------------------------------------------------------------ in a step
+
+
+def _step(rank: int, preset: str) -> tuple[int, int, int]:
+    """Of two steps: gathers, leaves, and leaves that lie in the group's memory."""
+    model = MODELS["gpt"]()
+    mesh = make_mesh(shard=2, device="cpu")
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, preset, mesh), fs.optim.sgd(0.1))
+    memory = connection(mesh).endpoint.memories[0]
+    seen = [0, 0, 0]
+
+    def watch(number: int, line: Any, action: Any) -> Any:
+        def run(env: dict[str, Any]) -> None:
+            action(env)
+            if line.verb == "wait" and line.of == "gather":
+                leaves = [env[n] for n in line.writes]
+                seen[0] += 1
+                seen[1] += len(leaves)
+                seen[2] += sum(memory.offset_of(leaf) is not None for leaf in leaves)
+
+        return run
+
+    step._runner.watch = lambda rank: watch
+    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+    for _ in range(2):
+        state, _ = step(state, *batch)
+    connection(mesh).close()
+    return tuple(seen)
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op"])
+def test_a_steps_gathered_leaves_lie_in_the_groups_memory(ranks, preset):
+    for gathers, leaves, shared in ranks(2).run(_step, preset):
+        assert gathers > 0 and shared == leaves > 0
+
+
+# ------------------------------------------------------------------ reductions of two
+
+
+@pytest.mark.parametrize("layout", [P("shard"), P(None, "shard")], ids=str)
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 1), (1, 9), (5, 4, 3)], ids=str)
+def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
+    mesh = make_mesh(shard=2, abstract=True)
+    specs = {p: LayoutSpec(layout).resolve(torch.empty(shape), "u") for p in "ab"}
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.gradient, lambda s: torch.float32, "reduce")
+    packers = [Packer(bucket, mesh, rank) for rank in range(2)]
+    fulls = [{p: torch.randn(shape) for p in "ab"} for _ in range(2)]
+    rows = [torch.full((2 * bucket.numel,), float("nan")) for _ in range(2)]
+    for packer, given, row in zip(packers, fulls, rows, strict=True):
+        packer.pack_fulls(given, row)
+    for rank, (packer, given) in enumerate(zip(packers, fulls, strict=True)):
+        got, out = (torch.full((bucket.numel,), float("nan")) for _ in range(2))
+        packers[1 - rank].pack_for_peer(fulls[1 - rank], got)
+        assert torch.equal(got, rows[1 - rank].view(2, -1)[rank])
+        packer.add_to_own(given, got, out)
+        assert torch.equal(out, (rows[0] + rows[1]).view(2, -1)[rank])
+
+
+def _sent(rank: int) -> tuple[int, int]:
+    """Bytes of reductions that two steps issue, and those of a row each."""
+    model = MODELS["gpt"]()
+    mesh = make_mesh(shard=2, device="cpu")
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), fs.optim.sgd(0.1))
+    seen = [0, 0]
+
+    def watch(number: int, line: Any, action: Any) -> Any:
+        def run(env: dict[str, Any]) -> None:
+            action(env)
+            if line.verb == "reduce_scatter":
+                seen[0] += env[line.writes[0]]._message.nbytes
+                seen[1] += lowered.schedule.buckets[line.bucket].row_bytes
+
+        return run
+
+    step._runner.watch = lambda rank: watch
+    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+    lowered = step.lower(model.params, *batch)
+    for _ in range(2):
+        state, _ = step(state, *batch)
+    connection(mesh).close()
+    return tuple(seen)
+
+
+def test_two_ranks_send_but_the_other_ones_row(ranks):
+    for sent, rows in ranks(2).run(_sent):
+        assert sent == rows > 0

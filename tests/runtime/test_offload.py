@@ -1,0 +1,572 @@
+"""Tiers: whatever rests on the host or on disk, training is the same; transfers are what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from threading import Event, Thread, current_thread
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference
+import sharded
+import torch
+from models import MODELS, Model
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import LayoutSpec, P
+from fnshard.compiler.schedule.instructions import Gather, Norms, Run, ToDevice, ToHost, Update, Wait
+from fnshard.errors import SpecError, StateError
+from fnshard.runtime.collectives.simulated import poison
+from fnshard.runtime.host_worker import PENDING, Worker
+from fnshard.runtime.tiers import KEPT_steps, Transfers, allocate, each, rest
+from fnshard.step import runner
+
+PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
+TIERS: Mapping[str, Mapping[str, str]] = {
+    "optimizer_host": {"optimizer_memory": "host"},
+    "all_host": {"memory": "host", "optimizer_memory": "host"},
+    "streamed": {"optimizer_memory": "host", "update_on": "device"},
+    "streamed_all": {"memory": "host", "optimizer_memory": "host", "update_on": "device"},
+    "parameters_host": {"memory": "host"},
+    "all_disk": {"memory": "disk", "optimizer_memory": "disk"},
+    "mixed": {"memory": "host", "optimizer_memory": "disk"},
+}
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.2), fs.optim.adamw(3e-3, weight_decay=0.1))
+FEATURES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "plain": (fs.optim.adamw(3e-3, weight_decay=0.1), {}),
+    "clip": (CLIPPED, {}),
+    "reduce": (CLIPPED, {"accumulate": 3}),
+    "local": (fs.optim.adamw(3e-3, weight_decay=0.1), {"accumulate": 3, "accumulate_mode": "local"}),
+}
+CPU = torch.device("cpu")
+
+
+@cache
+def model_of(name: str) -> Model:
+    return MODELS[name]()
+
+
+@cache
+def truth(clip: bool) -> reference.Trained:
+    model = model_of("tied")
+    steps = [[batch] for batch in model.batches(sharded.STEPS)]
+    return reference.train(
+        model.loss, model.params, steps, reference.adamw(3e-3, 0.1), frozen=model.frozen,
+        clip=0.2 if clip else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "tier", "turn"), [
+    pytest.param(preset, tier, turn, marks=[] if turn == 0 and (i + j) % 2 == 0 else pytest.mark.long)
+    for i, preset in enumerate(PRESETS) for j, tier in enumerate(TIERS) for turn in (0, 2)
+])  # fmt: skip
+def test_training_equals_the_naive_loop(preset: str, tier: str, turn: int, tmp_path: Path) -> None:
+    """A feature each, spread over the matrix, so that every tier meets every feature."""
+    at = PRESETS.index(preset) + list(TIERS).index(tier)
+    optimizer, options = FEATURES[list(FEATURES)[(at + turn) % 4]]
+    ranks = sharded.simulate(
+        model_of("tied"), preset, 4 if preset == "hybrid_shard" else 2, optimizer,
+        policy=TIERS[tier], disk_dir=str(tmp_path), prefetch=(at % 3, (at + 1) % 3), **options,
+    )  # fmt: skip
+    for got in ranks:
+        sharded.assert_same(got, truth(optimizer is CLIPPED))
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize("tier", ["optimizer_host", "streamed_all"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_other_worlds(world: int, tier: str) -> None:
+    optimizer, options = FEATURES["reduce"]
+    for got in sharded.simulate(
+        model_of("tied"), "full_shard", world, optimizer, policy=TIERS[tier], **options
+    ):
+        sharded.assert_same(got, truth(True))
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("dtypes", ["bf16 storage", "bf16 compute"])
+def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
+    """With a master copy in another dtype the host does bit for bit what the device does."""
+    policy = {"optimizer_dtype": torch.float32}
+    policy |= {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy |= {"storage_dtype": torch.bfloat16} if dtypes == "bf16 storage" else {}
+    model = sharded.as_float(model_of("gpt"))
+    optimizer = FEATURES["plain"][0]
+    plain, *_ = sharded.simulate(model, preset, 2, optimizer, policy=policy)
+    for tier in ("optimizer_host", "all_host", "streamed"):
+        got, *_ = sharded.simulate(model, preset, 2, optimizer, policy={**policy, **TIERS[tier]})
+        sharded.assert_same(got, plain, atol=0)
+
+
+def test_norms_of_leaves_and_whole_leaves_with_offloaded_state() -> None:
+    """LARS asks for norms by leaf; ema keeps a slot that follows the parameters."""
+    model = model_of("gpt")
+    optimizer = fs.optim.chain(fs.optim.lars(0.1), fs.optim.ema(0.9))
+    plain, *_ = sharded.simulate(model, "full_shard", 2, optimizer)
+    for tier in ("optimizer_host", "all_host", "streamed_all"):
+        got, *_ = sharded.simulate(model, "full_shard", 2, optimizer, policy=TIERS[tier])
+        sharded.assert_same(got, plain)
+
+
+def test_gradients_alone_and_forward_alone() -> None:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=1)
+    batch = model.batches(1)[0]
+    want, loss = reference.gradients(model.loss, model.params, *batch)
+    for tier in ("all_host", "optimizer_host"):
+        specs = sharded.specs_of(model, "full_shard", mesh, **TIERS[tier])
+        shards = fs.shard(model.params, specs, mesh)
+        got_loss, grads = fs.shard_step(model.loss, specs, mesh=mesh, backend="eager")(shards, *batch)
+        torch.testing.assert_close(got_loss, loss, rtol=0, atol=1e-10)
+        for path, gradient in want.items():
+            if path in model.frozen:
+                continue
+            torch.testing.assert_close(grads[path], gradient, rtol=0, atol=1e-10)
+        forward = fs.shard_forward(model.loss, specs, mesh=mesh, backend="eager")
+        torch.testing.assert_close(forward(shards, *batch), loss, rtol=0, atol=1e-10)
+
+
+def test_one_leaf_alone_is_offloaded() -> None:
+    """Per leaf: rules put the embedding's optimizer state on the host and one block's parameters too."""
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    rules = [
+        ("*embed*", LayoutSpec(P("shard"), optimizer_memory="host")),
+        ("*0.*weight", LayoutSpec(P("shard"), memory="host")),
+    ]
+    paths = list(model.params)
+    used = [r for r in rules if any(__import__("fnmatch").fnmatchcase(p, r[0]) for p in paths)]
+    specs = fs.presets.full_shard(model.params, mesh, rules=used)
+    assert len({(s.memory, s.optimizer_memory) for s in specs.values()}) == 1 + len(used) > 1
+    step = sharded.make_step(mesh, model, specs, FEATURES["plain"][0])
+    steps = [[batch] for batch in model.batches(sharded.STEPS)]
+    rule = reference.adamw(3e-3, 0.1)
+    want = reference.train(model.loss, model.params, steps, rule, frozen=model.frozen)
+    run = lambda rank: sharded.train(rank, mesh, model, specs, None, step=step)  # noqa: E731
+    for got in fs.simulate(mesh, run):
+        sharded.assert_same(got, want)
+
+
+# ------------------------------------------------------------------ the adversary
+
+
+class Adversary(Transfers):
+    """Copies late (at the Wait) or early; targets hold NaN until they are waited for, and when given back."""
+
+    late = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.open: list[Any] = []
+
+    def _copy(self, sources: Any, targets: Any, stream: Any, after: Any = None) -> Any:
+        into_state = [each(t, lambda x: x.clone()) for t in targets]
+        copied = None if self.late else [each(s, lambda x: x.clone()) for s in sources]
+        for target in targets:
+            each(target, _poisoned)
+        plain, me = super()._copy, self
+
+        class Late:
+            def wait(self, on_host: bool = False) -> Any:
+                if self in me.open:
+                    me.open.remove(self)
+                    plain(sources if me.late else copied, targets, stream)
+                return targets
+
+        assert len(into_state) == len(targets)
+        me.open.append(Late())
+        return me.open[-1]
+
+    def join(self) -> None:
+        super().join()
+        for late in [*self.open]:
+            late.wait()
+
+    def finish(self) -> None:
+        self.join()  # what the worker has sent is waited for at the end of a step
+        super().finish()
+
+    def give(self, value: Any) -> None:
+        each(value, _poisoned)
+        super().give(value)
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    poison(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "all_host",
+        *(
+            pytest.param(tier, marks=pytest.mark.long)
+            for tier in ("streamed_all", "optimizer_host", "parameters_host")
+        ),
+    ],
+)
+def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
+    """Nothing is read before its transfer was waited for, nothing is given back while it is read."""
+    model = model_of("tied")
+    for preset in ("full_shard", "zero2", "no_shard"):
+        for feature in ("plain", "reduce"):
+            optimizer, options = FEATURES[feature]
+            how = {"policy": TIERS[tier], "remat": "offload", **options}
+            plain = sharded.simulate(model, preset, 2, optimizer, **how)
+            with (
+                mock.patch.object(runner, "Transfers", Adversary),
+                mock.patch.object(Adversary, "late", late),
+            ):
+                got = sharded.simulate(model, preset, 2, optimizer, adversary="late", **how)
+            for a, b in zip(got, plain, strict=True):
+                sharded.assert_same(a, b, atol=0)
+
+
+# ------------------------------------------------------------------ the schedule
+
+
+def lowered(tier: str, preset: str = "full_shard", **options: Any) -> Any:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, preset, mesh, **TIERS[tier])
+    step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=FEATURES["plain"][0], **options)
+    return step.lower(model.params, *model.batches(1)[0]).schedule
+
+
+def test_transfers_are_prefetched_a_unit_ahead() -> None:
+    """The load of a unit's shards is issued before the kernel in front of its gather's runs."""
+    lines = lowered("all_host").instructions
+    loads = [i for i, line in enumerate(lines) if isinstance(line, ToDevice)]
+    ahead = 0
+    for i in loads:
+        names = next(w.writes for w in lines if isinstance(w, Wait) and w.reads == lines[i].writes)
+        gather = next(k for k, g in enumerate(lines) if isinstance(g, Gather) and set(g.reads) & set(names))
+        ahead += any(isinstance(line, Run) for line in lines[i:gather])
+    assert ahead >= len(loads) - 2  # the first has nothing before it
+
+
+def test_gathers_are_issued_as_early_as_without_offload() -> None:
+    """Their order among the kernels is the same, forward and backward: loads do not hold them up."""
+
+    def order(schedule: Any) -> list[str]:
+        lines = [i for i in schedule.instructions if isinstance(i, Gather | Run)]
+        return [f"{i.verb} {i.unit} {i.phase}" for i in lines]
+
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    for depth in (1, 2):
+        how = {"mesh": mesh, "optimizer": FEATURES["plain"][0], "prefetch": depth}
+        plain = fs.shard_step(model.loss, specs, **how).lower(model.params, *model.batches(1)[0])
+        assert order(lowered("all_host", prefetch=depth)) == order(plain.schedule)
+
+
+def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
+    schedule = lowered("optimizer_host")
+    counts, plain = schedule.counts(), lowered("optimizer_host", preset="full_shard").counts()
+    assert counts == plain
+    updates = [line for line in schedule.instructions if isinstance(line, Update)]
+    assert counts["to_host"] == len(updates)  # gradients
+    assert counts["to_device"] == len(updates)  # updated parameters
+    assert all(line.reads[0].startswith("h:r:") for line in updates)
+    sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
+    assert not any(n.startswith("o:") for n in sent)
+
+
+def test_streamed_slots_go_there_and_back() -> None:
+    schedule = lowered("streamed")
+    sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
+    back = [n for i in schedule.instructions if isinstance(i, ToHost) for n in i.into]
+    assert sorted(sent) == sorted(back) == sorted(f"o:{p}" for p, s in schedule.specs.items() if s.trainable)
+
+
+def test_norms_are_taken_where_the_gradients_lie() -> None:
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh, **TIERS["optimizer_host"])
+    step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=CLIPPED)
+    lines = step.lower(model.params, *model.batches(1)[0]).schedule.instructions
+    assert all(n.startswith("h:r:") for i in lines if isinstance(i, Norms) for n in i.reads)
+    assert sum(i.verb == "reduce_scalars" for i in lines) == 1
+
+
+def test_specs_on_the_device_make_no_transfer() -> None:
+    assert {"to_host", "to_device"} & set(lowered("parameters_host", prefetch=0).counts())
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    plan = fs.shard_step(model.loss, specs, mesh=mesh).lower(model.params, *model.batches(1)[0])
+    assert not {"to_host", "to_device"} & set(plan.schedule.counts())
+
+
+# ------------------------------------------------------------------ tensors and mistakes
+
+
+def test_tiers_hold_what_they_are_given(tmp_path: Path) -> None:
+    value = torch.arange(6.0).view(2, 3)
+    for tier in ("host", "disk"):
+        out = rest(value, tier, CPU, str(tmp_path))
+        assert torch.equal(out, value) and out.data_ptr() != value.data_ptr()
+        assert torch.equal(out.add_(1), value + 1)
+    assert rest(value, "device", CPU) is value
+    assert allocate((0, 3), torch.float32, "disk", CPU, str(tmp_path)).shape == (0, 3)
+
+
+def test_host_buffers_are_used_again() -> None:
+    moves = Transfers(CPU)
+    first = moves.take(torch.empty(5, 7))
+    moves.give(first)
+    second = moves.take(torch.empty(7, 5).t())
+    assert second.data_ptr() == first.data_ptr() and second.stride() == (1, 5)
+    assert not any(moves.free.values())
+    moves.give(second)
+    for _ in range(KEPT_steps + 1):
+        assert moves.free
+        moves.finish()
+    assert not moves.free
+
+
+@pytest.mark.parametrize(
+    "like", [torch.ones(3, 1).expand(3, 4), torch.ones(8, 6)[::2, ::3], torch.empty(0, 3)]
+)
+def test_host_buffers_have_no_gaps_or_overlaps(like: Tensor) -> None:
+    taken = Transfers(CPU).take(like.to("meta"))
+    assert taken.shape == like.shape and not taken.is_meta
+    assert torch.equal(taken.copy_(like), like)
+
+
+def step_on_disk(disk_dir: Any) -> Any:
+    params = {"w": torch.zeros(8, 4)}
+    specs = fs.match_specs(params, [("*", LayoutSpec(optimizer_memory="disk"))])
+    fn = lambda p, x: (p["w"] @ x).sum()  # noqa: E731
+    step = fs.shard_step(fn, specs, optimizer=fs.optim.adamw(1e-3), backend="eager", disk_dir=disk_dir)
+    return step.init(params)
+
+
+@pytest.mark.parametrize("given, message", [(None, "no directory was named"), ("gone", "is no directory")])
+def test_a_missing_directory(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=message):
+        step_on_disk(given and str(tmp_path / given))
+
+
+def test_a_directory_that_takes_no_files() -> None:
+    """Root may write anywhere, so a directory is taken in which nobody can make a file."""
+    with pytest.raises(StateError, match=r"cannot be written to"):
+        step_on_disk("/proc/self")
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    with (
+        mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(StateError, match=r"is full, with \d+ more bytes"),
+    ):
+        step_on_disk(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_tiers_and_places() -> None:
+    with pytest.raises(SpecError, match=r"memory='nvme'.*one of 'device', 'host', 'disk'"):
+        LayoutSpec(memory="nvme")
+    with pytest.raises(SpecError, match="the host has no state"):
+        LayoutSpec(update_on="host")
+    with pytest.raises(SpecError, match="update_on='gpu'"):
+        LayoutSpec(update_on="gpu")
+
+
+def test_a_state_can_move_between_tiers() -> None:
+    """Blocks are taken wherever they lie on a CPU; on the wrong device type they are named."""
+    model = model_of("gpt")
+    mesh = fs.make_mesh(shard=1)
+    here = sharded.specs_of(model, "full_shard", mesh)
+    there = {p: replace(s, memory="host") for p, s in here.items()}
+    shards = fs.shard(model.params, here, mesh)
+    moved = {p: rest(v, "host", CPU) for p, v in shards.items()}
+    assert all(torch.equal(v, model.params[p]) for p, v in fs.unshard(moved, there, mesh).items())
+
+
+# ------------------------------------------------------------------ what others broke
+
+
+def one_step(params: Any, fn: Any, specs: Any, mesh: Any, *batch: Any, **options: Any) -> Any:
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-2), backend="eager", **options)
+    return step(step.init(params), *batch)[0].params
+
+
+@pytest.mark.parametrize("policy", [{"optimizer_memory": "host"}, {**TIERS["streamed"]}])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_strided_gradients_on_one_rank(policy: Any, accumulate: int) -> None:
+    """Kernels may return gradients with gaps, or expanded ones; alone, they are handed on as they are."""
+    mesh = fs.make_mesh(shard=1)
+    params = {"w": torch.ones(3, 2).double(), "v": torch.ones(3, 2).double(), "b": torch.ones(4).double()}
+
+    def fn(p: Any, x: Any) -> Any:
+        pair = torch.stack([p["w"], p["v"]], -1)[..., 0]
+        return (x @ pair).sum() + (p["v"] ** 2).sum() + (x.mean() * p["b"]).sum()
+
+    x = torch.arange(12.0).double().view(4, 3)
+    here = fs.presets.no_shard(params, mesh)
+    there = fs.presets.no_shard(params, mesh, **policy)
+    plain = one_step(params, fn, here, mesh, x, accumulate=accumulate)
+    got = one_step(params, fn, there, mesh, x, accumulate=accumulate)
+    for path, value in plain.items():
+        torch.testing.assert_close(got[path], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tier", ["optimizer_host", "streamed"])
+def test_a_leaf_without_elements(tier: str) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.ones(3, 2), "e": torch.ones(0, 2)}
+    specs = fs.presets.full_shard(params, mesh, **TIERS[tier])
+    fn = lambda p, x: (x @ p["w"]).sum() + p["e"].sum()  # noqa: E731
+    run = lambda rank: one_step(params, fn, specs, mesh, torch.ones(4, 3), accumulate=2)  # noqa: E731
+    assert all(got["e"].numel() == 0 for got in fs.simulate(mesh, run))
+
+
+def test_a_kernel_that_reads_leaves_alone() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.ones(4, 2)}
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(lambda p: (p["w"] ** 2).sum(), specs, mesh=mesh, backend="eager")
+    for loss, grads in fs.simulate(mesh, lambda rank: step(fs.shard(params, specs, mesh))):
+        assert loss == 8 and bool((grads["w"] == 2).all())
+
+
+def test_state_of_other_specs_or_another_optimizer_is_refused_and_kept() -> None:
+    """A master copy that one step keeps and another does not know would fall behind in silence."""
+    model, mesh = model_of("gpt"), fs.make_mesh(shard=1)
+    here = sharded.specs_of(model, "full_shard", mesh)
+    there = sharded.specs_of(model, "full_shard", mesh, optimizer_memory="host")
+    batch = model.batches(1)[0]
+    device, host = (sharded.make_step(mesh, model, s, fs.optim.adamw(1e-2)) for s in (here, there))
+    other = sharded.make_step(mesh, model, here, fs.optim.sgd(1e-2))
+    for maker, user, message in (
+        (host, device, "has slots master, mu, nu; wanted are mu, nu"),
+        (device, host, "has slots mu, nu; wanted are master, mu, nu"),
+        (device, other, "wanted are"),
+    ):
+        state = maker.init(model.params)
+        with pytest.raises(StateError, match="made by another optimizer or other specs") as refused:
+            user(state, *batch)
+        assert message in str(refused.value)
+        maker(state, *batch)  # it was not consumed
+
+
+def test_a_tier_may_be_changed_in_a_resolved_spec() -> None:
+    spec = LayoutSpec().resolve(torch.ones(2, 2), "u")
+    assert spec.updated_on == "device"
+    assert replace(spec, optimizer_memory="host").updated_on == "host"
+    assert replace(spec, optimizer_memory="host", update_on="device").updated_on == "device"
+
+
+# ------------------------------------------------------------------ the worker
+
+
+def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
+    """Transfers that have one on a CPU, too."""
+    return type("Beside", (kind,), {"__post_init__": lambda self: (
+        super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tier", "preset", "kind", "feature"),
+    [
+        ("optimizer_host", "zero1", Transfers, "clip"),
+        ("all_host", "full_shard", Adversary, "plain"),
+        ("streamed", "full_shard", Adversary, "reduce"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in
+          product(("optimizer_host", "all_host", "streamed"), PRESETS[:5], (Transfers, Adversary), FEATURES)),
+    ],
+)  # fmt: skip
+def test_updates_off_the_launching_thread_are_the_same(
+    tier: str, preset: str, kind: Any, feature: str
+) -> None:
+    optimizer, options = FEATURES[feature]
+    used: list[str] = []
+
+    class Noted(Worker):
+        def _make(self, call: Any) -> None:
+            used.append(current_thread().name)
+            super()._make(call)
+
+    with mock.patch.object(runner, "Transfers", with_worker(kind, Noted)):
+        ranks = sharded.simulate(
+            model_of("tied"), preset, 2, optimizer, policy=TIERS[tier], remat="offload", **options
+        )
+    for got in ranks:
+        sharded.assert_same(got, truth(optimizer is CLIPPED))
+    assert (used or tier == "streamed") and all(name.startswith("fnshard-host") for name in used)
+
+
+def trained_by_hand(leaf: Any, worker: type[Worker], blocks: int = 2) -> tuple[Any, fs.TrainState, Any]:
+    params = {f"l.{n}.w": torch.ones(4, 4) for n in range(blocks)}
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, optimizer_memory="host")
+    with mock.patch.object(runner, "Transfers", with_worker(Transfers, worker)):
+        step = fs.shard_step(
+            lambda p, x: (sum(w.tanh().sum() for w in p.values()) * x).sum(), specs, mesh=mesh,
+            optimizer=fs.optim.Optimizer("own()", leaf, slots={"seen": torch.zeros_like}), backend="eager",
+        )  # fmt: skip
+        state = step.init(params)
+        step._runner.rank  # noqa: B018  (connects)
+    return step, state, torch.ones(2)
+
+
+def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -> None:
+    launched = Event()
+
+    class Told(Worker):
+        def wait(self) -> None:
+            launched.set()  # no update is done before
+            super().wait()
+
+    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        assert launched.wait(20)
+        return -grad, {"seen": slots["seen"] + 1}
+
+    step, state, x = trained_by_hand(leaf, Told)
+    before = {p: v.clone() for p, v in state.params.items()}
+    state, _ = step(state, x)
+    assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())
+    assert not any(torch.equal(v, before[p]) for p, v in state.params.items())
+
+
+def test_what_waits_for_the_worker_is_bounded() -> None:
+    worker, gate = Worker(CPU), Event()
+    for _ in range(PENDING):
+        worker.submit(gate.wait, heavy=True)
+    third = Thread(target=lambda: worker.submit(lambda: None, heavy=True))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    gate.set()
+    third.join(20)
+    worker.wait()
+    assert not third.is_alive()
+
+
+def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made() -> None:
+    made: list[str] = []
+
+    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        made.append(path)
+        if len(made) == 1:
+            raise ZeroDivisionError("by the optimizer")
+        return -grad, {"seen": slots["seen"] + 1}
+
+    step, state, x = trained_by_hand(leaf, Worker, blocks=3)
+    params = {p: v.clone() for p, v in state.params.items()}
+    with pytest.raises(ZeroDivisionError, match="by the optimizer") as told:
+        step(state, x)
+    assert len(made) == 1 and "update" in told.value.__notes__[0]
+    with pytest.raises(StateError, match="consumed"):
+        _ = state.params
+    step(step.init(params), x)
+    assert len(made) == 4

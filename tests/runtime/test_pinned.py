@@ -1,0 +1,129 @@
+"""Pinned memory in exact sizes, on a fake of what torch shows of the CUDA runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fnshard as fs
+from fnshard.compiler import lower
+from fnshard.errors import StateError
+from fnshard.runtime import pinned, tiers
+from fnshard.runtime.tiers import Transfers, rest
+
+CUDA = torch.device("cuda", 0)
+
+
+class Runtime:
+    """Notes what is registered. `code`: what it answers."""
+
+    def __init__(self, code: int = 0):
+        self.code, self.sizes, self.read = code, {}, []
+        self.cudaGetErrorString = {2: "out of memory"}.get
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.sizes[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        nbytes = self.sizes.pop(address)
+        self.read.append(ctypes.string_at(address, nbytes))  # a fault, were it unmapped
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    found = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return found
+
+
+def test_a_host_tensor_takes_exactly_its_bytes_until_its_last_view_is_gone(runtime: Runtime) -> None:
+    value = torch.arange(5000, dtype=torch.int16).view(50, 100)
+    kept = rest(value, "host", CUDA)
+    assert torch.equal(kept, value) and list(runtime.sizes.items()) == [(kept.data_ptr(), 10_000)]
+    view = kept[3:]
+    del kept
+    gc.collect()
+    assert len(runtime.sizes) == 1 and runtime.read == []
+    del view
+    assert runtime.sizes == {} and runtime.read == [value.numpy().tobytes()]
+
+
+def test_what_the_ledger_foretells_is_what_is_pinned(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"a": torch.ones(9, 100), "b": torch.ones(33)}
+    mesh = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
+    specs = fs.presets.full_shard(params, mesh, memory="host", optimizer_memory="host", update_on="device")
+    step = fs.shard_step(
+        lambda p, x: (x @ p["a"]).sum() + p["b"].sum(), specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3),
+        backend="eager",
+    )  # fmt: skip
+    monkeypatch.setattr(fs.Mesh, "device", property(lambda mesh: CUDA))
+    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("cpu"))
+    state = step.adopt({path: rest(leaf, "host", CUDA) for path, leaf in params.items()})
+    analysis = step.lower(state, torch.ones(2, 9)).memory_analysis()
+    assert sum(runtime.sizes.values()) == analysis.host_resident_bytes == 3 * 4 * 933
+
+
+def test_buffers_are_pinned_once_and_used_again(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    stream = lambda device: SimpleNamespace(synchronize=lambda: waits.append("stream"))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    moves = Transfers(CUDA)
+    like = torch.empty(3, 5)
+    first = moves.take(like)
+    assert list(runtime.sizes.values()) == [60]
+    moves.give(first)
+    assert moves.take(like.t()).data_ptr() == first.data_ptr() and len(runtime.sizes) == 1
+    moves.give(first)
+    assert waits == []
+    moves.take(like, for_host=True)  # an upload may still read what was given back
+    assert waits == ["stream"]
+
+
+def test_a_refusal_is_told_with_its_code_and_leaves_nothing(runtime: Runtime) -> None:
+    runtime.code = 2
+    with pytest.raises(StateError, match=r"locks no 12 bytes of host memory: out of memory \(.* error 2\)"):
+        tiers.allocate((3,), torch.float32, "host", CUDA)
+    runtime.sizes.clear()
+    gc.collect()  # what was not registered is not unregistered
+    assert runtime.read == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_without_registering_torch_pins(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace())
+    made = torch.zeros(12, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *_, pin_memory, **__: asked.append(pin_memory) or made)
+    assert tiers.allocate((3,), torch.float32, "host", torch.device(device)).shape == (3,)
+    assert asked == [True]
+
+
+def test_a_forked_child_leaves_the_parent_s_memory_alone(runtime: Runtime) -> None:
+    kept = pinned.allocate(8, CUDA)
+    told = multiprocessing.get_context("fork").SimpleQueue()
+
+    def child() -> None:
+        nonlocal kept
+        del kept
+        told.put(len(runtime.sizes))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert told.get() == 1
+    process.join()
+    del kept
+    assert runtime.sizes == {}

@@ -1,0 +1,144 @@
+"""`fs.debug.assert_max_compiles`: compilations counted, and told apart."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from faults import PARAMS, PRESETS, loss, mesh_of
+from torch import Tensor
+from toys import rows
+
+import fnshard as fs
+from fnshard import LayoutSpec
+from fnshard.compiler.kernels import inductor
+from fnshard.debug.values import tensors
+from fnshard.errors import DebugError, SpecError
+from fnshard.runtime.executor.context import Context, Reduced
+from fnshard.step import runner
+
+
+def small_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
+    params = {"w": torch.ones(3)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    return fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager", **options), params
+
+
+def test_compiles_are_counted_and_one_too_many_says_what_changed() -> None:
+    step, params = small_step()
+    with fs.debug.assert_max_compiles(1) as compiled:
+        for _ in range(3):
+            step(params, torch.ones(2, 3))
+        assert len(compiled) == 1
+        assert "its first batch: batch['0'] [2, 3] torch.float32" in str(compiled)
+        with pytest.raises(DebugError, match=r"compilation 2, and at most 1(.|\n)*batch\['0'\] from \[2, 3\] "
+                           r"torch.float32 to \[5, 3\] torch.float32"):  # fmt: skip
+            step(params, torch.ones(5, 3))
+    with pytest.warns(UserWarning, match="compiling again"):
+        step(params, torch.ones(5, 3))  # outside nobody counts
+
+
+def test_compiles_of_another_step_of_what_was_on_paper_and_of_what_was_forgotten() -> None:
+    step, params = small_step(cache=1)
+    lowered = step.lower(params, torch.ones(2, 3))
+    assert lowered.compiled is None
+    with pytest.raises(DebugError, match="compilation 1, and at most 0"), fs.debug.assert_max_compiles(0):
+        step(params, torch.ones(2, 3))
+    step(params, torch.ones(2, 3))
+    with fs.debug.assert_max_compiles(0):
+        step(params, torch.ones(2, 3))
+    with fs.debug.assert_max_compiles(2) as compiled, pytest.warns(UserWarning, match="compiling again"):
+        step.lower(params, torch.ones(4, 3))
+        step(params, torch.ones(4, 3))
+        assert len(compiled) == 1
+        step(params, torch.ones(2, 3))
+    with fs.debug.assert_max_compiles(3) as compiled:
+        with pytest.warns(UserWarning, match="compiling again"):
+            step(params, torch.ones(4, 3))
+            step(params, torch.ones(2, 3))
+            step(params, torch.ones(4, 3))
+        assert "forgot (cache=1)" in str(compiled).splitlines()[-1]
+    with fs.debug.assert_max_compiles(2) as compiled:
+        for _ in range(2):
+            other, params = small_step()
+            other(params, torch.ones(2, 3))
+    assert "a new step of a function that has one" in str(compiled)
+    with pytest.raises(SpecError, match="how many compilations"), fs.debug.assert_max_compiles(-1):
+        pass
+
+
+def test_compiles_of_simulated_ranks_count_once() -> None:
+    mesh = mesh_of()
+    step = fs.shard_step(loss, PRESETS["full_shard"](PARAMS, mesh), mesh=mesh, backend="eager")
+    with fs.debug.assert_max_compiles(1) as compiled:
+        fs.simulate(mesh, lambda rank: step(step.init(PARAMS), rows()[:2])[0])
+    assert len(compiled) == 1
+
+
+def test_a_step_that_nobody_watches_runs_its_plain_actions() -> None:
+    seen: list[Context] = []
+    plain = runner.bind
+
+    def bind(context: Context) -> Any:
+        seen.append(context)
+        return plain(context)
+
+    step, params = small_step()
+    with mock.patch.object(runner, "bind", bind):
+        step(params, torch.ones(2, 3))
+    assert [c.watch for c in seen] == [None]
+
+
+def test_values_are_found_wherever_they_are_held() -> None:
+    one = torch.ones(2)
+    held = {"a": one, "b": {"m": one}, "c": Reduced({"w": one})}
+    assert [name for name, _ in tensors(held)] == ["a", "b/m", "c/w"]
+    assert list(tensors(object())) == []
+
+
+def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = inductor.compile_graph
+    monkeypatch.setattr(
+        inductor, "compile_graph", lambda *args, **how: plain(*args, **{**how, "backend": "eager"})
+    )
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # other tests may have left theirs, and a level
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("fnshard")
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        mesh, sgd = mesh_of(), fs.optim.sgd(0.1)
+        specs = PRESETS["full_shard"](PARAMS, mesh)
+        lowered = fs.shard_step(loss, specs, mesh=mesh, optimizer=sgd, backend="inductor").lower(
+            PARAMS, rows()
+        )
+        for _ in range(2):
+            lowered.compile()
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(logging.NOTSET)
+    count = len(heard) - 2
+    assert heard == [
+        "lowering loss",
+        *(f"compiling {n} of {count} kernels" for n in range(1, count + 1)),
+        f"compiled {count} kernels",
+    ]
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setattr(inductor.sys, "stderr", shown)
+    logger.setLevel(logging.WARNING)
+    try:
+        inductor.compile_kernels(lowered.kernels.values(), backend="inductor", options={})
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert [
+        line.strip() for line in re.split(r"\rfnshard: |\x1b\[K", shown.getvalue()) if line.strip()
+    ] == heard[1:]
+    assert count >= 4  # forward and backward of each

@@ -1,0 +1,235 @@
+"""Fit: every plan is within its budget and no neighbour that fits is faster; what cannot fit says so."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toys import Llama
+
+import fnshard as fs
+from experiments.bench.memory import live_bytes
+from fnshard.errors import BudgetError, SpecError
+from fnshard.layout.spec import LayoutSpec, P
+from fnshard.step.fit import Search, fit
+
+# blocks, width, hidden, rows, time, ranks, hardware, dtype of compute
+SETTINGS = {
+    "deep": (5, 64, 128, 4, 32, 8, "h100", torch.float32),
+    "wide": (2, 256, 512, 2, 16, 4, "a100", torch.bfloat16),
+    "long": (3, 32, 64, 2, 256, 2, "h200", torch.float32),
+    "alone": (3, 64, 128, 6, 32, 1, "h100", torch.float32),
+    "cpu": (4, 64, 128, 4, 32, 2, "cpu", torch.float32),
+    "many": (3, 128, 256, 1, 32, 64, "h100", torch.bfloat16),
+}
+BUDGETS = {"wide": 6, "many": 6}  # in the suite
+ALL = dict.fromkeys(SETTINGS, 34)  # over 200 triples, by hand
+
+
+@cache
+def search_of(name: str) -> Search:
+    blocks, width, hidden, rows, time, ranks, hardware, dtype = SETTINGS[name]
+    with torch.device("meta"):
+        model = Llama(blocks, width, hidden, 4, 2, 256)
+        tokens = torch.zeros(rows, time, dtype=torch.int64)
+    apply, params = fs.make_functional(model)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = apply(params, tokens).float()  # [B, T, V]
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    mesh = fs.make_mesh(shard=ranks, abstract=True, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, compute_dtype=dtype)
+    return Search(loss, params, mesh, batch=(tokens,), hardware=hardware, specs=specs)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_plans_are_within_budget_and_no_neighbour_is_faster(name: str) -> None:
+    fit_many(name, BUDGETS[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ALL)
+def test_two_hundred_plans(name: str) -> None:
+    fit_many(name, ALL[name])
+
+
+def fit_many(name: str, budgets: int) -> None:
+    """Budgets from less than the most frugal plan takes to more than the fastest one does."""
+    search, draw = search_of(name), random.Random(name)
+    roomy = search.fit(1 << 40)
+    with pytest.raises(BudgetError, match="nothing fits") as refused:
+        search.fit(1)
+    assert "would do; or change one thing: " in str(refused.value)
+    least = min(c.peak_bytes for c in search.seen.values())
+    fitted = 0
+    low, high = least * 0.8, roomy.peak_bytes * 1.1
+    for nth in range(budgets):  # one from each of as many equal parts, so that few are no matter of luck
+        budget = int(low + (nth + draw.random()) / budgets * (high - low))
+        try:
+            plan = search.fit(budget)
+        except BudgetError:
+            assert all(c.peak_bytes > budget for c in search.seen.values())
+            continue
+        fitted += 1
+        assert plan.lowered.memory_analysis().peak_bytes == plan.peak_bytes <= budget
+        for choice in search.neighbours(plan.chosen.choice):
+            other = search.look(choice)
+            # Sums of the same seconds in another order are no difference.
+            slower = other.seconds >= plan.seconds * (1 - 1e-9)
+            assert other.peak_bytes > budget or slower, (plan, other)
+        assert plan.seconds >= roomy.seconds
+    assert fitted >= budgets // 2  # and the rest were refused above, rightly
+
+
+def test_the_most_frugal_budget_that_is_named_works() -> None:
+    search = search_of("deep")
+    with pytest.raises(BudgetError) as refused:
+        search.fit(1)
+    number, unit = str(refused.value).split("a budget of ")[1].split()[:2]
+    named = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+    assert search.fit(int(named)).peak_bytes <= named
+
+
+def test_a_plan_is_what_shard_step_takes() -> None:
+    """The step made from specs and options is the step on paper."""
+    search = search_of("deep")
+    plan = search.fit(int(search.fit(1 << 40).peak_bytes * 0.5))
+    assert plan.chosen.choice.recomputed
+    step = fs.shard_step(search.fn, plan.specs, mesh=search.mesh, optimizer=search.optimizer, **plan.options)
+    _, params = fs.make_functional(Llama(5, 64, 128, 4, 2, 256))
+    lowered = step.lower(params, *search.batch)
+    assert lowered.as_text() == plan.lowered.as_text()
+    assert lowered.memory_analysis().peak_bytes == plan.peak_bytes
+
+
+def test_it_says_why() -> None:
+    plan = search_of("deep").fit(int(search_of("deep").fit(1 << 40).peak_bytes * 0.6))
+    text = str(plan)
+    assert "<- chosen" in text and "MB too many" in text and "% slower" in text
+    found = plan.as_dict()
+    assert found["peak_bytes"] <= found["device_bytes"] and len(found["rejected"]) == len(plan.rejected)
+
+
+def test_more_memory_is_never_slower() -> None:
+    search = search_of("wide")
+    most = search.fit(1 << 40).peak_bytes
+    seconds = []
+    for share in (1.0, 0.9, 0.8, 0.7):
+        try:
+            seconds.append(search.fit(int(most * share)).seconds)
+        except BudgetError:
+            break
+    assert seconds[0] == min(seconds)
+
+
+def test_the_dimension_to_change_follows_the_memory() -> None:
+    """Long sequences: a shorter one; a wide model of few blocks: smaller units."""
+    for name, dimension in (("long", "a shorter sequence"), ("wide", "smaller units")):
+        with pytest.raises(BudgetError, match=dimension):
+            search_of(name).fit(1)
+
+
+def test_a_plan_runs_within_its_budget() -> None:
+    """Measured on one CPU rank, eager: half of what the plain step needs."""
+    torch.manual_seed(0)
+    model = Llama(4, 128, 256, 4, 2, 256)
+    apply, params = fs.make_functional(model)
+    tokens = torch.randint(0, 256, (8, 64))
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = apply(params, tokens)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    mesh, optimizer = fs.make_mesh(shard=1), fs.optim.adamw(1e-3)
+    how = {"batch": (tokens,), "hardware": "cpu", "optimizer": optimizer, "backend": "eager"}
+    search = Search(loss, params, mesh, **how)
+    plain = fs.shard_step(loss, search.base, mesh=mesh, optimizer=optimizer, backend="eager")
+    budget = plain.lower(params, tokens).memory_analysis().peak_bytes // 2
+    plan = search.fit(budget)
+    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+
+    def make() -> Any:
+        held = [step.init(params)]
+
+        def once() -> None:
+            held[0], _ = step(held[0], tokens)
+
+        return once
+
+    assert live_bytes(make, torch.device("cpu"), steps=2).peak <= budget * 1.01
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+def test_what_is_chosen_here_cannot_be_given() -> None:
+    search = search_of("deep")
+    with pytest.raises(
+        SpecError, match="remat=: fit chooses it; leave it out\n  accumulate=: fit chooses it"
+    ):
+        fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, remat="unit", accumulate=2)
+
+
+def test_hardware_that_nobody_knows() -> None:
+    search = search_of("deep")
+    with pytest.raises(SpecError, match="no hardware is called 'b900'"):
+        fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, hardware="b900")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"mesh": None}, "mesh=None"),
+        ({"batch": torch.ones(2)}, "batch is Tensor"),
+        ({"hardware": 3}, "hardware=3"),
+        ({"params": torch.nn.Linear(2, 2)}, "make_functional"),
+        ({"colour": "red"}, "colour=: no option of shard_step"),
+    ],
+)
+def test_arguments_that_are_none(wrong: Any, message: str) -> None:
+    search = search_of("wide")
+    given = {"params": {}, "mesh": search.mesh, "batch": search.batch, "device_bytes": 1, **wrong}
+    with pytest.raises(SpecError, match=message):
+        fit(search.fn, given.pop("params"), given.pop("mesh"), **given)
+
+
+@pytest.mark.parametrize("budget", [0, -1, "24", True, float("nan"), None])
+def test_budgets_that_are_none(budget: Any) -> None:
+    with pytest.raises(SpecError, match="a number of bytes, more than 0"):
+        search_of("wide").fit(budget)
+
+
+def test_what_rests_on_disk_stays_there() -> None:
+    other = search_of("wide")
+    specs = {p: replace(s, memory="disk", optimizer_memory="disk") for p, s in other.base.items()}
+    params = {p: torch.empty(s.shape, dtype=s.storage_dtype, device="meta") for p, s in specs.items()}
+    search = Search(other.fn, params, other.mesh, batch=other.batch, specs=specs)
+    tiers = {(s.memory, s.optimizer_memory) for s in search.fit(1 << 40).specs.values()}
+    assert tiers == {("disk", "disk")}
+
+
+@pytest.mark.long  # a search among codecs
+def test_frozen_codes_beside_adapters() -> None:
+    """What is planned for a quantised base is what its step takes; codes are not what a plan moves first."""
+    with torch.device("meta"):
+        model = Llama(2, 64, 128, 4, 2, 256)
+        tokens = torch.zeros(2, 32, dtype=torch.int64)
+    apply, params = fs.make_functional(model)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        return fs.losses.next_token(apply(params, tokens), tokens)
+
+    tuned, tree = fs.lora(loss, params, rank=4, targets="*.q|*.v")
+    mesh = fs.make_mesh(shard=2, abstract=True, device="cpu")
+    coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
+    specs = fs.match_specs(tree, [("base.layers.*.[qkvo].weight", coded), ("*", LayoutSpec(P("shard")))])
+    free = fit(tuned, tree, mesh, batch=(tokens,), specs=specs)
+    plan = fit(tuned, tree, mesh, batch=(tokens,), specs=specs, device_bytes=int(free.peak_bytes * 0.8))
+    step = fs.shard_step(tuned, plan.specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), **plan.options)
+    assert step.lower(tree, tokens).memory_analysis().peak_bytes == plan.peak_bytes <= free.peak_bytes * 0.8

@@ -1,0 +1,451 @@
+"""What stands before the compiler: captures that must be exact, and mistakes that must be named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, Mean, P, SpecError, StateError, TraceError, optim
+from fnshard.compiler.frontend.trace import without_autocast
+from fnshard.layout.spec import check_specs
+from fnshard.optim.loss_scale import LossScale
+
+WIDTH = 6
+Fn = Callable[..., Any]
+
+
+def weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for n in "qr"}
+
+
+def rows(count: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def local() -> fs.Mesh:
+    return fs.make_mesh(shard=1, device="cpu")
+
+
+def step_of(fn: Fn, params: Any, **options: Any) -> fs.step.Step:
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    return fs.shard_step(fn, specs, mesh=local(), backend="eager", **options)
+
+
+def ours(fn: Fn, params: Any, *batch: Any) -> tuple[Any, Any]:
+    return step_of(fn, params)(params, *batch)
+
+
+def torchs(fn: Fn, params: dict[str, Tensor], *batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    held = {n: v.detach().clone().requires_grad_() for n, v in params.items()}
+    loss = fn(held, *batch)
+    grads = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
+    return loss.detach(), {
+        n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(held.items(), grads, strict=True)
+    }
+
+
+def agree(fn: Fn, params: dict[str, Tensor], *batch: Any, atol: float = 1e-12) -> None:
+    (loss, grads), (true_loss, true_grads) = ours(fn, params, *batch), torchs(fn, params, *batch)
+    torch.testing.assert_close(loss, true_loss, atol=atol, rtol=0)
+    torch.testing.assert_close(grads, true_grads, atol=atol, rtol=0)
+
+
+# ------------------------------------------------------------------ writes under no_grad
+
+
+def scaled(h: Tensor) -> Tensor:
+    h.mul_(2)
+    return h
+
+
+def through_views(h: Tensor) -> Tensor:
+    h[:, 0] = 0.5
+    h[1].add_(1)
+    return h
+
+
+def chained(h: Tensor) -> Tensor:
+    h.add_(h * 3).clamp_(-1, 1)
+    return h
+
+
+def by_out(h: Tensor) -> Tensor:
+    torch.mul(h, 3.0, out=h)
+    return h
+
+
+def by_list(h: Tensor) -> Tensor:
+    torch._foreach_mul_([h], 2.0)
+    return h
+
+
+@pytest.mark.parametrize("write", [scaled, through_views, chained, by_out, by_list])
+def test_a_write_under_no_grad_changes_the_value_and_lets_the_gradient_pass(write: Fn) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        h = x @ p["q"]
+        first = h[0]
+        with torch.no_grad():
+            write(h)
+        return (torch.tanh(h) @ p["r"]).square().mean() + first.sum()
+
+    agree(loss, weights(), rows())
+
+
+def test_dropout_in_place_under_no_grad() -> None:
+    def loss(p: Any, x: Tensor) -> Any:
+        h = x @ p["q"]
+        with torch.no_grad():
+            F.dropout(h, 0.5, inplace=True)
+        return h.sum() + 0 * p["r"].sum(), h
+
+    x = rows(50)
+    (_, h), grads = ours(loss, weights(), x)
+    assert 0.3 < (h == 0).double().mean() < 0.7
+    torch.testing.assert_close(grads["q"], x.sum(0)[:, None].expand(WIDTH, WIDTH))
+
+
+# ------------------------------------------------------------------ autocast
+
+
+def test_the_callers_autocast_is_not_captured() -> None:
+    def loss(p: Any, x: Tensor) -> Any:
+        h = x @ p["q"]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inner = h @ p["r"]
+        return inner.float().sum() + h.float().sum(), (h, inner)
+
+    params, x = weights(torch.float32), rows(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = step_of(loss, params).lower(params, x).program
+    alone = step_of(loss, params).lower(params, x).program
+    assert program.as_text() == alone.as_text()
+    assert [n.meta["val"].dtype for n in alone.results[1:]] == [torch.float32, torch.bfloat16]
+
+
+def test_autocast_is_put_back() -> None:
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with without_autocast():
+            assert (a @ a).dtype == torch.float32
+        assert (a @ a).dtype == torch.bfloat16
+    with without_autocast():
+        pass
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# ------------------------------------------------------------------ random ops
+
+
+def drawn(draw: Fn, count: int = 3000) -> tuple[Tensor, Tensor]:
+    """What `draw(x)` gave in a step (x: ones), and what it left in x; the gradient read the same draw."""
+
+    def loss(p: Any, x: Tensor) -> Any:
+        x = x * 1.0
+        value = draw(x)
+        return (value.to(p["w"].dtype).mean() * p["w"]), {"value": value, "x": x}
+
+    params = {"w": torch.tensor(1.0, dtype=torch.float64)}
+    (_, aux), grads = ours(loss, params, torch.ones(count, WIDTH, dtype=torch.float64))
+    torch.testing.assert_close(grads["w"], aux["value"].double().mean())
+    return aux["value"], aux["x"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean", "std", "in_place"),
+    [
+        (lambda x: F.dropout(x, 0.25, inplace=True), 1.0, 3**-0.5, True),
+        (lambda x: F.dropout1d(x[:, :, None], 0.25, inplace=True)[:, :, 0], 1.0, 3**-0.5, True),
+        (lambda x: x.bernoulli_(0.3), 0.3, 0.21**0.5, True),
+        (lambda x: x.bernoulli_(torch.full((WIDTH,), 0.3)), 0.3, 0.21**0.5, True),
+        (lambda x: torch.bernoulli(x, 0.3), 0.3, 0.21**0.5, False),
+        (lambda x: x.normal_(1, 2), 1.0, 2.0, True),
+        (lambda x: torch.normal(1.0, 2.0, x.shape), 1.0, 2.0, False),
+        (lambda x: x.uniform_(-2, 1), -0.5, 3 / 12**0.5, True),
+        (lambda x: x.exponential_(2.0), 0.5, 0.5, True),
+        (lambda x: torch.randint_like(x, 2, 5), 3.0, (2 / 3) ** 0.5, False),
+        (lambda x: torch.randint_like(x, 3), 1.0, (2 / 3) ** 0.5, False),
+        (lambda x: F.alpha_dropout(torch.randn_like(x), 0.25, True), 0.0, 1.0, False),
+        (lambda x: F.gumbel_softmax(x, hard=True), 1 / WIDTH, (1 / WIDTH - WIDTH**-2) ** 0.5, False),
+    ],
+)  # fmt: skip
+def test_draws_have_their_distribution(draw: Fn, mean: float, std: float, in_place: bool) -> None:
+    value, left = drawn(draw)
+    close = 8 * std / math.sqrt(3000)  # features are drawn whole: as few as 3000 independent draws
+    assert abs(value.double().mean() - mean) < close
+    assert abs(value.double().std() - std) < 2 * close
+    assert torch.equal(value, left) == in_place
+
+
+def test_alpha_dropout_is_torchs_where_the_mask_is() -> None:
+    value, _ = drawn(lambda x: F.alpha_dropout(x, 0.25, True, inplace=True))
+    other = F.alpha_dropout(torch.ones(500, dtype=torch.float64), 0.25, True)
+    torch.testing.assert_close(value.unique(), other.unique())
+    features, _ = drawn(lambda x: F.feature_alpha_dropout(x[..., None].expand(-1, -1, 4), 0.25, True))
+    assert torch.equal(features[..., 0], features[..., 3])
+
+
+def test_a_draw_through_a_view_is_seen_by_its_base() -> None:
+    def draw(x: Tensor) -> Tensor:
+        x[:, 1].normal_()
+        return x
+
+    value, _ = drawn(draw)
+    assert (value[:, 0] == 1).all() and value[:, 1].unique().numel() > 100
+
+
+def test_stochastic_depth_and_dropout_in_place_have_their_masks_gradient() -> None:
+    def loss(p: Any, x: Tensor) -> Any:
+        h = F.dropout(x @ p["q"], 0.5, inplace=True)
+        path = h.new_empty(h.shape[0], 1).bernoulli_(0.7).div_(0.7)
+        kept = path * (x @ p["r"])
+        return (h + kept).sum(), (h, path)
+
+    params, x = weights(), rows(40)
+    (_, (h, path)), grads = ours(loss, params, x)
+    torch.testing.assert_close(grads["q"], x.T @ ((h != 0) * 2.0).double())
+    torch.testing.assert_close(grads["r"], x.T @ path.expand(-1, WIDTH))
+    assert path.unique().numel() == 2
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_attention_with_dropout_gives_zero_where_nothing_may_be_seen(kind: str) -> None:
+    allowed = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first query sees nothing
+    additive = torch.zeros(4, 4, dtype=torch.float64).masked_fill(~allowed, -math.inf)
+    mask = allowed if kind == "bool" else additive
+
+    def loss(p: Any, x: Tensor, rate: float) -> Tensor:
+        q = (x @ p["q"]).view(2, 1, 4, WIDTH)
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=rate)
+        return (out @ p["r"]).square().sum()
+
+    # No mask of 48 numbers at this rate: the same value and gradient as without dropout.
+    (loss_, grads), (true_loss, true) = (
+        ours(loss, weights(), rows(8), 1e-30),
+        torchs(loss, weights(), rows(8), 0.0),
+    )
+    torch.testing.assert_close(loss_, true_loss)
+    torch.testing.assert_close(grads, true)
+
+
+# ------------------------------------------------------------------ what a trace refuses
+
+
+def instance_norm(p: Any, x: Tensor) -> Tensor:
+    return F.instance_norm((x @ p["q"])[None], p["mean"], p["var"], use_input_stats=True).pow(3).sum()
+
+
+def closed_over() -> Fn:
+    mean, var = torch.zeros(WIDTH, dtype=torch.float64), torch.ones(WIDTH, dtype=torch.float64)
+    return lambda p, x: F.batch_norm(x @ p["q"], mean, var, training=True).pow(3).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (
+            instance_norm,
+            r"2 leaves.*params\['mean'\] by aten.instance_norm.*'var'.*track_running_stats=False",
+        ),
+        (closed_over(), r"2 leaves.*that it closes over by aten.batch_norm.*GroupNorm"),
+        (lambda p, x: (x @ p["q"]).to("mps").sum(), "a tensor on mps by to; .* traced on cpu.*x.device"),
+        (lambda p, x: (x.cuda() @ p["q"]).sum(), "a tensor on cuda by cuda"),
+        (lambda p, x: ((x @ p["q"]) * torch.ones(1, device="cuda")).sum(), "a tensor on cuda by ones"),
+        (lambda p, x: Mean((x @ p["q"]).sum(), torch.ones(3)), r"the loss a Mean.*count is f32\[3\]"),
+        (lambda p, x: Mean((x @ p["q"]).sum(), None), "count is NoneType"),
+        (lambda p, x: Mean((x @ p["q"]).sum(), "3"), "count is str 3"),
+        (lambda p, x: Mean(x @ p["q"], 3), r"total is f64\[4, 6\]"),
+        (lambda p, x: Mean((x @ p["q"]).sum(), 3, bound=-1.0), "bound is float -1.0, not a positive"),
+        (lambda p, x: ((x @ p["q"]).sum(), {"m": Mean(2.0, 3)}), "in aux a Mean.*total is float 2.0"),
+        (
+            lambda p, x: (x @ p["q"])[x[:, 0] > 0].sum(),
+            r"depends on a tensor's value \(.*test_frontend.py:\d+",
+        ),
+        (
+            lambda p, x: (x @ p["q"])[[True, False]].sum(),
+            r"fails in __getitem__: a mask of 2 for dim 0 of .*\[4, 6\]",
+        ),
+        (lambda p, x: (x @ p["q"]).sum() * x.sum().item(), r"value \(.*test_frontend.py:\d+"),
+    ],
+)
+def test_refused_by_name(fn: Fn, words: str) -> None:
+    stats = {"mean": nn.Buffer(torch.zeros(4).double()), "var": nn.Buffer(torch.ones(4).double())}
+    with pytest.raises(TraceError, match=f"(?s){words}"):
+        step_of(fn, weights() | stats).lower(weights() | stats, rows())
+
+
+def test_cpu_tensors_and_device_contexts_are_left_alone() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            one = torch.ones(WIDTH)
+        return (x @ p["q"].to("cpu") * one * torch.ones(1, device=x.device)).sum()
+
+    agree(loss, weights(), rows())
+
+
+# ------------------------------------------------------------------ the loss scale
+
+
+def test_the_policy_says_whether_the_scale_is_dynamic_and_not_the_state() -> None:
+    dynamic, constant = LossScale.choose("dynamic", False, True), LossScale.choose(128.0, True, True)
+    state = dynamic.init()
+    assert constant.scale(state) == 128
+    assert dynamic.scale(state) == 2**16
+    dynamic.check(state)
+    constant.check({})
+    with pytest.raises(
+        StateError, match=r"(?s)holds good_steps, scale, .*constant \(128\) and needs nothing"
+    ):
+        constant.check(state)
+    with pytest.raises(StateError, match=r"(?s)holds nothing; .* dynamic and needs good_steps.*loss_scale="):
+        dynamic.check({})
+
+
+def test_a_step_without_an_optimizer_has_no_state_to_scale_by() -> None:
+    assert LossScale.choose(None, True, True).dynamic
+    assert LossScale.choose(None, True, False) == LossScale()
+    assert LossScale.choose(8, True, False).initial == 8
+    with pytest.raises(SpecError, match=r"(?s)needs a state .*optimizer="):
+        LossScale.choose("dynamic", True, False)
+
+
+@pytest.mark.parametrize("given", [math.inf, math.nan, 0, -1.0, True, "8", [1.0]])
+def test_a_loss_scale_is_positive_and_finite(given: Any) -> None:
+    with pytest.raises(SpecError, match="positive finite number"):
+        LossScale.choose(given, False, True)
+
+
+# ------------------------------------------------------------------ specs, units, meshes
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32.*in floats"),
+        ({"optimizer_dtype": torch.int8}, "optimizer_dtype=torch.int8.*in floats"),
+        ({"compute_dtype": torch.float8_e4m3fn}, "compute_dtype=torch.float8_e4m3fn.*bfloat16"),
+    ],
+)
+def test_dtypes_of_a_trainable_leaf_are_floats(policy: dict[str, Any], words: str) -> None:
+    specs = fs.match_specs(weights(), [("*", LayoutSpec(**policy))])
+    with pytest.raises(SpecError, match=f"(?s)2 leaves.*{words}"):
+        check_specs(specs, local())
+    check_specs(fs.match_specs(weights(), [("*", LayoutSpec(trainable=False, **policy))]), local())
+
+
+def mesh(**arguments: Any) -> Fn:
+    return lambda: fs.make_mesh(**arguments)
+
+
+def specs(params: Any, **options: Any) -> Fn:
+    return lambda: fs.match_specs(params, [("*", LayoutSpec())], **options)
+
+
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (mesh(shard=1, device="gpu"), "device='gpu' is no kind of device"),
+        (mesh(shard=2, abstract=True, simulated=True), "not both"),
+        (mesh(shard=True, device="cpu"), "not a positive integer"),
+        (mesh(shard=2, abstract=True, data_axes="model"), "data_axes names 'model'"),
+        (lambda: LayoutSpec(trainable="no"), "trainable='no'.*bool"),
+        (lambda: LayoutSpec(reshard=2), "reshard=2.*bool"),
+        (lambda: LayoutSpec(unit=3), "unit=3.*str"),
+        (lambda: LayoutSpec(buffers=None), "buffers=None.*bool"),
+        (specs({}), "no leaves.*dict"),
+        (lambda: check_specs({}, local()), "no leaves.*match_specs"),
+        (specs(weights(), units=lambda p: {"q": "a"}), r"1 leaf no name.*params\['r'\] has none"),
+        (specs(weights(), units={"q": "a", "r": "a"}), "units is a function.*not dict"),
+        (specs(weights(), units=lambda p: {"q": 1, "r": "b"}), r"params\['q'\] is of unit 1"),
+        (specs(weights(), units=lambda p: "a"), "units returned str"),
+        (lambda: fs.units.by_class(MODEL), "takes module classes, and got none"),
+        (lambda: fs.units.by_class(MODEL, "Linear"), "got 'Linear'"),
+        (lambda: fs.units.by_class(MODEL, nn.Conv2d), "(?s)no module of class Conv2d.*Linear, ReLU"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_specs_are_named(make: Fn, words: str) -> None:
+    with pytest.raises(SpecError, match=f"(?s){words}"):
+        make()
+
+
+def test_one_data_axis_may_be_a_string() -> None:
+    assert fs.make_mesh(replicate=2, shard=2, abstract=True, data_axes="shard").data_axes == ("shard",)
+
+
+def test_a_schedule_that_returns_no_number() -> None:
+    step = step_of(lambda p, x: (x @ p["q"] @ p["r"]).sum(), weights(), optimizer=optim.sgd(lambda s: "0.1"))
+    with pytest.raises(fs.OptimizerError, match=r"(?s)returned str '0.1', not a number or a 0-d tensor.*Fix"):
+        step(step.init(weights()), rows())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layout", "words"),
+    [
+        (
+            {"q": torch.ones(3, 6), "r": torch.ones(6, 6)},
+            "storage",
+            r"'q'\] is \[3, 6\].*layout=\"gradient\"",
+        ),
+        ({"q": torch.ones(6, 6), "r": None}, "storage", r"'r'\] is NoneType.*layout=\"gradient\""),
+        ({"q": torch.ones(6, 6), "r": None}, "gradient", r"'q'\] is \[6, 6\].*block \[3, 6\].*P\('shard'\)"),
+        ({"r": None}, "gradient", r"specs\['q'\] has no leaf"),
+        ({"q": None, "r": None}, "grads", "layout='grads': 'storage', 'gradient' or 'optimizer'"),
+    ],
+)
+def test_blocks_that_lie_otherwise_than_unshard_is_told_are_named(
+    blocks: Any, layout: str, words: str
+) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"q": torch.zeros(6, 6), "r": torch.zeros(6, 6)}
+    frozen = ("r", LayoutSpec(trainable=False))
+    specs = fs.match_specs(params, [frozen, ("*", LayoutSpec(gradient=P("shard"), optimizer=P("shard")))])
+    with pytest.raises((StateError, SpecError), match=f"(?s){words}"):
+        fs.simulate(mesh, lambda rank: fs.unshard(blocks, specs, mesh, layout=layout))
+
+
+def test_unshard_asks_for_specs_that_know_shapes() -> None:
+    with pytest.raises(SpecError, match=r"(?s)specs of 1 leaf do not know.*specs\['w'\].*Fix: step\.specs"):
+        fs.unshard({"w": torch.zeros(3)}, {"w": LayoutSpec()}, fs.make_mesh(shard=1, device="cpu"))
+
+
+# ------------------------------------------------------------------ init
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 1.5, True])
+def test_a_seed_is_an_int64(seed: Any) -> None:
+    with pytest.raises(StateError, match=r"seed=.*an int that fits 64 bits"):
+        step_of(lambda p, x: (x @ p["q"]).sum(), weights()).init(weights(), seed=seed)
+
+
+def test_meta_leaves_have_the_shape_of_their_specs() -> None:
+    step = step_of(lambda p, x: (x @ p["q"]).sum(), weights())
+    wrong = {n: torch.empty(2, 2, device="meta") for n in "qr"}
+    with pytest.raises(StateError, match=r"(?s)2 leaves.*params\['q'\] \[2, 2\], its spec says \[6, 6\]"):
+        step.init(wrong, init=lambda path, leaf: leaf.zero_())
+
+
+# ------------------------------------------------------------------ tied weights
+
+
+def test_marks_of_tied_weights_stay_off_the_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    for _ in range(2):
+        _, params = fs.make_functional(model)
+        assert params["0.weight"].tied_names == ("1.weight",)
+        assert params["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    assert not hasattr(model[0].weight, "tied_names")
+    model[0].weight.requires_grad_(False)
+    assert not fs.make_functional(model)[1]["0.weight"].requires_grad
+    assert fs.match_specs(params, [("*", LayoutSpec(P()))])["0.weight"].trainable

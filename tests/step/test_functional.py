@@ -1,0 +1,128 @@
+"""`make_functional`: a module, unmodified, as a pure function of its leaves."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Llama
+
+import fnshard as fs
+from fnshard.functional import aliases
+from fnshard.layout.spec import is_buffer
+
+
+def test_apply_is_the_modules_forward() -> None:
+    torch.manual_seed(0)
+    model = Llama(2)
+    apply, params = fs.make_functional(model)
+    tokens = torch.randint(0, 64, (2, 5))
+    assert torch.equal(apply(params, tokens), model(tokens))
+    assert torch.equal(apply(params, tokens=tokens), model(tokens))
+
+
+def test_apply_reads_nothing_of_the_module() -> None:
+    model = nn.Linear(2, 2)
+    apply, params = fs.make_functional(model)
+    twice = {p: v.detach() * 2 for p, v in params.items()}
+    x = torch.ones(1, 2)
+    wanted = model(x) * 2
+    torch.testing.assert_close(apply(twice, x), wanted)
+    torch.testing.assert_close(model(x) * 2, wanted)
+    assert set(twice) == {"weight", "bias"}
+
+
+def test_parameters_and_buffers_each_once_and_known_apart() -> None:
+    model = nn.BatchNorm1d(3)
+    _, params = fs.make_functional(model)
+    assert list(params) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    assert [is_buffer(v) for v in params.values()] == [False, False, True, True, True]
+    assert all(isinstance(params[p], nn.Parameter) for p in ("weight", "bias"))
+
+
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = tied()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.parts["head"](self.parts["embed"](ids))
+
+
+def test_a_tied_weight_is_one_leaf_under_its_first_name() -> None:
+    model = Tied()
+    apply, params = fs.make_functional(model)
+    assert list(params) == ["parts.embed.weight"]
+    assert aliases(model) == {"parts.head.weight": "parts.embed.weight"}
+    leaf = params["parts.embed.weight"].detach().clone().requires_grad_()
+    apply({"parts.embed.weight": leaf}, torch.tensor([0, 1])).pow(2).sum().backward()
+    model(torch.tensor([0, 1])).pow(2).sum().backward()
+    torch.testing.assert_close(leaf.grad, model.parts.embed.weight.grad)
+
+
+def test_a_shared_module_is_one_set_of_leaves() -> None:
+    block = nn.Linear(2, 2)
+    _, params = fs.make_functional(nn.Sequential(block, nn.ReLU(), block))
+    assert list(params) == ["0.weight", "0.bias"]
+
+
+def test_tied_buffers() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    _, params = fs.make_functional(model)
+    assert "0.running_mean" in params and "1.running_mean" not in params
+
+
+def test_a_meta_module() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    _, params = fs.make_functional(model)
+    assert list(params) == ["parts.embed.weight"] and params["parts.embed.weight"].is_meta
+
+
+def test_frozen_parameters_are_known() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    specs = fs.match_specs(fs.make_functional(model)[1], [("*", fs.LayoutSpec())])
+    assert (specs["weight"].trainable, specs["bias"].trainable) == (True, False)
+
+
+def test_modes_are_those_of_the_module_at_the_call() -> None:
+    model = nn.Dropout(0.5)
+    apply, params = fs.make_functional(model)
+    x = torch.ones(100)
+    assert (apply(params, x) == 0).any()
+    model.eval()
+    assert torch.equal(apply(params, x), x)
+
+
+def test_the_module_can_still_be_copied_and_saved() -> None:
+    model = Tied()
+    fs.make_functional(model)
+    again = copy.deepcopy(model)
+    assert list(again.state_dict()) == ["parts.embed.weight", "parts.head.weight"]
+    assert aliases(again) == {"parts.head.weight": "parts.embed.weight"}
+
+
+def test_einops_is_traced_like_the_views_it_makes() -> None:
+    einops = pytest.importorskip("einops")
+    params = {"w": torch.randn(6, 6, dtype=torch.float64)}
+
+    def by_einops(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        heads = einops.rearrange(x @ p["w"], "b t (h k) -> b h t k", h=2)
+        return einops.reduce(heads.sin(), "b h t k -> ", "mean")
+
+    def by_views(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (x @ p["w"]).unflatten(-1, (2, 3)).transpose(1, 2).sin().mean()
+
+    x, specs = torch.randn(2, 5, 6, dtype=torch.float64), {"w": fs.LayoutSpec()}
+    runs = [fs.shard_step(fn, specs, backend="eager")(params, x) for fn in (by_einops, by_views)]
+    assert torch.allclose(runs[0][0], runs[1][0]) and torch.allclose(runs[0][1]["w"], runs[1][1]["w"])

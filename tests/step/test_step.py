@@ -1,0 +1,445 @@
+"""What a step does beside the gradient: names it must carry, randomness, batches, failures, dtypes."""
+
+import collections
+import copy
+import pickle
+import weakref
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import chain, lower, rows, run_chain
+
+import fnshard as fs
+from fnshard import LayoutSpec, P
+from fnshard.compiler.schedule.instructions import ReduceScalars, ReduceScatter, Run, ToHost, Update, Wait
+
+X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+
+
+def grads_on(world, loss, params, specs_of, *batch, **options):
+    mesh = fs.make_mesh(shard=world, simulated=True)
+    specs = specs_of(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager", **options)
+
+    def run(rank):
+        rows = [b[rank * (len(b) // world) : (rank + 1) * (len(b) // world)] for b in batch]
+        _, grads = step(fs.shard(params, specs, mesh), *rows)
+        return fs.unshard(grads, specs, mesh)
+
+    return fs.simulate(mesh, run)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("mode", ["reduce", "local"])
+def test_any_leaf_name_is_carried(world, mode):
+    names = ["w#1", "w", "a+b", "l.0.w@3", "l.0.w@3+", "g:x", "l.1.a#0@2"]
+    params = {n: torch.randn(3, 3, dtype=torch.float64) for n in names}
+
+    def loss(p, x, t):
+        for w in p.values():
+            x = torch.tanh(x @ w)
+        return (x - t).pow(2).mean()
+
+    truth = torch.func.grad(loss)(params, X, T)
+    got = grads_on(world, loss, params, fs.presets.full_shard, X, T, accumulate=2, accumulate_mode=mode)
+    assert all((got[n] - truth[n]).abs().max() < 1e-12 for n in names)
+
+
+def test_units_whose_names_contain_each_other():
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    ).double()
+    apply, params = fs.make_functional(model)
+
+    def specs_of(params, mesh):
+        rules = [("*bias", LayoutSpec(P())), ("*", LayoutSpec(P("shard")))]
+        names = {p: "net" + ".1" * p.count(".") for p in params}
+        return fs.match_specs(params, rules, units=lambda tree: names)
+
+    def loss(p, x, t):
+        return (apply(p, x) - t).pow(2).mean()
+
+    truth = torch.func.grad(loss)({k: v.detach() for k, v in params.items()}, X, T)
+    got = grads_on(2, loss, params, specs_of, X, T)
+    assert all((got[n] - truth[n]).abs().max() < 1e-12 for n in truth)
+
+
+def test_ranks_along_an_axis_that_is_no_data_axis_stay_equal_under_dropout():
+    mesh = fs.make_mesh(replicate=2, same=2, data_axes=("replicate",), simulated=True)
+    params = {"w": torch.ones(8)}
+    specs = fs.presets.no_shard(params, mesh)
+    loss = lambda p, x: F.dropout(p["w"] * x, 0.5).sum()  # noqa: E731
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+
+    def run(rank):
+        state, _ = step(step.init(params), torch.ones(8))
+        return state.params["w"]
+
+    results = fs.simulate(mesh, run)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+def in_order(p, x):
+    """What it computes depends on the order of the tree's leaves alone."""
+    for w in p.values():
+        x = torch.tanh(x @ w)
+    return x.sum()
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_names_decide_which_spec_is_whose_and_fn_sees_the_parameters_own_order(codec):
+    draw = torch.Generator().manual_seed(0)
+    params, x = {n: torch.randn(3, 3, generator=draw) for n in "abc"}, X.float()
+    turned = {
+        "c": LayoutSpec(P("shard")),
+        "b": LayoutSpec(P("shard"), codec=codec, trainable=False),
+        "a": LayoutSpec(),
+    }
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def make(specs, **options):
+        return fs.shard_step(in_order, specs, mesh=mesh, backend="eager", **options)
+
+    def run(rank):
+        training = [make(turned, optimizer=fs.optim.adamw(1e-3))]
+        state = training[0].init(params)
+        specs = {k: training[0].specs[k] for k in turned}
+        training += [make(specs, optimizer=fs.optim.adamw(1e-3)) for _ in range(2)]
+        blocks = fs.shard(params, specs, mesh)
+        whole = fs.unshard(blocks, specs, mesh)
+        states = [
+            state,
+            training[1].adopt(fs.shard(params, specs, mesh)),
+            fs.reshard(state.copy(), specs, specs, mesh),
+        ]
+        losses = [step(state, x)[1]["loss"] for step, state in zip(training, states, strict=True)]
+        plain, on_paper = make(specs), make(specs)
+        on_paper.lower(params, x)
+        (loss, grads), (again, _) = plain(blocks, x), on_paper(blocks, x)
+        forward = fs.shard_forward(in_order, specs, mesh=mesh, backend="eager")(blocks, x)
+        return [*losses, loss, again, forward], in_order(whole, x), [blocks, whole, grads]
+
+    for losses, truth, trees in fs.simulate(mesh, run):
+        assert [list(tree) for tree in trees] == [["a", "b", "c"]] * 3
+        torch.testing.assert_close(torch.stack(losses).float(), truth.expand(len(losses)))
+
+
+def test_a_step_without_optimizer_draws_from_the_pair_it_is_given():
+    params = {"w": torch.ones(64)}
+    step = fs.shard_step(
+        lambda p, x: F.dropout(p["w"] * x, 0.5).sum(),
+        fs.match_specs(params, [("*", LayoutSpec())]),
+        backend="eager",
+    )
+    masks = [step(params, torch.ones(64), rng=pair)[1]["w"] for pair in [(0, 0), (0, 0), (0, 1), (1, 0)]]
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[3])
+
+
+def test_batches_of_one_shape_and_two_structures_are_two_programs():
+    Pair = collections.namedtuple("Pair", "x")
+    params = {"w": torch.ones(2)}
+
+    def loss(p, batch, extra=None):
+        value = batch["x"] if isinstance(batch, dict) else 2 * batch.x
+        return (p["w"] * value).sum() * (1 if extra is None else 3)
+
+    step = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    x = torch.ones(2)
+    assert step(params, {"x": x})[0] == 2
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert step(params, Pair(x))[0] == 4
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert step(params, {"x": x}, [])[0] == 6
+
+
+def test_batches_whose_structures_print_alike_are_two_programs():
+    class Scale(float):
+        __repr__ = __str__ = lambda self: "a scale"
+
+    class Scaled:
+        def __init__(self, x, scale):
+            self.x, self.scale = x, scale
+
+    pytree.register_pytree_node(
+        Scaled,
+        lambda s: ([s.x], s.scale),
+        lambda xs, scale: Scaled(*xs, scale),
+        flatten_with_keys_fn=lambda s: ([(pytree.GetAttrKey("x"), s.x)], s.scale),
+    )
+    params, x = {"w": torch.ones(2)}, torch.ones(2)
+    step = fs.shard_step(
+        lambda p, batch: (p["w"] * batch.x * float(batch.scale)).sum(),
+        fs.match_specs(params, [("*", LayoutSpec())]),
+        backend="eager",
+    )
+    assert step(params, Scaled(x, Scale(1)))[0] == 2
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert step(params, Scaled(x, Scale(3)))[0] == 6
+
+
+@pytest.mark.parametrize("mode", ["reduce", "local"])
+def test_micro_batches_are_summed_no_narrower_than_the_wire(mode):
+    params = {"w": torch.full((16,), 1.0, dtype=torch.bfloat16)}
+    specs = fs.match_specs(params, [("*", LayoutSpec(reduce_dtype=torch.float32))])
+    loss = lambda p, x: (p["w"].float() * x).sum(1).mean()  # noqa: E731
+    x = torch.rand(256, 16, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for parts in (1, 64):
+        step = fs.shard_step(loss, specs, backend="eager", accumulate=parts, accumulate_mode=mode)
+        errors.append(((step(params, x)[1]["w"].float() - x.mean(0)).abs() / x.mean(0)).max())
+    assert errors[1] < 1.5 * errors[0] + 1e-3
+
+
+def test_the_mean_of_nothing_in_aux_is_zero():
+    params = {"w": torch.ones(2)}
+    loss = lambda p, x: (p["w"].sum(), {"m": fs.Mean(x.sum() * 0, torch.tensor(0))})  # noqa: E731
+    step = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    assert step(params, torch.ones(2))[0][1]["m"] == 0
+
+
+def test_a_forward_may_return_a_mean():
+    params = {"w": torch.ones(2)}
+    forward = fs.shard_forward(
+        lambda p, x: {"mean": fs.Mean((p["w"] * x).sum(), torch.tensor(2))},
+        fs.match_specs(params, [("*", LayoutSpec())]), backend="eager",
+    )  # fmt: skip
+    mean = forward(params, torch.ones(2))["mean"]
+    assert isinstance(mean, fs.Mean) and mean.total == 2 and mean.count == 2
+
+
+def test_a_step_that_fails_half_way_leaves_no_state_that_looks_whole():
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    good = fs.optim.sgd(0.1)
+
+    def leaf(path, grad, slots, param, info):
+        if path == "a":
+            raise RuntimeError("the optimizer broke")
+        return -0.1 * grad, {}
+
+    from fnshard.optim.contract import Optimizer
+
+    step = fs.shard_step(
+        lambda p, x: (p["a"] * p["b"] * x).sum(),
+        specs,
+        optimizer=Optimizer("broken()", leaf),
+        backend="eager",
+    )
+    state = step.init(params)
+    with pytest.raises(RuntimeError, match="the optimizer broke"):
+        step(state, torch.ones(2))
+    with pytest.raises(fs.StateError, match="if it failed"):
+        state.params  # noqa: B018
+    assert good.name.startswith("sgd")
+
+
+def test_what_was_lowered_on_paper_is_what_the_step_runs():
+    params = {"w": torch.ones(2)}
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum(), fs.match_specs(params, [("*", LayoutSpec())]), backend="eager"
+    )
+    lowered = step.lower(params, torch.ones(2))
+    step(params, torch.ones(2))
+    assert step.lower(params, torch.ones(2)) is lowered and lowered.compiled is not None
+
+
+def test_the_callers_autocast_is_not_the_programs():
+    params = {"w": torch.randn(8, 8)}
+    loss = lambda p, x: torch.tanh(x @ p["w"]).pow(2).mean()  # noqa: E731
+    x = torch.randn(4, 8)
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    plain = fs.shard_step(loss, specs, backend="eager")(params, x)
+    step = fs.shard_step(loss, specs, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = step(params, x)
+    outside = step(params, x)
+    for value, grads in (inside, outside):
+        assert torch.equal(value, plain[0]) and torch.equal(grads["w"], plain[1]["w"])
+
+
+def test_a_mean_may_say_how_many_items_it_counts_at_most():
+    params = {"w": torch.ones(4, dtype=torch.float16)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    mean = lambda p, x, bound: fs.Mean((p["w"] * x).float().sum(), torch.tensor(8), bound)  # noqa: E731
+    for bound in (8.0, 1024.0):
+        step = fs.shard_step(lambda p, x, b=bound: mean(p, x, b), specs, backend="eager")
+        assert torch.equal(step(params, torch.ones(8, 4).sum(0).half())[1]["w"], torch.ones(4).half())
+
+
+def test_a_value_copied_over_keeps_its_gradient():
+    params = {"w": torch.randn(3, 3, dtype=torch.float64)}
+
+    def loss(p, x):
+        h = x @ p["w"]
+        h = h * 1
+        h.copy_(torch.tanh(h.clone()))
+        return h.pow(2).mean()
+
+    truth = torch.func.grad(loss)(params, X)
+    got = fs.shard_step(loss, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")(params, X)[1]
+    assert (got["w"] - truth["w"]).abs().max() < 1e-12
+
+
+class _Counted(TorchDispatchMode):
+    """How often each operator is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_and_casts_are_one_call_a_unit_however_many_leaves():
+    def calls_of(count):
+        params = {f"unit.{i}": torch.randn(3) for i in range(count)}
+        mesh = fs.make_mesh(shard=1, simulated=True)
+        units = lambda tree: dict.fromkeys(tree, "u")  # noqa: E731
+        narrow, wide = torch.bfloat16, torch.float32
+        specs = fs.presets.full_shard(params, mesh, compute_dtype=narrow, reduce_dtype=wide, units=units)
+        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.lars(0.1))
+        # One kernel, whose calls are not counted: `sum` is the same for all leaves.
+        step = fs.shard_step(
+            lambda p, x: sum((w * x).sum() for w in p.values()), specs, mesh=mesh, optimizer=optimizer,
+            backend="eager",
+        )  # fmt: skip
+
+        def run(rank):
+            state, _ = step(step.init(params), torch.ones(3, dtype=torch.bfloat16))
+            with _Counted() as calls:
+                step(state, torch.ones(3, dtype=torch.bfloat16))
+            return calls.seen
+
+        return fs.simulate(mesh, run)[0]
+
+    few, many = calls_of(2), calls_of(20)
+    for name in ("_foreach_norm", "_foreach_copy_", "linalg_vector_norm", "_to_copy"):
+        assert few[name] == many[name], name
+    assert few["_foreach_norm"] == 2  # of gradients and of leaves
+    assert few["_foreach_copy_"] == 2  # leaves to their kernel, gradients from it
+
+
+def _counted(p, x):
+    y = run_chain(p, x)
+    return fs.Mean(y.sum(), (x > 0).sum())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate_mode", ["reduce", "local"])
+def test_a_count_is_summed_before_the_backward(accumulate, accumulate_mode):
+    """It is known after the forward: updates stay in the backward, and gradients live for a moment."""
+    how = {"accumulate": accumulate, "accumulate_mode": accumulate_mode}
+    mean = lambda p, x: run_chain(p, x).mean()  # noqa: E731
+    plain, counted = (list(lower(f, chain(6), rows(), **how).schedule.instructions) for f in (mean, _counted))
+
+    def order(found):
+        return [(i.unit, i.verb) for i in found if isinstance(i, Run | Update)]
+
+    def numbers(kind, **fields):
+        return [
+            n for n, i in enumerate(counted)
+            if isinstance(i, kind) and all(getattr(i, f) == v for f, v in fields.items())
+        ]  # fmt: skip
+
+    assert order(counted) == order(plain)
+    last = f"backward{f'.{accumulate - 1}' * (accumulate > 1)}"
+    (issued,), (arrived,) = numbers(ReduceScalars), numbers(Wait, of="reduce_scalars")
+    updates = numbers(Update)
+    assert issued < min(numbers(Run, phase=last))
+    assert min(numbers(ReduceScatter, phase=last)) < arrived < min(updates)  # what can leave has left
+    assert all("scalars" in counted[n].reads for n in updates)
+
+
+def test_a_count_waits_for_norms_that_are_wanted():
+    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+    for how in ({"optimizer": clip}, {"grad_norm": True}):
+        found = list(lower(_counted, chain(3), rows(), **how).schedule.instructions)
+        arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of == "reduce_scalars")
+        assert arrived < min(n for n, i in enumerate(found) if isinstance(i, Update))
+        assert arrived > max(n for n, i in enumerate(found) if isinstance(i, Run))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_counts_gradients_rest_where_a_means_do(accumulate):
+    """Optimizer state on the host, updates on the device: gradients are sent away for norms alone."""
+
+    def sent(fn, **how):
+        policy = {"optimizer_memory": "host", "update_on": "device"}
+        low = lower(fn, chain(3), rows(), policy=policy, accumulate=accumulate, **how)
+        return [
+            n for i in low.schedule.instructions if isinstance(i, ToHost) for n in i.reads if n[:2] == "r:"
+        ]
+
+    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+    assert sent(_counted) == sent(lambda p, x: run_chain(p, x).mean())
+    assert sent(_counted, optimizer=clip)
+
+
+def test_a_group_of_one_casts_once_where_leaves_are_kept():
+    """With reshard=False, whose price is the copy; else the last unit alone is spared, as with gathers."""
+    params = {p: v.float() for p, v in chain(4).items()}
+    for world, verb in ((1, "cast"), (2, "gather")):
+        kept, freed = (
+            lower(lambda p, x: run_chain(p, x).mean(), params, rows().bfloat16(), ranks=world, preset=preset,
+                  policy={"compute_dtype": torch.bfloat16}).schedule.counts()[verb]
+            for preset in ("shard_grad_op", "full_shard")
+        )  # fmt: skip
+        assert (kept, freed) == (4, 6)  # the first unit's backward does not read its leaf
+
+
+def test_a_state_may_be_changed_copied_and_pickled_between_steps():
+    params = {"w": torch.ones(2, 2), "scale": 2.0}
+    step = fs.shard_step(
+        lambda p, x: (x @ p["w"]).sum() * p["scale"],
+        fs.match_specs(params, [("*", fs.LayoutSpec())]),
+        optimizer=fs.optim.sgd(0.0), backend="eager",
+    )  # fmt: skip
+    state, _ = step(step.init(params), torch.ones(1, 2))
+    pickle.loads(pickle.dumps(copy.deepcopy(state)))
+    state.params["w"].data = torch.zeros(2, 2)
+    state, metrics = step(state, torch.ones(1, 2))
+    assert metrics["loss"] == 0 == state.params["w"].sum()
+    state.params["scale"] = 3.0
+    with pytest.raises(fs.SpecError, match="scale"):
+        step(state, torch.ones(1, 2))
+    kept = weakref.ref(state.params["w"])
+    state.consume("nobody")
+    assert kept() is None
+
+
+def test_the_second_step_flattens_state_and_batch_once_and_checks_every_leaf(monkeypatch):
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, x, y: (p["a"] * p["b"] * x).sum() + y["c"].sum(),
+        specs, optimizer=fs.optim.adamw(0.1), backend="eager",
+    )  # fmt: skip
+    batch = torch.ones(2), {"c": torch.ones(1)}
+    state, _ = step(step.init(params), *batch)
+    flattened = []
+    kept = optree.tree_flatten
+    monkeypatch.setattr(
+        optree, "tree_flatten", lambda tree, *a, **k: flattened.append(tree) or kept(tree, *a, **k)
+    )
+    state, _ = step(state, *batch)
+    assert len(flattened) == 2 and flattened.count(state.params) == 1
+    monkeypatch.undo()
+    slots = state.opt_state["a"].pop("mu")
+    state.opt_state["b"] = {"mu": slots, **state.opt_state["b"]}
+    with pytest.raises(fs.StateError, match=r"(?s)'a': has slots nu; wanted are mu, nu"):
+        step(state, *batch)
+    state.opt_state["a"]["mu"] = slots
+    state.params["b"].data = torch.ones(3)
+    with pytest.raises(fs.StateError, match=r"(?s)params\['b'\] is \[3\].*expected a block \[2\]"):
+        step(state, *batch)
+    state.params["b"].data = torch.ones(2)
+    state.params["a"] = torch.ones(2, requires_grad=True)
+    step(state, *batch)

@@ -1,0 +1,141 @@
+"""The loop of `reference.train` through fnshard, on one rank of any mesh, simulated or in a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from models import MODELS, Model
+from reference import Trained
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import Mesh
+from fnshard.layout.spec import LayoutSpec
+
+ATOL = 1e-10
+STEPS = 5
+
+
+def meshes(world: int, preset: str = "full_shard") -> dict[str, int]:
+    """The axes of a world: two of them for hybrid_shard."""
+    if preset == "hybrid_shard" and world == 4:
+        return {"replicate": 2, "shard": 2}
+    return {"shard": world}
+
+
+def specs_of(model: Model, preset: str, mesh: Mesh, **policy: Any) -> dict[str, LayoutSpec]:
+    """A preset's specs; the model's frozen leaves do not train."""
+    specs = fs.presets.PRESETS[preset](model.params, mesh, **policy)
+    return {**specs, **{p: replace(specs[p], trainable=False) for p in model.frozen}}
+
+
+def as_float(model: Model) -> Model:
+    """The same model in fp32."""
+    kinds = {torch.nn.Parameter: torch.nn.Parameter, torch.nn.Buffer: torch.nn.Buffer}
+    params = {}
+    for path, value in model.params.items():
+        cast = value.detach().float() if value.is_floating_point() else value.detach()
+        params[path] = kinds.get(type(value), lambda t: t)(cast)
+    return replace(model, params=params)
+
+
+def part(batch: Sequence[Any], index: int, parts: int) -> tuple[Any, ...]:
+    """This rank's rows of a global batch; what is no tensor, or `Whole`, goes to all."""
+
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        size = value.shape[0] // parts
+        return value[index * size : (index + 1) * size]
+
+    return tuple(rows(v) for v in batch)
+
+
+def train(
+    rank: int,
+    mesh: Mesh,
+    model: Model,
+    specs: Mapping[str, LayoutSpec],
+    optimizer: Any,
+    steps: int = STEPS,
+    *,
+    loss: Callable[..., Any] | None = None,
+    step: Any = None,
+    seed: int = 0,
+    **options: Any,
+) -> Trained:
+    """Train on this rank's rows of the model's batches; parameters come back whole.
+
+    `step`: a step made before (simulated ranks share one, so that it is lowered once).
+    """
+    step = step or make_step(mesh, model, specs, optimizer, loss=loss, **options)
+    state = step.init(model.params, seed=seed)
+    out = Trained()
+    for batch in model.batches(steps):
+        state, metrics = step(state, *part(batch, rank, mesh.data_size))
+        out.losses.append(metrics["loss"].item())
+        if "grad_norm" in metrics:
+            out.norms.append(metrics["grad_norm"].item())
+    out.params = fs.unshard(state.params, specs, mesh)
+    return out
+
+
+def make_step(
+    mesh: Mesh, model: Model, specs: Any, optimizer: Any, *, loss: Any = None, **options: Any
+) -> Any:
+    """`shard_step` on the eager backend unless `options` say otherwise."""
+    options = {"backend": "eager", **options}
+    return fs.shard_step(loss or model.loss, specs, mesh=mesh, optimizer=optimizer, **options)
+
+
+def simulate(
+    model: Model,
+    preset: str,
+    world: int,
+    optimizer: Any,
+    *,
+    adversary: Any = None,
+    steps: int = STEPS,
+    policy: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Trained]:
+    """`train` on every rank of a simulated world."""
+    mesh = fs.make_mesh(**meshes(world, preset), simulated=True)
+    specs = specs_of(model, preset, mesh, **(policy or {}))
+    step = make_step(mesh, model, specs, optimizer, **options)
+
+    def run(rank: int) -> Trained:
+        return train(rank, mesh, model, specs, optimizer, steps, step=step)
+
+    return fs.simulate(mesh, run, adversary=adversary)
+
+
+def on_rank(
+    rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]
+) -> Trained:
+    """`train` in a process of a pool: everything by name, for pickling; `options["policy"]`: of the specs."""
+    model = MODELS[name]()
+    mesh = fs.make_mesh(**meshes(world, preset), device="cpu")
+    options = dict(options)
+    specs = specs_of(model, preset, mesh, **options.pop("policy", {}))
+    made = eval(optimizer, {**vars(fs.optim), **vars(fs.schedules)})
+    return train(rank, mesh, model, specs, made, **options)
+
+
+def assert_floats(got: Sequence[float], expected: Sequence[float], atol: float = ATOL) -> None:
+    """Equally many numbers, pairwise within `atol`."""
+    pair = (torch.tensor(each, dtype=torch.float64) for each in (got, expected))
+    torch.testing.assert_close(*pair, rtol=0, atol=atol)
+
+
+def assert_same(got: Trained, expected: Trained, atol: float = ATOL) -> None:
+    """Every loss and every element of every parameter within `atol`."""
+    assert_floats(got.losses, expected.losses, atol)
+    assert got.params.keys() == expected.params.keys()
+    for path, value in expected.params.items():
+        torch.testing.assert_close(
+            got.params[path], value, rtol=0, atol=atol, msg=lambda m, path=path: f"{path}: {m}"
+        )
