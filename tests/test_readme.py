@@ -1,4 +1,4 @@
-"""The README's code runs, in order, as it is printed; and each row of its tables of other people's words."""
+"""The code of the README and of the guide runs in order, as printed, and so do the tables "coming from"."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import readmes
 
 import fnshard as fs
 from experiments import train
@@ -17,7 +18,8 @@ from experiments.finetune import job as finetune
 
 README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+GUIDE = README.parent / "experiments" / "examples" / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT + GUIDE.read_text(encoding="utf-8"), re.S)
 TABLES = re.findall(r"^\| (.*?)\| here \|\n\|---\|---\|\n((?:\|.*\n)+)", TEXT, re.M)
 JOBS = {"experiments.train": train.JOB, "experiments.finetune": finetune.JOB}
 
@@ -46,7 +48,7 @@ def fresh(namespace: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_python_blocks_run(after_quickstart: Any, capsys: Any) -> None:
-    assert len(BLOCKS) >= 2
+    assert len(BLOCKS) >= 8
     namespace = fresh(after_quickstart)
     for block in BLOCKS[1:]:
         run(block, namespace)
@@ -83,3 +85,28 @@ def test_the_two_commands_are_what_ci_runs() -> None:
     commands = re.search(r"```bash\n(.*?)```", TEXT, re.S).group(1).splitlines()
     second = commands[1].split("#")[0].strip()
     assert second in (README.parent / ".ci" / "run").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 250
+
+
+def test_its_numbers_stand_with_the_experiments() -> None:
+    table = TEXT.split("## Why", 1)[1].split("Do not use", 1)[0]
+    measured = (README.parent / "experiments" / "README.md").read_text(encoding="utf-8")
+    numbers = re.findall(r"\*\*(.+?)\*\*", table)
+    assert len(numbers) == 3
+    assert [n for n in numbers if n not in re.sub(r"\s+", " ", measured)] == []
+
+
+@pytest.mark.parametrize("page", readmes(), ids=lambda page: str(page.relative_to(README.parent)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file of the repository, and to a heading of it."""
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?:)(.+?)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8") if anchor else "", re.M)
+        anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, link

@@ -136,7 +136,6 @@ TABLE = {
     "hydra.launcher.gpus_per_node=8": Row(needs=SLURM),
     "python -m experiments.train --multirun launcher=slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
     "model=1b": Row(needs=SLURM),
-    "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train": Row(needs=SLURM),
     "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train model=1b": Row(needs=SLURM),
     "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "
     "$SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b": (
@@ -153,10 +152,7 @@ TABLE = {
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": TUNE,
-    "python -m experiments.finetune model=/models/llama data.train=pairs.jsonl objective=dpo": TUNE,
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
-    "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=auto strategy=auto "
-    "run.device_gb=24": TUNE,
     "python -m experiments.finetune method=auto strategy=auto run.device_gb=24 model=/models/llama "
     "data.train=mine.jsonl": TUNE,
     "python -m experiments.finetune model=100m method=qlora4 data.rows=2 data.context=128 data.too_long=skip "
