@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -622,3 +623,14 @@ def test_simulated_ranks_trace_a_changed_value_once() -> None:
             losses = fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(4))[0])
             assert [float(x) for x in losses] == [4 * cfg["beta"]] * 2
         assert len(compiled) == 2
+
+
+def test_an_assert_of_a_function_reaches_nothing_of_pytest() -> None:
+    """Pytest has rewritten the assert below: it names a module from which a whole session can be reached."""
+
+    def fn(x: Tensor) -> Tensor:
+        assert x is not None
+        return x
+
+    owners = [c.owner for c in Reachable(fn, code=True).containers.values()]
+    assert [o for o in owners if isinstance(o, ModuleType)] == []

@@ -26,7 +26,9 @@ SMALL_bytes = 1 << 20  # tensors that a function closes over are smaller: larger
 LONG = 10_000  # longer containers are data: they are put back, and not entered
 _CACHE = type(lru_cache(len))
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), type(NotImplemented)})
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "optree", "fnshard"}) - {
+# An assert that pytest has rewritten names a module of pytest's, from where everything can be reached.
+_TESTERS = {"pytest", "_pytest", "pluggy", "hypothesis"}
+_LIBRARIES = frozenset({*sys.stdlib_module_names, *_TESTERS, "torch", "numpy", "optree", "fnshard"}) - {
     "types", "argparse", "collections", "weakref",  # their classes hold what users put there
 }  # fmt: skip
 _ALWAYS = frozenset(
