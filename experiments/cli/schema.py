@@ -10,12 +10,18 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from experiments.configs.checks import refusal, too_large
 from experiments.configs.train import TrainConfig
+
+SHARED = Path(__file__).resolve().parents[2] / "conf" / "shared"
 
 
 def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
@@ -140,6 +146,13 @@ def alternatives(kind: type) -> dict[str, dict[str, type]]:
 # ------------------------------------------------------------------ what Hydra is told
 
 
+class SharedGroups(SearchPathPlugin):
+    """Add `conf/shared` to Hydra's search path: the groups that several commands have."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="fnshard", path=f"file://{SHARED}")
+
+
 def register(
     kind: type = TrainConfig, name: str = "train_schema", without_files: tuple[str, ...] = ("mesh",)
 ) -> None:
@@ -150,6 +163,7 @@ def register(
         name: of its schema.
         without_files: groups that have no files to choose from, and start from their defaults.
     """
+    Plugins.instance().register(SharedGroups)
     store = ConfigStore.instance()
     several = alternatives(kind)
     fields: list[Any] = []

@@ -290,7 +290,7 @@ def test_an_own_recipe_is_taken_and_its_values_know_their_lines(tmp_path):
     assert (found.config.run.steps, found.config.run.seed) == (7, 2)
     assert found.sources["run.steps"].endswith("experiment/mine.yaml:3")
     assert found.sources["run.seed"] == "command line"
-    assert found.sources["run.keep"].startswith("conf/run/default.yaml:")
+    assert found.sources["run.keep"].startswith("conf/shared/run/default.yaml:")
 
 
 def test_right_command_lines_are_taken():
@@ -482,16 +482,20 @@ def test_a_mistake_does_not_wait_for_torch():
 
 
 def test_hardware_has_a_file_for_each_name():
-    assert {path.stem for path in (CONF / "hardware").glob("*.yaml")} == set(HARDWARE)
+    assert {path.stem for path in (CONF / "shared" / "hardware").glob("*.yaml")} == set(HARDWARE)
     assert set(HARDWARE) == {*TABLE, "auto", "measure"}
     for name in HARDWARE:
         hardware = ask(TRAIN.form, [f"hardware={name}", "hardware.price_per_hour=2.5"]).config.hardware
         assert (hardware.name, hardware.price_per_hour) == (name, 2.5)
 
 
-def test_finetune_has_the_groups_of_the_main_job():
-    linked = [path.name for path in (CONF / "finetune").iterdir() if path.is_symlink()]
-    assert {"hardware", "optimizer", "precision", "run", "schedule", "strategy"} <= set(linked)
+def test_jobs_share_groups():
+    assert not any(path.is_symlink() for path in CONF.rglob("*"))
+    for form in (TRAIN.form, FINETUNE.form):
+        with validate.loader_of(form) as loader:
+            groups = validate.groups_of(form, loader)
+        shared = {path.name for path in (CONF / "shared").iterdir()} - {"hydra"}
+        assert shared <= set(groups) and groups["hydra/sweeper"] == ["basic", "optuna", "search_lr"]
     assert ask(FINETUNE.form, ["hardware=h100"]).config.hardware.name == "h100"
 
 
@@ -547,9 +551,8 @@ def test_docstrings_are_right(module):
 
 def test_configurations_are_built_by_keyword_alone():
     """A field that comes to stand before others must not change what a value of theirs means."""
-    modules = [
-        ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "experiments").rglob("config.py")
-    ]
+    files = [*(ROOT / "experiments").rglob("config.py"), *(ROOT / "experiments" / "configs").glob("*.py")]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     members = [vars(importlib.import_module(module)).values() for module in modules]
     kinds = {kind for each in members for kind in each if isinstance(kind, type) and is_dataclass(kind)}
     assert {"TrainConfig", "FinetuneConfig", "BenchConfig"} <= {kind.__name__ for kind in kinds}

@@ -17,7 +17,7 @@ from test_finetune import data, model, run_in  # noqa: F401  # fixtures
 
 from experiments.bench.form import FORM as BENCH
 from experiments.chaos.config import FORM as CHAOS
-from experiments.cli.command_spec import Form
+from experiments.cli.command_spec import CONF, Form
 from experiments.cli.help import help_of
 from experiments.cli.main import main
 from experiments.cli.validate import ask
@@ -141,9 +141,10 @@ def test_a_recipe_gives_way_to_choices():
 def test_help_names_groups_keys_and_examples_that_compose(form):
     told = help_of(form)
     assert max(map(len, told.splitlines())) <= 110
-    folders = [p.name for p in form.conf.iterdir() if p.is_dir() and p.name not in ("finetune", "hydra")]
-    for group in folders if form.name in ("train", "finetune") else []:
-        choices = sorted(p.stem for p in (form.conf / group).glob("*.yaml"))
+    own = [p for p in form.conf.iterdir() if p.is_dir() and p.name not in ("finetune", "shared")]
+    shared = [p for p in (CONF / "shared").iterdir() if p.name != "hydra"]
+    for folder in [*own, *shared] if form.name in ("train", "finetune") else []:
+        group, choices = folder.name, sorted(p.stem for p in folder.glob("*.yaml"))
         row = re.search(rf"^  {group} +(.*(?:\n {{10,}}.*)*)", told, re.M)
         assert row, group
         assert sorted(choice.lstrip("*") for choice in row[1].split()) == choices
