@@ -21,8 +21,8 @@ import fnshard as fs
 from experiments.bench.measure import largest
 from experiments.checkpoint.job import Job, as_dtensors, nbytes, training
 from fnshard.checkpoint.coordination import group_of
-from fnshard.checkpoint.dcp import load
-from fnshard.checkpoint.state_leaves import held_state, wanted
+from fnshard.checkpoint.read_blocks import load_blocks
+from fnshard.checkpoint.state_leaves import restore_targets, state_leaves
 from fnshard.step.shards import spec_paths
 
 Seconds = dict[str, list[float]]
@@ -77,8 +77,8 @@ def contenders(step: Any, state: Any, held: dict[str, Tensor], mesh: fs.Mesh) ->
 
     def fnshard_load(path: Path) -> dict[str, Tensor]:
         found = fs.checkpoint.manifest(path)
-        filled = wanted(held_state(own, named, mesh), found.leaves, set(named))
-        load(path, found, filled, mesh, group_of(mesh, None))
+        filled = restore_targets(state_leaves(own, named, mesh), found.leaves, set(named))
+        load_blocks(path, found, filled, mesh, group_of(mesh, None))
         return into["fnshard"]
 
     saves = {

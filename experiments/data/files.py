@@ -48,11 +48,11 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         OSError: names the file; what was written aside is gone.
     """
     from fnshard.runtime.files.folder import (  # and with it torch, which this module does not wait for
-        flush,
-        make,
+        flush_directory,
+        make_directory,
     )
 
-    make(path.parent)
+    make_directory(path.parent)
     partial = path.with_name(f"{path.name}.partial")
     try:
         with naming(path), partial.open("w", encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         partial.unlink(missing_ok=True)
         raise
     if durable:
-        flush(path.parent)
+        flush_directory(path.parent)
 
 
 def write_json(path: Path, values: Any, *, durable: bool = False) -> None:

@@ -27,7 +27,7 @@ from experiments.configs.train import AUTO, NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.training.result import read_result
 from fnshard.errors import report
-from fnshard.runtime.files.folder import make
+from fnshard.runtime.files.folder import make_directory
 
 CHECKPOINTS, IDENTITY, LOCK = "checkpoints", "identity.json", "run.lock"
 UNFINISHED, SWEEPS = Path("outputs", "unfinished"), Path("multirun")
@@ -92,7 +92,7 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
                 folder = found
                 _remove_unused(fresh)
         if folder == fresh and found != fresh:  # else it is held already
-            make(fresh)
+            make_directory(fresh)
             if not stack.enter_context(held(fresh)):
                 raise ConfigError(
                     f"another process is at work in {fresh}. Fix: end it, or another hydra.run.dir."

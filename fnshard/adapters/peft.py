@@ -25,8 +25,15 @@ from fnshard.hf.write import write_text
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.files.folder import flush
-from fnshard.runtime.files.tensorfile import Corrupt, Entry, Header, open_regular, read_exactly, write
+from fnshard.runtime.files.folder import flush_directory
+from fnshard.runtime.files.tensorfile import (
+    Corrupt,
+    TensorFileHeader,
+    TensorToWrite,
+    open_regular,
+    read_exactly,
+    write,
+)
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
 from fnshard.step.shards import leaf_paths, unshard
@@ -112,7 +119,7 @@ def save(
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         entries = [
-            Entry(_peft_name(leaf, part), tuple(v.shape), v.dtype, lambda v=v: v)
+            TensorToWrite(_peft_name(leaf, part), tuple(v.shape), v.dtype, lambda v=v: v)
             for leaf, parts in adapters.items()
             for part, v in parts.items()
         ]
@@ -122,7 +129,7 @@ def save(
         write_text(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
         os.replace(aside, folder / WEIGHTS)
         os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
-        flush(folder)
+        flush_directory(folder)
 
     all_or_none(connection(mesh), f"saving adapters to {str(path)!r}", written if mesh.rank == 0 else None)
 
@@ -142,7 +149,7 @@ def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str
         config = json.loads((folder / CONFIG).read_text())
         fd = open_regular(folder, WEIGHTS)
         try:
-            values = {name: _read(fd, *entry) for name, entry in Header.read(fd).tensors.items()}
+            values = {name: _read(fd, *entry) for name, entry in TensorFileHeader.read(fd).tensors.items()}
         finally:
             os.close(fd)
     except (OSError, ValueError, Corrupt) as error:

@@ -27,7 +27,7 @@ from torch import Tensor
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives, Handle
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.files.folder import scratch
+from fnshard.runtime.files.folder import scratch_directory
 
 # Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
 # a benchmark loses its core as often as a step does.
@@ -183,7 +183,7 @@ class _Bench:
         device = host.clone() if self.device.type == "cpu" else host.to(self.device)
         host = host if self.device.type == "cpu" else host.pin_memory()
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
-        with scratch("fnshard-disk-") as folder:
+        with scratch_directory("fnshard-disk-") as folder:
             disk = self._disk(folder / "tier")
         return {
             "memory": _curve(streamed),

@@ -22,15 +22,16 @@ from fnshard import tree
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import decode
 from fnshard.checkpoint.manifest_file import Manifest
-from fnshard.checkpoint.retention import Keep, candidates, whole
-from fnshard.checkpoint.saving import Asked, Saving, settled, wait
+from fnshard.checkpoint.read_blocks import load_blocks, verify_file
+from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints
+from fnshard.checkpoint.saving import SaveRequest, Saving, wait, wait_for_save
 from fnshard.checkpoint.state_leaves import (
     check_codecs_alike,
-    held_params,
-    held_state,
+    checked_param_leaves,
     resolved_as_saved,
+    restore_targets,
     saved_slots,
-    wanted,
+    state_leaves,
 )
 from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.mesh import Mesh
@@ -104,8 +105,8 @@ def save(
     >>> fs.checkpoint.restore(root, step).params
     {'w': tensor([1., 1., 1.])}
     """
-    before = settled()
-    job = Asked(path, state, specs, mesh, data, config, metrics, keep, timeout).job()
+    before = wait_for_save()
+    job = SaveRequest(path, state, specs, mesh, data, config, metrics, keep, timeout).job()
     job.write()
     if before is not None:  # this one is whole all the same
         raise before
@@ -135,8 +136,10 @@ def save_async(
         CheckpointError: as for `save`; what fails in the background is raised by `Saving.wait`, by `wait`,
             and by the next save (when that one is under way).
     """
-    before = settled()
-    saving = Saving(Asked(path, state, specs, mesh, data, config, metrics, keep, timeout).job().staged())
+    before = wait_for_save()
+    saving = Saving(
+        SaveRequest(path, state, specs, mesh, data, config, metrics, keep, timeout).job().staged()
+    )
     if before is not None:
         raise before
     return saving
@@ -147,7 +150,7 @@ def save_async(
 
 def all_steps(root: str | Path) -> list[int]:
     """Steps of the whole checkpoints in a directory, rising."""
-    return sorted(step for step, _, _ in whole(Path(root)))
+    return sorted(step for step, _, _ in complete_checkpoints(Path(root)))
 
 
 def latest(root: str | Path) -> Path | None:
@@ -156,7 +159,7 @@ def latest(root: str | Path) -> Path | None:
     Whole is: its manifest is what was written, and all files are there in full length. Every byte is
     compared when it is restored, or by `verify`.
     """
-    return next((folder for _, folder, _ in whole(Path(root))), None)
+    return next((folder for _, folder, _ in complete_checkpoints(Path(root))), None)
 
 
 def manifest(path: str | Path) -> Manifest:
@@ -165,7 +168,7 @@ def manifest(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: there is none.
     """
-    found = next(whole(Path(path)), None)
+    found = next(complete_checkpoints(Path(path)), None)
     if found is None:
         raise _nothing(Path(path))
     return found[2]
@@ -182,8 +185,6 @@ def verify(path: str | Path) -> Manifest:
         found = Manifest.read(folder)
     except (Corrupt, OSError) as error:
         raise _unlike(folder, [str(error)]) from error
-    from fnshard.checkpoint.dcp import verify_file
-
     wrong = [told for name in found.files for told in verify_file(folder, found, name)]
     if wrong:
         raise _unlike(folder, wrong)
@@ -238,12 +239,12 @@ def restore(
         check_codecs_alike(leaf_paths(_specs(step_or_specs))[0], found.leaves)
         state = blank(found)
         named = spec_paths(state.where[0])[0]
-        held = held_state(state, named, on)
+        held = state_leaves(state, named, on)
         # A scale that nobody saved begins anew.
         scaled = any(n.startswith("loss_scale/") for n in found.leaves)
         held = {n: h for n, h in held.items() if scaled or not n.startswith("loss_scale/")}
         trained = {p for p, s in named.items() if s.trainable}
-        return state, wanted(held, found.leaves, trained)
+        return state, restore_targets(held, found.leaves, trained)
 
     def fill(folder: Path, found: Manifest) -> TrainState:
         state, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
@@ -294,14 +295,14 @@ def restore_params(
         named = spec_paths(resolved_as_saved(named, found.leaves))[0]
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         blocks = blank_params(named, on, disk_dir)
-        held = held_params(blocks, named, on)
-        whole = blocks if globs is not None else tree.unflatten(blocks.values(), structure)
-        return whole, wanted(held, saved | masters, set())
+        held = checked_param_leaves(blocks, named, on)
+        complete_checkpoints = blocks if globs is not None else tree.unflatten(blocks.values(), structure)
+        return complete_checkpoints, restore_targets(held, saved | masters, set())
 
     def fill(folder: Path, found: Manifest) -> Any:
-        whole, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
+        complete_checkpoints, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
         _read(folder, found, held, on, timeout)
-        return whole
+        return complete_checkpoints
 
     on = step_or_specs.mesh if isinstance(step_or_specs, Step) else mesh or default_mesh()
     return _newest(Path(path), fill, on, timeout)
@@ -309,7 +310,7 @@ def restore_params(
 
 def _newest(path: Path, fill: Callable[[Path, Manifest], Any], mesh: Mesh, timeout: float | None) -> Any:
     """What `fill` makes of the newest checkpoint that is whole, the same one on all ranks."""
-    before = settled()
+    before = wait_for_save()
     if before is not None:
         warnings.warn(str(before), CheckpointWarning, stacklevel=3)
     group = group_of(mesh, timeout)
@@ -326,7 +327,7 @@ def _newest(path: Path, fill: Callable[[Path, Manifest], Any], mesh: Mesh, timeo
                 return fill(folder, read)
         except Failed as error:
             told = error.lines()
-            if not any(isinstance(cause, Corrupt) for cause in error.causes.values()):
+            if not error.corrupt:
                 raise CheckpointError(report(f"cannot restore {folder}:", told)) from error
         passed.append(_unlike(folder, told))
     if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
@@ -361,9 +362,7 @@ def _seen(told: str) -> list[Path]:
 
 
 def _read(folder: Path, found: Manifest, held: Mapping[str, Any], mesh: Mesh, timeout: float | None) -> None:
-    from fnshard.checkpoint import dcp
-
-    dcp.load(folder, found, held, mesh, group_of(mesh, timeout))
+    load_blocks(folder, found, held, mesh, group_of(mesh, timeout))
 
 
 def _specs(step_or_specs: Any) -> Any:

@@ -1,19 +1,22 @@
-"""Blocks: leaves of a state as one rank holds them, which checkpoints write and fill."""
+"""Leaves of a state as one rank has them: the blocks that checkpoints write and fill."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from fnshard.checkpoint.manifest_file import Chunk, SavedLeaf
 from fnshard.layout.spec import P, block_slices
 from fnshard.mesh import Mesh
+from fnshard.runtime.files.tensorfile import NAMES
 
 
 @dataclass(frozen=True)
-class Held:
-    """A leaf of a state as one rank holds it: `block`, padded, is the box of the full tensor that `layout`
-    says; `shape` is the full tensor's."""
+class LocalLeaf:
+    """One rank's block of a leaf: `block`, padded, is the box of the full tensor that `layout` says; `shape`
+    is the full tensor's."""
 
     shape: tuple[int, ...]
     layout: P
@@ -31,9 +34,13 @@ class Held:
             part = part.narrow(dim, 0, size)
         return part
 
+    def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
+        """The full leaf as a manifest names it."""
+        return SavedLeaf(self.shape, NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
+
 
 @dataclass(frozen=True)
-class Wanted(Held):
-    """A leaf to be filled: from which of the saved ones."""
+class RestoreTarget(LocalLeaf):
+    """A leaf to be filled from the saved leaf of the name `source`."""
 
     source: str = ""

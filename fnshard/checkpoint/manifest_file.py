@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fnshard.checkpoint.loader_state import decode
-from fnshard.runtime.files.folder import DATA, flush
+from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.tensorfile import (
     DTYPES,
     BLOCK_bytes,
@@ -45,7 +45,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class SavedLeaf:
     """A full tensor: `params/<path>`, `optimizer/<path>/<slot>` or `loss_scale/<name>`. `dtype`: as
     safetensors files name it; `spec`: the `P` it was stored by."""
 
@@ -56,7 +56,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """Sizes of a data file and of its header, and the header's CRC-32."""
 
     bytes: int
@@ -83,8 +83,8 @@ class Manifest:
     step: int
     seed: int
     mesh: Mapping[str, Any]
-    leaves: Mapping[str, Leaf]
-    files: Mapping[str, File]
+    leaves: Mapping[str, SavedLeaf]
+    files: Mapping[str, DataFile]
     specs: Mapping[str, str] = field(default_factory=dict)
     data: tuple[Any, ...] = ()
     config: Any = None
@@ -100,7 +100,7 @@ class Manifest:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        flush(folder)
+        flush_directory(folder)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -135,7 +135,7 @@ class Manifest:
 
 def _fields(value: Any) -> dict[str, Any]:
     """What JSON is to make of a dataclass of this file; `asdict` takes several times as long."""
-    if not isinstance(value, Chunk | Leaf | File):
+    if not isinstance(value, Chunk | SavedLeaf | DataFile):
         raise TypeError(f"a manifest holds no {type(value).__name__}")
     return vars(value)
 
@@ -195,16 +195,16 @@ def _manifest(values: Any) -> Manifest:
     )
 
 
-def _file(name: str, values: Any) -> File:
+def _file(name: str, values: Any) -> DataFile:
     if not DATA.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a data file")
-    file = File(*(_count(values[k]) for k in File.__dataclass_fields__))
+    file = DataFile(*(_count(values[k]) for k in DataFile.__dataclass_fields__))
     if file.header_bytes > min(file.bytes, HEADER_LIMIT_bytes):
         raise ValueError(f"{name}: a header of {file.header_bytes} bytes")
     return file
 
 
-def _leaf(name: str, values: Any, files: Mapping[str, File]) -> Leaf:
+def _leaf(name: str, values: Any, files: Mapping[str, DataFile]) -> SavedLeaf:
     shape, dtype = _counts(values["shape"]), values["dtype"]
     itemsize, chunks = DTYPES[dtype].itemsize, []
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
@@ -217,16 +217,18 @@ def _leaf(name: str, values: Any, files: Mapping[str, File]) -> Leaf:
         if not ranks or at + size > files[chunk.file].bytes or len(crc32) != -(-size // BLOCK_bytes):
             raise ValueError(f"{name}: a chunk {list(chunk.shape)} at {list(chunk.offset)} cannot be")
         chunks.append(chunk)
-    if chunks if 0 in shape else not _fill(shape, chunks):
+    if not is_tiled(shape, chunks):
         raise ValueError(f"{name}: its chunks are not the whole of it, each part once")
     if not isinstance(values["spec"], str):
         raise ValueError(f"{name}: its spec is no text")
-    return Leaf(shape, dtype, values["spec"], tuple(chunks))
+    return SavedLeaf(shape, dtype, values["spec"], tuple(chunks))
 
 
-def _fill(shape: tuple[int, ...], chunks: Sequence[Chunk], dim: int = 0) -> bool:
-    """Whether boxes fill a tensor without overlap, cut as meshes cut: into slabs along a dim, each of these
-    along the next."""
+def is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk], dim: int = 0) -> bool:
+    """Whether chunks cover a tensor without overlap, cut as meshes cut: into slabs along a dim, each of these
+    along the next. An empty tensor has no chunks."""
+    if 0 in shape:
+        return not chunks
     if dim == len(shape):
         return len(chunks) == 1
     slabs: dict[tuple[int, int], list[Chunk]] = {}
@@ -234,13 +236,13 @@ def _fill(shape: tuple[int, ...], chunks: Sequence[Chunk], dim: int = 0) -> bool
         slabs.setdefault((chunk.offset[dim], chunk.shape[dim]), []).append(chunk)
     end = 0
     for (start, size), inside in sorted(slabs.items()):
-        if start != end or not size or not _fill(shape, inside, dim + 1):
+        if start != end or not size or not is_tiled(shape, inside, dim + 1):
             return False
         end += size
     return end == shape[dim]
 
 
-def _check_apart(leaves: Mapping[str, Leaf], files: Mapping[str, File]) -> None:
+def _check_apart(leaves: Mapping[str, SavedLeaf], files: Mapping[str, DataFile]) -> None:
     """No two chunks share bytes: else a small file could be said to hold any amount."""
     ends = {name: file.header_bytes for name, file in files.items()}
     placed = [(c.at, name, leaf.dtype, c) for name, leaf in leaves.items() for c in leaf.chunks]

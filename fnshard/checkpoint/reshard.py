@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.checkpoint.blocks import Held, Wanted
-from fnshard.checkpoint.manifest_file import Leaf
+from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
 from fnshard.checkpoint.rows import all_or_none
 from fnshard.checkpoint.state_leaves import (
-    held_state,
-    named_params,
-    named_slots,
+    param_leaves,
     path_of,
+    restore_targets,
     saved_slots,
-    wanted,
+    slot_leaves,
+    state_leaves,
 )
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError
@@ -29,7 +28,6 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.files.tensorfile import NAMES
 from fnshard.runtime.packing import Packer, local_block
 from fnshard.step.blank import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
@@ -213,7 +211,7 @@ def _coded(state: TrainState, plain: Any, after: Any, mesh: Mesh, disk_dir: str 
     return made
 
 
-def _gathered(held: Held, spec: LayoutSpec, mesh: Mesh, comm: Collectives) -> Tensor:
+def _gathered(held: LocalLeaf, spec: LayoutSpec, mesh: Mesh, comm: Collectives) -> Tensor:
     """The full leaf, on every rank that has a part of it."""
     as_stored = {"leaf": replace(spec, storage=held.layout, storage_dtype=held.block.dtype)}
     (bucket,) = make_buckets(as_stored, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "reshard")
@@ -231,10 +229,10 @@ class _Moves:
     """`old` leaves by name, with their `specs`; `new`, to be filled; and which of its leaves come from which
     old one (`targets`)."""
 
-    old: dict[str, Held]
+    old: dict[str, LocalLeaf]
     specs: Mapping[str, LayoutSpec]
     new: TrainState
-    targets: Mapping[str, Sequence[Wanted]]
+    targets: Mapping[str, Sequence[RestoreTarget]]
     mesh: Mesh
     to: Mesh
     gathered: set[str] = field(init=False)
@@ -264,8 +262,8 @@ def _moves(
     target = to or mesh
     if target.size != mesh.size:
         raise SpecError(f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.")
-    old = held_state(state, named, mesh)
-    saved = {n: Leaf(h.shape, NAMES[h.block.dtype], repr(h.layout), ()) for n, h in old.items()}
+    old = state_leaves(state, named, mesh)
+    saved = {n: leaf.saved_as() for n, leaf in old.items()}
     params = blank_params(others, target, disk_dir, on_paper=on_paper)
     slots = blank_slots(saved_slots(saved, others, target), others, target, disk_dir, on_paper=on_paper)
     new = TrainState(
@@ -277,10 +275,10 @@ def _moves(
         where=(after, target),
         data=state.data,
     )
-    held = named_params(params, others) | named_slots(slots, others, target)
+    held = param_leaves(params, others) | slot_leaves(slots, others, target)
     trained = {p for p, s in others.items() if s.trainable}
-    targets: dict[str, list[Wanted]] = {}
-    for leaf in wanted(held, saved, trained).values():
+    targets: dict[str, list[RestoreTarget]] = {}
+    for leaf in restore_targets(held, saved, trained).values():
         targets.setdefault(leaf.source, []).append(leaf)
     specs = {n: named[path_of(n)] for n in old if not n.startswith("loss_scale/")}
     return _Moves(old, specs, new, targets, mesh, target)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from fnshard.checkpoint.manifest_file import NAME, SEAL, Manifest
 from fnshard.errors import CheckpointError, report
-from fnshard.runtime.files.folder import is_ours
+from fnshard.runtime.files.folder import is_checkpoint_directory
 from fnshard.runtime.files.tensorfile import Corrupt
 
 
@@ -60,7 +60,7 @@ class Keep:
         return {*steps[-self.last :], *best, *(s for s in steps if self.every and s % self.every == 0)}
 
 
-def whole(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
+def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
     """Whole checkpoints, the newest first: those in the directory that are named by a number (which is then
     what they go by), or the directory itself."""
     for folder in candidates(root):
@@ -96,8 +96,12 @@ def prune(written: Path, keep: Keep) -> None:
     written, and then it must not count among the last.
     """
     here = int(written.name)
-    found = {step: (folder, of.metrics) for step, folder, of in whole(written.parent) if step <= here}
+    found = {
+        step: (folder, of.metrics)
+        for step, folder, of in complete_checkpoints(written.parent)
+        if step <= here
+    }
     kept = keep.kept({step: metrics for step, (_, metrics) in found.items()})
     for step, (folder, _) in found.items():
-        if step not in kept and step != here and is_ours(folder):
+        if step not in kept and step != here and is_checkpoint_directory(folder):
             shutil.rmtree(folder, ignore_errors=True)

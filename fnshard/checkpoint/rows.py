@@ -19,7 +19,7 @@ T = TypeVar("T")
 PIECE_bytes = 64 << 20  # of all ranks together, unless one row is more
 
 
-def whole_rows(
+def gather_rows(
     block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, *, wanted: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """A leaf in runs of whole rows, (index along dim 0, rows), in any order. A collective, to be run dry.

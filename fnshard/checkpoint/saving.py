@@ -15,32 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.blocks import Held
+from fnshard.checkpoint.blocks import LocalLeaf
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
-from fnshard.checkpoint.state_leaves import held_params, held_state
+from fnshard.checkpoint.state_leaves import checked_param_leaves, state_leaves
+from fnshard.checkpoint.write_blocks import save_blocks
 from fnshard.errors import CheckpointError, CheckpointWarning, report
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.folder import Place
+from fnshard.runtime.files.folder import AtomicDirectory
 from fnshard.step.runner import laid_out
 from fnshard.step.shards import spec_paths
 from fnshard.step.state import TrainState
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A save: what, where, and with whom."""
 
-    place: Place
-    held: Mapping[str, Held]
+    place: AtomicDirectory
+    held: Mapping[str, LocalLeaf]
     mesh: Mesh
     group: Any
     told: Mapping[str, Any]
     data: Any
     keep: Keep | None
 
-    def staged(self) -> Job:
+    def staged(self) -> SaveJob:
         """The same of copies on the host."""
         blocks = copies_on_host([h.block for h in self.held.values()])
         copied = zip(self.held.items(), blocks, strict=True)
@@ -48,10 +49,8 @@ class Job:
 
     def write(self) -> None:
         """Write it; on rank 0 also delete what need not be kept."""
-        from fnshard.checkpoint import dcp
-
         try:
-            dcp.save(self.place, self.held, self.mesh, self.group, self.told, self.data)
+            save_blocks(self.place, self.held, self.mesh, self.group, self.told, self.data)
         except Failed as error:
             rest = "what was saved before is as it was; make room, or save elsewhere."
             raise CheckpointError(report(f"cannot save {self.place.final}:", error.lines(), rest)) from error
@@ -127,7 +126,7 @@ def copy_through(
 
 
 @dataclass(frozen=True)
-class Asked:
+class SaveRequest:
     """What `fnshard.checkpoint.save` was asked for, as it says."""
 
     path: str | Path
@@ -140,7 +139,7 @@ class Asked:
     keep: Keep | None = None
     timeout: float | None = None
 
-    def job(self) -> Job:
+    def job(self) -> SaveJob:
         """On all ranks, or on none. A collective.
 
         Raises:
@@ -151,14 +150,14 @@ class Asked:
         group = group_of(mesh, self.timeout)
         return agreed(group, f"saving {self.path}", lambda: self._job(specs, mesh, group))
 
-    def _job(self, specs: Any, mesh: Mesh, group: Any) -> Job:
+    def _job(self, specs: Any, mesh: Mesh, group: Any) -> SaveJob:
         if specs is None:
             fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
             raise CheckpointError(report("nobody has said how this state is laid out.", fix=fix))
         state, training = self.state, isinstance(self.state, TrainState)
         named = spec_paths(specs)[0]
-        held = held_state(state, named, mesh) if training else held_params(state, named, mesh)
-        place, metrics = Place(Path(self.path).absolute()), self._metrics()
+        held = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
+        place, metrics = AtomicDirectory(Path(self.path).absolute()), self._metrics()
         if self.keep is not None:
             _check_keep(self.keep, place.final, metrics)
         told = {
@@ -174,7 +173,7 @@ class Asked:
             "versions": {"torch": str(torch.__version__)},
         }
         held_at = self.data.state_dict() if hasattr(self.data, "state_dict") else self.data
-        return Job(place, held, mesh, group, told, encode(held_at), self.keep)
+        return SaveJob(place, held, mesh, group, told, encode(held_at), self.keep)
 
     def _metrics(self) -> dict[str, float]:
         try:
@@ -197,13 +196,13 @@ def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
 class Saving:
     """A save in the background."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: SaveJob):
         self.path, self._error = job.place.final, None
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"saving {self.path}")
         _in_flight.append(self)
         self._thread.start()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: SaveJob) -> None:
         try:
             job.write()
         except BaseException as error:
@@ -237,12 +236,12 @@ def wait() -> None:
     Raises:
         CheckpointError: the last save in the background failed; told once.
     """
-    error = settled()
+    error = wait_for_save()
     if error is not None:
         raise error
 
 
-def settled() -> BaseException | None:
+def wait_for_save() -> BaseException | None:
     """Until nothing is being written any more; why the last one failed, if it did and nobody was told."""
     error = None
     for saving in list(_in_flight):
@@ -256,6 +255,6 @@ def settled() -> BaseException | None:
 @atexit.register
 def _tell() -> None:
     """The last word of a process whose last save failed, and that did not ask."""
-    error = settled()
+    error = wait_for_save()
     if error is not None:
         print(error, file=sys.stderr, flush=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots
-from fnshard.checkpoint.blocks import Held, Wanted
-from fnshard.checkpoint.manifest_file import Leaf
+from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
+from fnshard.checkpoint.manifest_file import SavedLeaf
 from fnshard.errors import CheckpointError, leaves, report
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.spec import LayoutSpec, P, block_shape
@@ -27,7 +27,7 @@ from fnshard.step.state import TrainState
 Specs = Mapping[str, LayoutSpec]
 
 
-def held_params(params: Any, specs: Specs, mesh: Mesh) -> dict[str, Held]:
+def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """Of a tree of stored blocks.
 
     Raises:
@@ -36,35 +36,35 @@ def held_params(params: Any, specs: Specs, mesh: Mesh) -> dict[str, Held]:
     given = tree.flatten_with_paths(params)[0]
     compare_paths(dict(specs), given)
     check_blocks(specs, given, mesh)
-    return named_params({p: given[p].detach() for p in specs}, specs)
+    return param_leaves({p: given[p].detach() for p in specs}, specs)
 
 
-def held_state(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, Held]:
+def state_leaves(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """Of all tensors of a state but its two counters.
 
     Raises:
         SpecError, StateError: blocks of another tree, mesh or spec.
         CheckpointError: optimizer state that is neither one block of its leaf nor one number.
     """
-    scale = {f"loss_scale/{k}": Held((), P(), v) for k, v in state.loss_scale.items()}
-    return held_params(state.params, specs, mesh) | named_slots(state.opt_state, specs, mesh) | scale
+    scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
+    return checked_param_leaves(state.params, specs, mesh) | slot_leaves(state.opt_state, specs, mesh) | scale
 
 
-def named_params(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, Held]:
+def param_leaves(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, LocalLeaf]:
     """By name, unchecked."""
-    return {f"params/{p}": Held(s.shape, s.storage, blocks[p]) for p, s in specs.items()}
+    return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p]) for p, s in specs.items()}
 
 
-def named_slots(state: Mapping[str, Mapping[str, Tensor]], specs: Specs, mesh: Mesh) -> dict[str, Held]:
+def slot_leaves(state: Mapping[str, Mapping[str, Tensor]], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """By name, from each slot's shape how it lies."""
     out, odd = {}, []
     for path, slots in state.items():
         spec = specs[path]
         for name, value in slots.items():
             if tuple(value.shape) == block_shape(spec.shape, spec.optimizer, mesh):
-                out[f"optimizer/{path}/{name}"] = Held(spec.shape, spec.optimizer, value)
+                out[f"optimizer/{path}/{name}"] = LocalLeaf(spec.shape, spec.optimizer, value)
             elif value.dim() == 0 or not mesh.ordered(spec.optimizer.axes):
-                out[f"optimizer/{path}/{name}"] = Held(tuple(value.shape), P(), value)
+                out[f"optimizer/{path}/{name}"] = LocalLeaf(tuple(value.shape), P(), value)
             else:
                 odd.append(f"{path!r}: {name} {list(value.shape)} of a leaf {list(spec.shape)}")
     if odd:
@@ -84,7 +84,7 @@ def path_of(name: str) -> str:
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def resolved_as_saved(specs: Any, saved: Mapping[str, Leaf]) -> Any:
+def resolved_as_saved(specs: Any, saved: Mapping[str, SavedLeaf]) -> Any:
     """A spec tree that knows its shapes: its own, or else the saved parameters'.
 
     Raises:
@@ -104,7 +104,7 @@ def resolved_as_saved(specs: Any, saved: Mapping[str, Leaf]) -> Any:
 # ------------------------------------------------------------------ to be filled
 
 
-def saved_slots(saved: Mapping[str, Leaf], specs: Specs, mesh: Mesh) -> Slots:
+def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slots:
     """Shapes and dtypes, on this rank, of the optimizer state that was saved of leaves that train here."""
     # Each of these has an entry, though its optimizer may hold nothing for it (plain SGD).
     out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -127,7 +127,9 @@ def saved_slots(saved: Mapping[str, Leaf], specs: Specs, mesh: Mesh) -> Slots:
     return out
 
 
-def wanted(held: Mapping[str, Held], saved: Mapping[str, Leaf], trained: set[str]) -> dict[str, Wanted]:
+def restore_targets(
+    held: Mapping[str, LocalLeaf], saved: Mapping[str, SavedLeaf], trained: set[str]
+) -> dict[str, RestoreTarget]:
     """From which saved leaf each is to be filled.
 
     A master copy is filled from the saved one, or from the parameter where none was; a parameter of another
@@ -150,7 +152,7 @@ def wanted(held: Mapping[str, Held], saved: Mapping[str, Leaf], trained: set[str
         elif _kind(leaf.block.dtype) != _kind(DTYPES[saved[source].dtype]):
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
-            out[name] = Wanted(leaf.shape, leaf.layout, leaf.block, source)
+            out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, source)
     lost = [n for n in saved if n not in held and _missed(n, trained)]
     wrong += [f"{n} {list(saved[n].shape)} is in the checkpoint alone" for n in lost]
     if wrong:
@@ -165,7 +167,7 @@ def wanted(held: Mapping[str, Held], saved: Mapping[str, Leaf], trained: set[str
     return out
 
 
-def check_codecs_alike(specs: Specs, saved: Mapping[str, Leaf]) -> None:
+def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
     """Refuse saved leaves that are coded otherwise than these specs say.
 
     Args:
@@ -210,7 +212,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def _source(name: str, leaf: Held, saved: Mapping[str, Leaf]) -> str | None:
+def _source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> str | None:
     kind, _, path = name.partition("/")
     if kind == "params":
         master = f"optimizer/{path}/{MASTER}"

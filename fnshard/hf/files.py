@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from fnshard.errors import StateError, report
-from fnshard.runtime.files.tensorfile import Corrupt, Header, HEADER_LIMIT_bytes, open_regular, read_exactly
+from fnshard.runtime.files.tensorfile import (
+    Corrupt,
+    HEADER_LIMIT_bytes,
+    TensorFileHeader,
+    open_regular,
+    read_exactly,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,7 +79,7 @@ def _tensors(
         try:
             fd = open_regular(folder, name, links=True)
             stack.callback(os.close, fd)
-            header = Header.read(fd)
+            header = TensorFileHeader.read(fd)
         except (Corrupt, OSError) as error:
             text = str(error)
             problems.append(text if text.startswith((name, repr(name))) else f"{name}: {text}")

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.rows import all_or_none, whole_rows
+from fnshard.checkpoint.rows import all_or_none, gather_rows
 from fnshard.errors import AgreementError, StateError, leaves, report
 from fnshard.hf.names import Family, Names, Transposed, check_names, name_of
 from fnshard.hf.write import Target
@@ -19,7 +19,7 @@ from fnshard.layout.codecs import block_of
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
-from fnshard.runtime.files.tensorfile import NAMES, Entry
+from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Plan:
         return Plan(tuple(parts))
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorToWrite]:
         """Every tensor that is written."""
-        return [Entry(name, part.shape, part.dtype) for part in self.parts for name in part.names]
+        return [TensorToWrite(name, part.shape, part.dtype) for part in self.parts for name in part.names]
 
     def copied(self, tied: Mapping[str, str]) -> Plan:
         """The same with tied weights under all their names, `{other name: path}`."""
@@ -146,7 +146,7 @@ def deliver(what: str, planned: Callable[[], tuple[Plan, Target]], mesh: Mesh, c
 def _send(part: Part, mesh: Mesh, comm: Collectives, writer: Target | None) -> None:
     """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
     failure, whole = None, None
-    for first, rows in whole_rows(part.make(), part.spec, mesh, comm, wanted=writer is not None):
+    for first, rows in gather_rows(part.make(), part.spec, mesh, comm, wanted=writer is not None):
         if failure is not None:
             continue
         try:

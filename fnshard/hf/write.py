@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fnshard.hf.files import INDEX, SINGLE
-from fnshard.runtime.files.folder import flush
-from fnshard.runtime.files.tensorfile import Entry, arrange, bytes_of
+from fnshard.runtime.files.folder import flush_directory
+from fnshard.runtime.files.tensorfile import TensorToWrite, bytes_of, file_layout
 from fnshard.runtime.tiers import allocate
 
 FORMAT = {"format": "pt"}  # without it transformers refuses a file
@@ -51,8 +51,8 @@ def staging(final: Path) -> Path:
 class TensorFile:
     """One safetensors file; its tensors may be written in any order."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry]):
-        head, self._at = arrange(entries, FORMAT)
+    def __init__(self, path: Path, entries: Sequence[TensorToWrite]):
+        head, self._at = file_layout(entries, FORMAT)
         self._row_bytes = {e.name: e.bytes // max(e.shape[0], 1) if e.shape else e.bytes for e in entries}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         self._write(memoryview(head), 0)
@@ -83,7 +83,7 @@ class SingleFile:
     """A `.safetensors` file, replaced if there is one."""
 
     final: Path
-    entries: Sequence[Entry]
+    entries: Sequence[TensorToWrite]
     _file: TensorFile | None = None
 
     def begin(self) -> None:
@@ -116,7 +116,7 @@ class StateDict:
     """
 
     final: Path
-    entries: Sequence[Entry]
+    entries: Sequence[TensorToWrite]
     tied: Mapping[str, str]  # {other name: name}
     order: Sequence[str]  # of all names, if it matters; what is no tensor of these is left out
     _values: dict[str, Tensor] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Folder:
     """
 
     final: Path
-    files: Sequence[Sequence[Entry]]
+    files: Sequence[Sequence[TensorToWrite]]
     beside: Callable[[Path], None]
     _open: TensorFile | None = None
     _number: int = -1
@@ -200,9 +200,9 @@ class Folder:
             total = sum(e.bytes for entries in self.files for e in entries)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-        flush(folder)
+        flush_directory(folder)
         os.rename(folder, self.final)  # replaces an empty directory, and no other
-        flush(self.final.parent)
+        flush_directory(self.final.parent)
 
     def abort(self) -> None:
         """Leave nothing behind."""
@@ -215,9 +215,9 @@ def _file_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def split_files(entries: Sequence[Entry], max_bytes: float) -> list[list[Entry]]:
+def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list[TensorToWrite]]:
     """Entries in files of at most so many bytes, in order; a tensor that is larger has one of its own."""
-    files: list[list[Entry]] = [[]]
+    files: list[list[TensorToWrite]] = [[]]
     room = max_bytes
     for e in entries:
         if files[-1] and e.bytes > room:
@@ -259,7 +259,7 @@ def _flush_file(path: Path) -> None:
 
 def _replace(final: Path) -> None:
     os.replace(staging(final), final)
-    flush(final.parent)
+    flush_directory(final.parent)
 
 
 def _remove(path: Path) -> None:

@@ -26,7 +26,7 @@ from fnshard.launcher.nodes import Ending, Nodes, Peers, meet
 from fnshard.launcher.post_mortem import Memory, describe_failure, echo
 from fnshard.launcher.rank import ERRORS, LAUNCHER, LOGS, command_of, run_rank
 from fnshard.mesh.process_group import ATTEMPT, RENDEZVOUS, under_launcher
-from fnshard.runtime.files.folder import scratch
+from fnshard.runtime.files.folder import scratch_directory
 
 __all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank", "under_launcher"]
 
@@ -106,8 +106,8 @@ def launch(
         if under_launcher():
             run_rank(program)
         program = command_of(program)
-    temporary = scratch("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
-    with temporary as folder, scratch("fnshard-ranks-") as meeting:
+    temporary = scratch_directory("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
+    with temporary as folder, scratch_directory("fnshard-ranks-") as meeting:
         folder = Path(folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if nodes is None or nodes.number == 0:

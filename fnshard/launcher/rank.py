@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fnshard import checkpoint
-from fnshard.checkpoint.saving import settled
+from fnshard.checkpoint.saving import wait_for_save
 from fnshard.errors import LaunchError, report, stable_repr
 from fnshard.launcher.post_mortem import PEAK
 from fnshard.mesh.process_group import join_group, leave_group, under_launcher, world_size
@@ -87,7 +87,7 @@ def run_rank(
             main()
         except SystemExit as ended:
             if dist.is_initialized() or world_size() == 1:  # else they have left already
-                unsaved = settled()
+                unsaved = wait_for_save()
                 if unsaved is not None and not ended.code:
                     raise unsaved from None
             raise

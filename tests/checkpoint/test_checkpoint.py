@@ -307,7 +307,7 @@ def test_leftovers_are_cleared_away_by_the_next_save_and_nothing_else_is(tmp_pat
 
 
 def test_what_a_living_process_writes_is_not_cleared_away(tmp_path: Path) -> None:
-    place = folders.Place(tmp_path / "5")
+    place = folders.AtomicDirectory(tmp_path / "5")
     place.begin()
     checkpoint.save(tmp_path / "6", saved.known(one()))
     assert place.saving.is_dir()
@@ -580,6 +580,25 @@ def test_ctrl_c_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path / "1", saved.known(one()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def saves_another_layout(rank: int, root: str) -> str:
+    """Rank 1 believes that the leaf is replicated."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    layout = fs.P("shard") if rank == 0 else fs.P()
+    params = {"w": torch.ones(4)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(layout))])
+    try:
+        checkpoint.save(f"{root}/1", fs.shard(params, specs, mesh), specs=specs, mesh=mesh)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_hold_different_states_save_nothing(ranks: Any, tmp_path: Path) -> None:
+    told = ranks(2).run(saves_another_layout, str(tmp_path))
+    assert told[0] == told[1] and "ranks hold different states: params/w" in told[0]
     assert list(tmp_path.iterdir()) == []
 
 

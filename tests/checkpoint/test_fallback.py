@@ -17,7 +17,7 @@ from lies import reseal
 from whole import MANIFEST, SEAL, STEPS, expected, small_blocks, state_on, step_on, told_by, values
 
 import fnshard as fs
-from fnshard.checkpoint import dcp, manifest_file
+from fnshard.checkpoint import manifest_file, read_blocks
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.runtime.files.tensorfile import Corrupt, open_regular
 
@@ -192,7 +192,7 @@ def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
         pytest.MonkeyPatch.context() as patch,
     ):
         warnings.simplefilter("always")
-        patch.setattr(manifest_file if where == MANIFEST else dcp, "open_regular", blind)
+        patch.setattr(manifest_file if where == MANIFEST else read_blocks, "open_regular", blind)
         state = fs.checkpoint.restore(root, step_on(mesh)[0], timeout=20.0)
     return int(state.step), [str(w.message) for w in caught if w.category is CheckpointWarning]
 

@@ -27,7 +27,15 @@ from fnshard.checkpoint.loader_state import TAG, decode, encode
 from fnshard.checkpoint.retention import Keep
 from fnshard.errors import CheckpointError
 from fnshard.runtime.files import tensorfile
-from fnshard.runtime.files.tensorfile import DTYPES, Corrupt, Entry, Header, open_regular, read_checked, write
+from fnshard.runtime.files.tensorfile import (
+    DTYPES,
+    Corrupt,
+    TensorFileHeader,
+    TensorToWrite,
+    open_regular,
+    read_checked,
+    write,
+)
 
 EXAMPLES = settings(
     max_examples=100,
@@ -181,9 +189,9 @@ SHARED = [dtype for dtype in DTYPES.values() if dtype != torch.complex64]
 FILES = st.dictionaries(NAMES, tensors(SHARED), max_size=6)
 
 
-def written(path: Path, named: dict[str, Tensor], metadata: Any = None) -> tensorfile.Written:
+def written(path: Path, named: dict[str, Tensor], metadata: Any = None) -> tensorfile.WrittenFile:
     path.unlink(missing_ok=True)
-    entries = [Entry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in named.items()]
+    entries = [TensorToWrite(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in named.items()]
     return write(path, entries, metadata)
 
 
@@ -222,7 +230,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path, named: Any, metadata: A
     save_file({n: t.contiguous() for n, t in named.items()}, path, metadata or None)
     content = path.read_bytes()
     with opened(path) as fd:
-        header = Header.read(fd)
+        header = TensorFileHeader.read(fd)
     assert dict(header.metadata) == (metadata or {}) and header.tensors.keys() == named.keys()
     for name, (dtype, shape, at) in header.tensors.items():
         assert bits(named[name]) == (dtype, shape, content[at : at + math.prod(shape) * dtype.itemsize])
@@ -282,7 +290,7 @@ def test_we_refuse_what_the_library_refuses(tmp_path: Path, content: bytes) -> N
         theirs = None
     try:
         with opened(path) as fd:
-            ours = {n: shape for n, (_, shape, _) in Header.read(fd).tensors.items()}
+            ours = {n: shape for n, (_, shape, _) in TensorFileHeader.read(fd).tensors.items()}
     except Corrupt:
         ours = None
     assert ours is None or ours == theirs

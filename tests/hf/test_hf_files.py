@@ -182,7 +182,7 @@ def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
     def run(rank: int) -> Tensor:
         whole = torch.full((64, 16), float("nan"))
         block = fs.shard(params, specs, mesh)["w"]
-        for first, part in rows.whole_rows(block, specs["w"], mesh, connection(mesh), wanted=rank == 1):
+        for first, part in rows.gather_rows(block, specs["w"], mesh, connection(mesh), wanted=rank == 1):
             given.append(part.nbytes)
             whole[first : first + part.shape[0]] = part
         return whole

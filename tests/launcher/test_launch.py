@@ -25,7 +25,7 @@ from fnshard.launcher.local import LaunchError
 from fnshard.mesh import process_group
 from fnshard.mesh.process_group import RENDEZVOUS, join_group
 from fnshard.runtime.files import folder
-from fnshard.runtime.files.folder import scratch
+from fnshard.runtime.files.folder import scratch_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,13 +221,13 @@ def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     linked = tmp_path / "elsewhere"
     linked.mkdir()
-    with scratch("fnshard-x-") as alive:
+    with scratch_directory("fnshard-x-") as alive:
         (tmp_path / "fnshard-x-killed" / "deep").mkdir(parents=True)
-        with pytest.raises(LaunchError), scratch("fnshard-x-", keep=(LaunchError,)) as kept:
+        with pytest.raises(LaunchError), scratch_directory("fnshard-x-", keep=(LaunchError,)) as kept:
             raise LaunchError("its logs are for the user")
         (tmp_path / "fnshard-logs-1").mkdir()
         (tmp_path / "fnshard-x-link").symlink_to(linked)
-        with scratch("fnshard-x-") as mine:
+        with scratch_directory("fnshard-x-") as mine:
             assert {p.name for p in tmp_path.iterdir()} == {
                 alive.name, mine.name, kept.name, "fnshard-logs-1", "fnshard-x-link", "elsewhere"
             }  # fmt: skip
@@ -248,7 +248,7 @@ def test_a_folder_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, mon
 
     real = folder._open
     monkeypatch.setattr(folder, "_open", too_late)
-    with scratch("fnshard-x-") as mine:
+    with scratch_directory("fnshard-x-") as mine:
         assert mine.is_dir() and opened[-1] == mine != opened[0]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.checkpoint.state_leaves import held_state
+from fnshard.checkpoint.state_leaves import state_leaves
 from fnshard.runtime.packing import local_block
 
 # Uneven on 2 and 4 ranks, a scalar, one that is smaller than any mesh, a buffer, a frozen leaf.
@@ -88,7 +88,7 @@ def expected(state: fs.TrainState) -> dict[str, Tensor]:
     """What every leaf of a state must be, by its name and layout alone: masters are their parameters."""
     specs, mesh = state.where
     out = {}
-    for name, held in held_state(state, specs, mesh).items():
+    for name, held in state_leaves(state, specs, mesh).items():
         kind, _, rest = name.partition("/")
         if kind == "loss_scale":
             continue
@@ -102,7 +102,7 @@ def expected(state: fs.TrainState) -> dict[str, Tensor]:
 def differences(state: fs.TrainState) -> list[str]:
     """Names of the leaves that are not what they must be, to the bit."""
     specs, mesh = state.where
-    held = held_state(state, specs, mesh)
+    held = state_leaves(state, specs, mesh)
     return [name for name, value in expected(state).items() if not torch.equal(held[name].block, value)]
 
 

@@ -29,7 +29,7 @@ def data_file(rank: int) -> str:
 
 
 @dataclass
-class Place:
+class AtomicDirectory:
     """Where one checkpoint is to be; rank 0 calls `begin`, `commit` and, however it went, `end`."""
 
     final: Path
@@ -47,8 +47,8 @@ class Place:
             OSError: it cannot be made, another process is saving there, or something that no save made has
                 the name.
         """
-        make(self.final.parent)
-        if os.path.lexists(self.final) and not is_ours(self.final):
+        make_directory(self.final.parent)
+        if os.path.lexists(self.final) and not is_checkpoint_directory(self.final):
             raise FileExistsError(errno.EEXIST, "there is something else by that name", str(self.final))
         with _locked(self.final.parent):  # else somebody might clear it away before it is held
             _clean(self.final.parent)
@@ -64,7 +64,7 @@ class Place:
         if self.final.exists():
             os.rename(self.final, aside)
         os.rename(self.saving, self.final)
-        flush(self.final.parent)
+        flush_directory(self.final.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def end(self) -> None:
@@ -75,7 +75,7 @@ class Place:
             self._lock = None
 
 
-def is_ours(folder: Path) -> bool:
+def is_checkpoint_directory(folder: Path) -> bool:
     """A directory in which there is nothing but what a save leaves there."""
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -83,7 +83,7 @@ def is_ours(folder: Path) -> bool:
 
 
 @contextmanager
-def scratch(prefix: str, keep: tuple[type[BaseException], ...] = ()) -> Iterator[Path]:
+def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -> Iterator[Path]:
     """A temporary directory, locked by this process and gone behind the block; what killed processes left
     behind of that prefix is cleared away.
 
@@ -129,15 +129,15 @@ def _clear(left: Path) -> None:
         os.close(fd)
 
 
-def make(folder: Path) -> None:
+def make_directory(folder: Path) -> None:
     """Make a directory and those above it that are missing; their names outlive a power cut."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        flush(each.parent)
+        flush_directory(each.parent)
 
 
-def flush(folder: Path) -> None:
+def flush_directory(folder: Path) -> None:
     """Make new names in a directory outlive a power cut."""
     fd = _open(folder)
     try:
@@ -146,7 +146,7 @@ def flush(folder: Path) -> None:
         os.close(fd)
 
 
-def clean(root: Path) -> None:
+def clear_leftovers(root: Path) -> None:
     """Clear away what killed saves have left in a directory, but not what a living process holds; bring back
     what had stepped aside for one that never came."""
     with _locked(root):
@@ -155,7 +155,7 @@ def clean(root: Path) -> None:
 
 def _clean(root: Path) -> None:
     for left in sorted(root.glob(".*.saving")) + sorted(root.glob(".*.old")):
-        if not is_ours(left) or _is_held(left):
+        if not is_checkpoint_directory(left) or _is_held(left):
             continue
         final = left.with_name(left.stem[1:])
         if left.suffix == ".old" and not final.exists():

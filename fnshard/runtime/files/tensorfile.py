@@ -43,9 +43,9 @@ class Corrupt(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor to be written: `make` gives it when its turn comes, on any device; None where the caller
-    writes it himself to the place that `arrange` names."""
+    writes it himself to the place that `file_layout` names."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that was written: its size, its header's, and CRC-32s: of the header, and by tensor of each
     `BLOCK_bytes` of its data. `at`: where each tensor's data begins in the file."""
 
@@ -70,7 +70,9 @@ class Written:
     crc32: Mapping[str, tuple[int, ...]]
 
 
-def write(path: str | Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
+def write(
+    path: str | Path, entries: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None
+) -> WrittenFile:
     """Write a safetensors file and flush it to the disk; one tensor at a time is held.
 
     Args:
@@ -82,7 +84,7 @@ def write(path: str | Path, entries: Sequence[Entry], metadata: Mapping[str, str
         OSError: as the system says it; the file is left as far as it came.
         ValueError: a dtype that the format has not, or a tensor that is not what its entry says.
     """
-    head, at = arrange(entries, metadata)
+    head, at = file_layout(entries, metadata)
     named, crcs, place = {e.name: e for e in entries}, {}, len(head)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -96,11 +98,11 @@ def write(path: str | Path, entries: Sequence[Entry], metadata: Mapping[str, str
         os.fsync(fd)
     finally:
         os.close(fd)
-    return Written(place, len(head), zlib.crc32(head), at, crcs)
+    return WrittenFile(place, len(head), zlib.crc32(head), at, crcs)
 
 
-def arrange(
-    entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+def file_layout(
+    entries: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
     """The head of a file, and where in the file each tensor's data begins, in that order.
 
@@ -218,14 +220,14 @@ def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, 
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorFileHeader:
     """What a safetensors file says it holds: `{name: (dtype, shape, place of its first byte)}`."""
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]
     metadata: Mapping[str, str]
 
     @staticmethod
-    def read(fd: int) -> Header:
+    def read(fd: int) -> TensorFileHeader:
         """Of an open file.
 
         Raises:
@@ -245,7 +247,7 @@ class Header:
             metadata = {} if metadata is None else metadata
             if not all(isinstance(v, str) for v in metadata.values()):
                 raise ValueError("its __metadata__ are no texts")
-            return Header(dict(_entries(values, 8 + count, size)), metadata)
+            return TensorFileHeader(dict(_entries(values, 8 + count, size)), metadata)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise Corrupt(f"its header is no safetensors header ({error})") from error
 
