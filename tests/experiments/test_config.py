@@ -492,6 +492,7 @@ def test_hardware_has_a_file_for_each_name():
 def test_jobs_share_groups():
     assert not any(path.is_symlink() for path in CONF.rglob("*"))
     for form in (TRAIN.form, FINETUNE.form):
+        form.register()
         with validate.loader_of(form) as loader:
             groups = validate.groups_of(form, loader)
         shared = {path.name for path in (CONF / "shared").iterdir()} - {"hydra"}

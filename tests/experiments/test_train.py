@@ -42,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+    conf = ROOT / "conf"
+    return sorted(path.stem for at in (conf, conf / "shared") for path in (at / group).glob("*.yaml"))
 
 
 GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "run", "hardware")
