@@ -12,7 +12,7 @@ from experiments.cli.main import main
 from experiments.configs.train import TrainConfig
 
 if TYPE_CHECKING:
-    from experiments.training.resume import Run
+    from experiments.training.resume import RunFolder
     from fnshard.launcher.rank import Stop
 
 HELP = Help(
@@ -60,7 +60,7 @@ def prepare(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def work(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+def work(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """What a rank does, see `experiments.training.loop.train`."""
     from experiments.training.loop import train
 

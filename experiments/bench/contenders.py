@@ -23,7 +23,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """What every contender is given.
 
     `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: one axis
@@ -59,7 +59,7 @@ class Contender:
 # ------------------------------------------------------------------ torch's own
 
 
-def ddp(task: Task) -> Contender:
+def ddp(task: BenchTask) -> Contender:
     """DistributedDataParallel, eager. bf16: autocast, and the hook torch has for a bf16 wire."""
     device = task.mesh.device
     model = nn.parallel.DistributedDataParallel(
@@ -79,17 +79,17 @@ def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings f
     return bf16_compress_hook(state, bucket)
 
 
-def fsdp2(task: Task) -> Contender:
+def fsdp2(task: BenchTask) -> Contender:
     """`fully_shard` on every block and the root, eager, its defaults."""
     return _fsdp2(task, compiled=False)
 
 
-def fsdp2_compiled(task: Task) -> Contender:
+def fsdp2_compiled(task: BenchTask) -> Contender:
     """The same, each block compiled."""
     return _fsdp2(task, compiled=True)
 
 
-def _fsdp2(task: Task, compiled: bool) -> Contender:
+def _fsdp2(task: BenchTask, compiled: bool) -> Contender:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = copy.deepcopy(task.model).to(task.mesh.device)
@@ -107,7 +107,7 @@ def _fsdp2(task: Task, compiled: bool) -> Contender:
     return _trained(model, task, contextlib.nullcontext)
 
 
-def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Contender:
+def _trained(model: nn.Module, task: BenchTask, context: Callable[[], Any]) -> Contender:
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _trained(model: nn.Module, task: Task, context: Callable[[], Any]) -> Conten
     return Contender(step)
 
 
-def limit(task: Task) -> Contender:
+def limit(task: BenchTask) -> Contender:
     """What no sharded step is faster than: the whole model under `torch.compile` in every rank, no
     communication, and the optimizer on this rank's share of the leaves."""
     model = copy.deepcopy(task.model).to(task.mesh.device, task.compute)
@@ -154,7 +154,7 @@ def limit(task: Task) -> Contender:
 
 
 def sharded(
-    task: Task, preset: str, *, dropout: float = 0.0, clip: float | None = None, **options: Any
+    task: BenchTask, preset: str, *, dropout: float = 0.0, clip: float | None = None, **options: Any
 ) -> tuple[fs.Step, fs.TrainState]:
     """The step and its first state; `dropout` falls on the logits, `options` are `shard_step`'s."""
     mesh = fs.make_mesh(shard=task.mesh.size, device=task.mesh.device_type)  # with a connection of its own
@@ -176,7 +176,7 @@ def sharded(
     return step, step.init({path: leaf.detach() for path, leaf in params.items()})
 
 
-def _fnshard(preset: str, task: Task, **options: Any) -> Contender:
+def _fnshard(preset: str, task: BenchTask, **options: Any) -> Contender:
     step, state = sharded(task, preset, **options)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def _fnshard(preset: str, task: Task, **options: Any) -> Contender:
 
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 GRAPH = "full_shard_graph"  # on one GPU
-CONTENDERS: dict[str, Callable[[Task], Contender]] = {
+CONTENDERS: dict[str, Callable[[BenchTask], Contender]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_compiled": fsdp2_compiled,
@@ -206,7 +206,7 @@ CONTENDERS: dict[str, Callable[[Task], Contender]] = {
 # ------------------------------------------------------------------ what they must agree with
 
 
-def reference_losses(task: Task, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+def reference_losses(task: BenchTask, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
     """fp64, one process, row by row, plain torch; the loss before each update.
 
     On a GPU each block is recomputed in backward: fp64 attention there is a [T, T] matrix.

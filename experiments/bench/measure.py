@@ -22,8 +22,8 @@ from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import (
     CONTENDERS,
     FNSHARD,
+    BenchTask,
     Contender,
-    Task,
     global_batch,
     mean_over_ranks,
     reference_losses,
@@ -86,13 +86,13 @@ def run(
     }
 
 
-def make_task(config: BenchConfig) -> Task:
+def make_task(config: BenchConfig) -> BenchTask:
     """The same initial parameters on every rank."""
     torch.manual_seed(config.seed)
     mesh = fs.make_mesh(shard=config.ranks, device=config.device)
     model = Decoder(config.model)
     dtypes = (config.compute_dtype, config.reduce_dtype)
-    return Task(
+    return BenchTask(
         model,
         mesh,
         *dtypes,
@@ -104,7 +104,7 @@ def make_task(config: BenchConfig) -> Task:
     )
 
 
-def batches(config: BenchConfig, task: Task, steps: range) -> Iterator[Batch]:
+def batches(config: BenchConfig, task: BenchTask, steps: range) -> Iterator[Batch]:
     """This rank's batches."""
     rank, rows = task.mesh.rank, config.rows
     for step in steps:
@@ -116,7 +116,7 @@ def batches(config: BenchConfig, task: Task, steps: range) -> Iterator[Batch]:
 
 
 def race(
-    config: BenchConfig, task: Task, names: Sequence[str], say: Callable[[str], None],
+    config: BenchConfig, task: BenchTask, names: Sequence[str], say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """First steps one after another, then rounds: one sample of each, in a new order every round.
@@ -170,12 +170,12 @@ def _allocated(config: BenchConfig) -> tuple[int, int] | None:
     return torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
 
 
-def one_step(track: Track, feed: Sequence[Batch], task: Task) -> float:
+def one_step(track: Track, feed: Sequence[Batch], task: BenchTask) -> float:
     """Seconds of the next step, from a common start."""
     return sample(track, feed, task, 1)
 
 
-def sample(track: Track, feed: Sequence[Batch], task: Task, steps: int) -> float:
+def sample(track: Track, feed: Sequence[Batch], task: BenchTask, steps: int) -> float:
     """Seconds of a step, the mean of the next few, from a common start; by CUDA's own events on a GPU."""
     coming = feed[track.number : track.number + steps]
     if task.mesh.size > 1:
@@ -237,7 +237,7 @@ def release() -> None:
 # ------------------------------------------------------------------ memory, phases, losses
 
 
-def memory(config: BenchConfig, task: Task, name: str) -> dict[str, int]:
+def memory(config: BenchConfig, task: BenchTask, name: str) -> dict[str, int]:
     """Of the rank that holds most; transport slots (shared memory) are added to both numbers."""
     (tokens, targets), *_ = batches(config, task, range(1))
     seen: list[tuple[int, int, int]] = []
@@ -260,7 +260,7 @@ def memory(config: BenchConfig, task: Task, name: str) -> dict[str, int]:
     return {"peak_bytes": peak, "between_bytes": between, "transport_bytes": transport}
 
 
-def phases(config: BenchConfig, task: Task, name: str) -> dict[str, Any]:
+def phases(config: BenchConfig, task: BenchTask, name: str) -> dict[str, Any]:
     """Milliseconds by instruction as rank 0 sees them, waits for its peers included."""
     with watched() as watch:
         contender = CONTENDERS[name](task)
@@ -274,7 +274,7 @@ def phases(config: BenchConfig, task: Task, name: str) -> dict[str, Any]:
     return watch.summary(PHASE_STEPS, seconds)
 
 
-def compare(config: BenchConfig, task: Task, out: dict[str, Any]) -> list[float]:
+def compare(config: BenchConfig, task: BenchTask, out: dict[str, Any]) -> list[float]:
     """Put the largest loss difference into `out`; gives the reference's losses."""
     steps = min(config.losses, config.warmup + config.rounds * config.steps)
     rows, vocab = config.ranks * config.rows, task.model.config.vocab

@@ -20,14 +20,14 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Memory:
+class AllocationLog:
     """Bytes of one rank: at the worst moment of a step, and between two."""
 
     peak: int
     between: int
 
 
-def live_bytes(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int = 6) -> Memory:
+def live_bytes(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int = 6) -> AllocationLog:
     """What `make()` and the step it returns hold; the first step (it compiles) is not looked at.
 
     On a CPU every allocation since before `make` is followed through the profiler's `[memory]`
@@ -88,7 +88,7 @@ class Heap:
         self.live -= self.sizes.pop(self.starts.pop(at))
 
 
-def follow(spans: Sequence[Span], changes: Iterable[Change]) -> Memory:
+def follow(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
     """Peak and resting bytes of the steps `spans`.
 
     All steps are alike, and a free that was not seen can only make a number too large: of each the
@@ -110,10 +110,10 @@ def follow(spans: Sequence[Span], changes: Iterable[Change]) -> Memory:
             peak = max(peak, heap.live)
         peaks.append(peak)
         rests.append(heap.live)
-    return Memory(min(peaks), min(rests))
+    return AllocationLog(min(peaks), min(rests))
 
 
-def _on_accelerator(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int) -> Memory:
+def _on_accelerator(make: Callable[[], Callable[[], Any]], device: torch.device, steps: int) -> AllocationLog:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     step = make()
@@ -123,6 +123,6 @@ def _on_accelerator(make: Callable[[], Callable[[], Any]], device: torch.device,
     for _ in range(steps):
         step()
     torch.cuda.synchronize(device)
-    return Memory(
+    return AllocationLog(
         torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
     )

@@ -23,7 +23,7 @@ KERNELS, PACKING, COLLECTIVES, OPTIMIZER = "kernels", "packing", "collectives", 
 
 
 @dataclasses.dataclass
-class Watch:
+class PhaseTimer:
     """What was seen since `clear`: seconds by "phase verb", seconds by what was called inside."""
 
     lines: Seconds = dataclasses.field(default_factory=lambda: defaultdict(float))
@@ -50,9 +50,9 @@ class Watch:
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
+def watched() -> Iterator[PhaseTimer]:
     """Steps that are called for the first time within are watched, as long as they live."""
-    watch = Watch()
+    watch = PhaseTimer()
     clocked: dict[int, tuple[Context, Context]] = {}  # by id, which the first keeps from being taken again
 
     def clocks(make: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
@@ -72,7 +72,7 @@ def _name(line: Any) -> str:
     return f"{line.phase.split('.')[0]} {line.verb}{of}"
 
 
-def _clocked(context: Context, watch: Watch) -> Context:
+def _clocked(context: Context, watch: PhaseTimer) -> Context:
     kernels = {
         name: tuple(fn and _timed(fn, watch.inner, KERNELS) for fn in pair)
         for name, pair in context.kernels.items()

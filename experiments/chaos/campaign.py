@@ -13,7 +13,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
-from experiments.chaos.job import ROOT, SLOW_S, STOPPED, Job, gone, rows_of
+from experiments.chaos.job import ROOT, SLOW_S, STOPPED, MonitoredRun, gone, rows_of
 from experiments.training.result import read_result
 from experiments.training.resume import CHECKPOINTS
 from experiments.training.run_record import VARIES
@@ -44,7 +44,7 @@ class Kill:
 
 
 @dataclass
-class Done:
+class KillOutcome:
     """A kill, and what came of it.
 
     `step`, `committed`: how far the run was, and its newest checkpoint. `inside`: its launcher started the
@@ -82,9 +82,9 @@ class Campaign:
     def __init__(self, config: ChaosConfig, folder: Path, say: Callable[[str], None] = lambda line: None):
         self.config, self.folder, self.say = config, folder, say
         self.kills = plan(config)
-        self.done: list[Done] = []
+        self.done: list[KillOutcome] = []
         self.runs: list[list[str]] = []  # of each that has finished, what was wrong with it
-        self.jobs: list[Job] = []
+        self.jobs: list[MonitoredRun] = []
         self.spans_s: dict[str, float] = {}  # how long each moment is on this machine
 
     def run(self) -> dict[str, Any]:
@@ -144,19 +144,19 @@ class Campaign:
         place.mkdir()
         return place
 
-    def _start(self, place: Path, number: int) -> Job:
+    def _start(self, place: Path, number: int) -> MonitoredRun:
         c = self.config
         own = [
             f"data.root={self.folder / 'text'}", f"mesh.shard={c.ranks}", f"run.steps={c.steps}",
             f"run.save_every={c.save_every}", f"run.held_out_every={c.held_out_every}",
             f"run.async_save={str(c.async_save).lower()}", f"run.max_restarts={c.max_restarts}",
         ]  # fmt: skip
-        self.jobs.append(Job.start(place, [*TINY, *own], number, c.patience_s))
+        self.jobs.append(MonitoredRun.start(place, [*TINY, *own], number, c.patience_s))
         return self.jobs[-1]
 
     # -------------------------------------------------------------- one kill
 
-    def _kill_once(self, job: Job, attempts: int) -> bool:
+    def _kill_once(self, job: MonitoredRun, attempts: int) -> bool:
         """Wait for a moment and kill; whether the job is still there to be killed again.
 
         Args:
@@ -167,7 +167,7 @@ class Campaign:
             return False
         folder, ranks, seen = job.folder, job.ranks, attempts + len(job.resumed)
         newest = max(job.committed(folder), default=0)
-        done = Done(kill, job.step(folder), newest, job.saving(folder), len(ranks), seen)
+        done = KillOutcome(kill, job.step(folder), newest, job.saving(folder), len(ranks), seen)
         if not job.kill(kill.mode, kill.rank):
             return job.process.poll() is None  # nobody was there yet
         self.done.append(done)
@@ -180,7 +180,7 @@ class Campaign:
             done.problems.append("a rank outlived its launcher")
         return False
 
-    def _moment(self, job: Job, kill: Kill) -> bool:
+    def _moment(self, job: MonitoredRun, kill: Kill) -> bool:
         """Whether it came before the job ended."""
         if kill.moment != "start":
             if not job.until(lambda: job.base is not None and job.folder is not None, SLOW_S):
@@ -196,7 +196,7 @@ class Campaign:
 
     # -------------------------------------------------------------- what came of it
 
-    def _look(self, job: Job, code: int, done: Sequence[Done]) -> None:
+    def _look(self, job: MonitoredRun, code: int, done: Sequence[KillOutcome]) -> None:
         """At what a job that is over has left behind.
 
         Raises:
@@ -224,7 +224,7 @@ class Campaign:
             last.problems += problems
 
 
-def measured(job: Job) -> dict[str, float]:
+def measured(job: MonitoredRun) -> dict[str, float]:
     """How long the start, a step and a save of the unbroken run take; medians."""
     began, saves = time.monotonic(), [0.0]
     job.until(lambda: job.base is not None and job.folder is not None, SLOW_S)

@@ -28,7 +28,7 @@ class ChaosError(RuntimeError):
 
 
 @dataclass
-class Job:
+class MonitoredRun:
     """A process that was started in `place` with the run's command, writing to `log`."""
 
     place: Path
@@ -37,7 +37,7 @@ class Job:
     patience_s: float
 
     @staticmethod
-    def start(place: Path, arguments: list[str], number: int, patience_s: float) -> Job:
+    def start(place: Path, arguments: list[str], number: int, patience_s: float) -> MonitoredRun:
         """Start the run, or go on with it: the same command every time."""
         log = place / f"start-{number}.log"
         with log.open("wb") as file:
@@ -49,7 +49,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Job(place, log, process, patience_s)
+        return MonitoredRun(place, log, process, patience_s)
 
     # -------------------------------------------------------------- what can be seen
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from experiments.checkpoint.job import Job
+from experiments.checkpoint.job import CheckpointJob
 from experiments.configs.checks import count
 from fnshard.launcher.local import launch
 from fnshard.layout.presets import PRESETS
@@ -32,12 +32,12 @@ def main() -> None:
     parser.add_argument("--part", default="both", choices=("throughput", "async", "both"))
     parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2])
     parser.add_argument("--folder", help="on the disk to be measured; default: below the output folder")
-    parser.add_argument("--size", default=Job.size, choices=SIZES, help="a file of conf/model")
-    parser.add_argument("--preset", default=Job.preset, choices=sorted(PRESETS))
-    parser.add_argument("--backend", default=Job.backend, choices=("inductor", "eager"))
+    parser.add_argument("--size", default=CheckpointJob.size, choices=SIZES, help="a file of conf/model")
+    parser.add_argument("--preset", default=CheckpointJob.preset, choices=sorted(PRESETS))
+    parser.add_argument("--backend", default=CheckpointJob.backend, choices=("inductor", "eager"))
     numbers = {"rounds": "of each", "steps": "of a window", "every": "steps a save", "rows": "of a rank"}
     for name, told in (numbers | {"length": "in tokens"}).items():
-        parser.add_argument(f"--{name}", type=count, default=getattr(Job, name), help=told)
+        parser.add_argument(f"--{name}", type=count, default=getattr(CheckpointJob, name), help=told)
     parser.add_argument("--out", type=Path, default=Path("outputs") / "checkpoint")
     args = vars(parser.parse_args())
     ranks, out, folder = args.pop("ranks"), args.pop("out").resolve(), args.pop("folder")
@@ -46,7 +46,7 @@ def main() -> None:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for number in ranks:
         with tempfile.TemporaryDirectory(dir=folder or out) as place:
-            told = {"job": dataclasses.asdict(Job(folder=place, **args)), "out": str(out)}
+            told = {"job": dataclasses.asdict(CheckpointJob(folder=place, **args)), "out": str(out)}
             job = out / "job.json"
             job.write_text(json.dumps(told) + "\n", encoding="utf-8")
             command = [sys.executable, "-u", "-m", "experiments.checkpoint.rank", str(job)]

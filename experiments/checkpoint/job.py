@@ -19,7 +19,7 @@ MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckpointJob:
     """All options.
 
     Args:
@@ -56,7 +56,7 @@ def world() -> fs.Mesh:
     return fs.make_mesh(shard=-1, device="cpu")
 
 
-def training(job: Job, mesh: fs.Mesh) -> tuple[Any, Any]:
+def training(job: CheckpointJob, mesh: fs.Mesh) -> tuple[Any, Any]:
     """A step and its first state: fp32, AdamW; its moments are noise, so that there is something to read."""
     torch.manual_seed(job.seed)
     apply, params = fs.make_functional(Decoder(job.model))
@@ -75,7 +75,7 @@ def training(job: Job, mesh: fs.Mesh) -> tuple[Any, Any]:
     return step, state
 
 
-def batch(job: Job, mesh: fs.Mesh, number: int) -> tuple[Tensor, ...]:
+def batch(job: CheckpointJob, mesh: fs.Mesh, number: int) -> tuple[Tensor, ...]:
     """This rank's rows."""
     whole = global_batch(number, job.seed, mesh.size * job.rows, job.length, job.model.vocab)
     return tuple(part[mesh.rank * job.rows : (mesh.rank + 1) * job.rows] for part in whole)

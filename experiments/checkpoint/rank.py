@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.checkpoint import report, throughput, training
-from experiments.checkpoint.job import Job, world
+from experiments.checkpoint.job import CheckpointJob, world
 from fnshard.launcher.local import run_rank
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[int, dict[str, Any]], str]]] = {
@@ -21,7 +21,7 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[int, dict[str, A
 }
 
 
-def main(job: Job, out: Path) -> None:
+def main(job: CheckpointJob, out: Path) -> None:
     """Measure; rank 0 writes `checkpoint-<ranks>.json` into `out` and prints the tables."""
     torch.set_num_threads(1)
     mesh, load = world(), os.getloadavg()[0]
@@ -41,4 +41,4 @@ def main(job: Job, out: Path) -> None:
 
 if __name__ == "__main__":
     told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    run_rank(lambda: main(Job(**told["job"]), Path(told["out"])), device_type="cpu")
+    run_rank(lambda: main(CheckpointJob(**told["job"]), Path(told["out"])), device_type="cpu")

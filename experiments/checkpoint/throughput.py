@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import fnshard as fs
 from experiments.bench.measure import largest
-from experiments.checkpoint.job import Job, as_dtensors, nbytes, training
+from experiments.checkpoint.job import CheckpointJob, as_dtensors, nbytes, training
 from fnshard.checkpoint.coordination import group_of
 from fnshard.checkpoint.read_blocks import load_blocks
 from fnshard.checkpoint.state_leaves import restore_targets, state_leaves
@@ -28,7 +28,7 @@ from fnshard.step.shards import spec_paths
 Seconds = dict[str, list[float]]
 
 
-def measure(job: Job, mesh: fs.Mesh) -> dict[str, Any]:
+def measure(job: CheckpointJob, mesh: fs.Mesh) -> dict[str, Any]:
     """Seconds of the slowest rank of every save and restore, by contender.
 
     "new": into tensors that are made for it, as `fs.checkpoint.restore` does. "in place": into tensors that

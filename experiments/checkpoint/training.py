@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fnshard as fs
 from experiments.bench.measure import largest
-from experiments.checkpoint.job import Job, batch, nbytes, training
+from experiments.checkpoint.job import CheckpointJob, batch, nbytes, training
 from experiments.checkpoint.throughput import barrier
 
 WARMUP = 3
@@ -21,7 +21,7 @@ KINDS = ("none", "async", "sync")
 NOTED = ("wall", "cpu", "inside", "waited")  # inside of save and save_async; at the end of a window
 
 
-def measure(job: Job, mesh: fs.Mesh) -> dict[str, Any]:
+def measure(job: CheckpointJob, mesh: fs.Mesh) -> dict[str, Any]:
     """Seconds of the slowest rank, and CPU seconds of all ranks, of windows of `job.steps` steps: without a
     save, with `save_async` every `job.every` steps, with `save` there. What is not written when a window ends
     is waited for within it."""

@@ -19,7 +19,7 @@ from experiments.cli.mistakes import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
 from experiments.data.files import write_json
-from experiments.training.resume import Run, taken
+from experiments.training.resume import RunFolder, taken
 from experiments.training.watchdog import DivergedError
 from fnshard.errors import (
     BudgetError,
@@ -91,10 +91,10 @@ def _prepared(job: Job, config: Any) -> Any:
 
 
 @contextmanager
-def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
+def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
     """The run that this rank works on: as told, or (under `torchrun`, on many nodes) as rank 0 finds it."""
     if "run" in values:
-        yield Run(**values["run"])
+        yield RunFolder(**values["run"])
         return
     told: list[Any] = [None, ""]
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[Run]:
             dist.broadcast_object_list(told, src=0)
         if told[0] is None:
             _end_together(told[1], mistake=True)
-        yield Run(**told[0])
+        yield RunFolder(**told[0])
 
 
 def no_room(error: OSError) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.data.control import Spelled
-from experiments.data.pieces import NOTHING, Piece
+from experiments.data.pieces import NOTHING, TextPiece
 
 BEGIN, END, PAD = 256, 257, 258
 ROLES = {"system": 259, "user": 260, "assistant": 261}
@@ -66,7 +66,7 @@ class ByteTokenizer:
         spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
         return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
-    def conversation(self, messages: Sequence[Mapping[str, str]], first: int = 0) -> list[Piece]:
+    def conversation(self, messages: Sequence[Mapping[str, str]], first: int = 0) -> list[TextPiece]:
         """Each message is its role's marker, its text and the end token.
 
         Args:
@@ -76,16 +76,16 @@ class ByteTokenizer:
         Raises:
             ValueError: a role that has no marker.
         """
-        pieces = [Piece(BEGIN, False)]
+        pieces = [TextPiece(BEGIN, False)]
         for number, message in enumerate(messages):
             learned = message["role"] == "assistant" and number >= first
-            pieces.append(Piece(_marker(message["role"]), False))
-            pieces += [Piece(message["content"], learned), Piece(END, learned)]
+            pieces.append(TextPiece(_marker(message["role"]), False))
+            pieces += [TextPiece(message["content"], learned), TextPiece(END, learned)]
         return pieces
 
-    def opening(self, messages: Sequence[Mapping[str, str]]) -> list[Piece]:
+    def opening(self, messages: Sequence[Mapping[str, str]]) -> list[TextPiece]:
         """What a model is given to answer `messages`."""
-        return [*self.conversation(messages, first=len(messages)), Piece(ROLES["assistant"], False)]
+        return [*self.conversation(messages, first=len(messages)), TextPiece(ROLES["assistant"], False)]
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.data.batches import Batch, check_rows, fill, pair_batch, width_of
-from experiments.data.packing import OPEN, Packer
+from experiments.data.packing import OPEN, RowPacker
 from experiments.data.permutation import order
 from experiments.data.prepared import Prepared
 
@@ -50,7 +50,7 @@ class PackedLoader:
         check_rows(self.rows, self.rank, self.ranks)
         self.width = self.prepared.context if self.pack else width_of(self.prepared)
         self._stream = Stream(self.prepared.samples, self.seed)
-        self._packer = Packer(self.width, self.prepared.shortest, self.open_rows)
+        self._packer = RowPacker(self.width, self.prepared.shortest, self.open_rows)
 
     @property
     def epoch(self) -> float:

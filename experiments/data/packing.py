@@ -9,7 +9,7 @@ OPEN = 32  # rows; twice as many fill them by less than 1% more, and keep a samp
 
 
 @dataclass
-class Packer:
+class RowPacker:
     """Best fit among the few rows that are open.
 
     A sample goes where the least room is left behind it. Where it fits nowhere it begins a row of its own;
@@ -53,7 +53,7 @@ def pack(lengths: Iterable[int], context: int, *, open_rows: int = OPEN) -> Iter
     >>> list(pack([3, 9, 6, 1, 4, 6], context=10))
     [[0, 2, 3], [4, 5], [1]]
     """
-    packer = Packer(context, open_rows=open_rows)
+    packer = RowPacker(context, open_rows=open_rows)
     for sample, length in enumerate(lengths):
         closed = packer.add(sample, length)
         if closed is not None:

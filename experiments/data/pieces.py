@@ -13,7 +13,7 @@ from experiments.data.control import Spelled
 NOTHING, CONTROL, TEXT = "nothing", "control", "text"  # what a text can stand behind
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A stretch of a sample.
 
     Args:
@@ -48,13 +48,13 @@ class Encoder(Protocol):
         """The control tokens that a stretch of a text spells."""
 
 
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
+def joined(pieces: Sequence[TextPiece]) -> list[TextPiece]:
     """Neighbours of one kind become one, as they are tokenised when a model is asked to go on.
 
     >>> joined([Piece("a", False), Piece("", True), Piece("b", False), Piece("c", True)])
     [Piece(content='ab', learned=False, control=False), Piece(content='c', learned=True, control=False)]
     """
-    out: list[Piece] = []
+    out: list[TextPiece] = []
     for piece in pieces:
         if piece.content == "":
             continue
@@ -71,7 +71,9 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     return out
 
 
-def encode_all(encoder: Encoder, drafts: Sequence[Sequence[Piece]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def encode_all(
+    encoder: Encoder, drafts: Sequence[Sequence[TextPiece]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens (uint32) and whether each is learned (uint8) of many samples; texts go to the encoder together.
 
     Text is cut where a control token stands and where learning begins or ends, so that no token straddles
@@ -102,7 +104,7 @@ def _one(stretches: Sequence[Stretch], encoded: dict[str, Iterator]) -> tuple[np
 # ------------------------------------------------------------------ where text is cut
 
 
-def _stretches(encoder: Encoder, pieces: Sequence[Piece]) -> list[Stretch]:
+def _stretches(encoder: Encoder, pieces: Sequence[TextPiece]) -> list[Stretch]:
     out: list[Stretch] = []
     for is_text, group in groupby(pieces, key=lambda piece: isinstance(piece.content, str)):
         run = list(group)
@@ -110,7 +112,7 @@ def _stretches(encoder: Encoder, pieces: Sequence[Piece]) -> list[Stretch]:
     return out
 
 
-def _of_text(encoder: Encoder, run: Sequence[Piece]) -> list[Stretch]:
+def _of_text(encoder: Encoder, run: Sequence[TextPiece]) -> list[Stretch]:
     text = "".join(piece.content for piece in run)
     ends = list(accumulate(len(piece.content) for piece in run))
     parts = [(piece.learned, start, end) for piece, start, end in zip(run, [0, *ends], ends, strict=False)]
@@ -130,7 +132,7 @@ def _of_text(encoder: Encoder, run: Sequence[Piece]) -> list[Stretch]:
     return out
 
 
-def _spelled(encoder: Encoder, run: Sequence[Piece], text: str) -> Iterator[Spelled]:
+def _spelled(encoder: Encoder, run: Sequence[TextPiece], text: str) -> Iterator[Spelled]:
     """Control tokens in the stretches that may spell any, by their place in the whole text."""
     place = end = 0
     stretches = [(control, list(group)) for control, group in groupby(run, key=lambda piece: piece.control)]

@@ -21,7 +21,7 @@ from experiments.data.files import size_of
 from experiments.data.layouts import blocks_of, files_of, is_saved
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import Tokenizer
-from experiments.data.writer import BROKEN, LISTED, TOO_LONG, Policy, Writer
+from experiments.data.writer import BROKEN, LISTED, TOO_LONG, PreparedWriter, WritePolicy
 from fnshard.errors import report
 
 FORMAT = 3  # a change of what the files mean makes another key
@@ -119,7 +119,7 @@ def prepare(
         ConfigError: a file cannot be read, holds nothing, or has lines that are refused: the first few of
             them by file and line, how many there are, and the file that lists them all.
     """
-    policy = Policy(context, broken, too_long, part)
+    policy = WritePolicy(context, broken, too_long, part)
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}: must be one of {', '.join(KINDS)}.")
     paths = readable(files)
@@ -176,7 +176,7 @@ def _make(
     paths: Sequence[Path],
     sums: Sequence[str],
     tokenizer: Tokenizer,
-    policy: Policy,
+    policy: WritePolicy,
 ) -> None:
     """Write under a name of its own and rename: a folder is whole or absent. The first of two wins."""
     first = folders[False]
@@ -185,7 +185,7 @@ def _make(
     parts = {side: partial / folder.name for side, folder in folders.items()}
     size = sum(file.stat().st_size for path in paths for file in files_of(path))
     try:
-        with Writer(parts, partial / "refused.txt", kind, tokenizer, policy, size) as writer:
+        with PreparedWriter(parts, partial / "refused.txt", kind, tokenizer, policy, size) as writer:
             for path, expected in zip(paths, sums, strict=True):
                 if writer.read(path) != expected:
                     raise ConfigError(f"{path} changed while it was read. Fix: wait until it is written.")
@@ -211,7 +211,7 @@ def _place(part: Path, folder: Path, kind: str, context: int, pad: int, facts: M
             raise
 
 
-def _refuse(writer: Writer, paths: Sequence[Path], beside: Path) -> None:
+def _refuse(writer: PreparedWriter, paths: Sequence[Path], beside: Path) -> None:
     """One error for all lines that may not be passed over, or for files in which nothing is left."""
     problems = writer.problems
     refused, shown = sum(problems.refused.values()), problems.shown

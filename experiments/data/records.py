@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.configs.train import ConfigError
 from experiments.data.lines import LineError
-from experiments.data.pieces import Piece
+from experiments.data.pieces import TextPiece
 from experiments.data.tokenizer import Tokenizer
 
 RESPONSES = ("response", "completion", "output")
@@ -29,7 +29,7 @@ class Record:
         chat: it went through the chat template.
     """
 
-    drafts: tuple[Sequence[Piece], ...]
+    drafts: tuple[Sequence[TextPiece], ...]
     answer: int = -1
     sizes: tuple[int, ...] = ()
     chat: bool = False
@@ -56,7 +56,7 @@ def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
         return Record((_answered(tokenizer, prompt, line, name),), chat=_is_chat(prompt, line[name]))
     if "text" in line:
         text = _text(line, "text", empty=False)
-        return Record(((*_begin(tokenizer), Piece(text, True), Piece(tokenizer.eos, True)),))
+        return Record(((*_begin(tokenizer), TextPiece(text, True), TextPiece(tokenizer.eos, True)),))
     raise LineError(
         "has none of 'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'; "
         f"it has {_keys(line)}"
@@ -122,8 +122,8 @@ def choice(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
     )
     if name == "question":
         asked = f"Question: {asked}\nAnswer:"
-    begin = (*_begin(tokenizer), Piece(asked, False))
-    drafts = tuple((*begin, Piece(space + text, True)) for text in texts)
+    begin = (*_begin(tokenizer), TextPiece(asked, False))
+    drafts = tuple((*begin, TextPiece(space + text, True)) for text in texts)
     return Record(drafts, answer, tuple(len(text.encode()) for text in texts))
 
 
@@ -157,12 +157,12 @@ def _is_chat(prompt: str | Messages, response: Any) -> bool:
 
 def _answered(
     tokenizer: Tokenizer, prompt: str | Messages, line: Mapping[str, Any], name: str
-) -> Sequence[Piece]:
+) -> Sequence[TextPiece]:
     if isinstance(prompt, str) and isinstance(line[name], list):
         prompt = _asked(prompt)
     if isinstance(prompt, str):
         response = _text(line, name, empty=False)
-        pieces = (Piece(prompt, False), Piece(response, True), Piece(tokenizer.eos, True))
+        pieces = (TextPiece(prompt, False), TextPiece(response, True), TextPiece(tokenizer.eos, True))
         return (*_begin(tokenizer), *pieces)
     return _conversation(tokenizer, *_continued(prompt, line, name))
 
@@ -195,11 +195,11 @@ def _same(messages: Messages) -> list[tuple[str, str]]:
     return [(m["role"], m["content"].strip()) for m in messages]
 
 
-def _begin(tokenizer: Tokenizer) -> tuple[Piece, ...]:
-    return () if tokenizer.bos is None else (Piece(tokenizer.bos, False),)
+def _begin(tokenizer: Tokenizer) -> tuple[TextPiece, ...]:
+    return () if tokenizer.bos is None else (TextPiece(tokenizer.bos, False),)
 
 
-def _conversation(tokenizer: Tokenizer, messages: Messages, first: int) -> Sequence[Piece]:
+def _conversation(tokenizer: Tokenizer, messages: Messages, first: int) -> Sequence[TextPiece]:
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")  # nothing is learned behind it
     try:
         return tokenizer.conversation(messages[: last + 1], first)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.data.control import spelling
-from experiments.data.pieces import Piece
+from experiments.data.pieces import TextPiece
 
 Messages = Sequence[Mapping[str, str]]
 PRIVATE = range(0xF0000, 0xFFFFE)  # characters that mean nothing, of which no text holds all
@@ -30,7 +30,7 @@ class Rendering:
             text = text[:start] + "\0" * (stop - start) + text[stop:]
         return text
 
-    def pieces(self, start: int, stop: int, *, learned: bool) -> list[Piece]:
+    def pieces(self, start: int, stop: int, *, learned: bool) -> list[TextPiece]:
         """A stretch of it.
 
         >>> Rendering("<e>a<e>", ((3, 4),)).pieces(0, 4, learned=True)
@@ -39,7 +39,10 @@ class Rendering:
         out, place = [], start
         for first, last in (*self.written, (stop, stop)):
             first, last = (min(max(at, place), stop) for at in (first, last))
-            out += [Piece(self.text[place:first], learned, True), Piece(self.text[first:last], learned)]
+            out += [
+                TextPiece(self.text[place:first], learned, True),
+                TextPiece(self.text[first:last], learned),
+            ]
             place = last
         return [piece for piece in out if piece.content]
 

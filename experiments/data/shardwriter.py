@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 from experiments.data.lines import LONGEST, MARK, LineError, parse
-from experiments.data.spans import PIECE, Span, line_number, lines, pieces
+from experiments.data.spans import PIECE, TextSpan, line_number, lines, pieces
 from experiments.data.tokenizer import Tokenizer
 
 SHOWN = 8
@@ -66,7 +66,7 @@ def dtype_of(vocab: int) -> str:
     return "<u2" if vocab <= 2**16 else "<u4"
 
 
-def write_shard(spans: Sequence[Span], recipe: Recipe, path: Path, advance: Advance) -> Made:
+def write_shard(spans: Sequence[TextSpan], recipe: Recipe, path: Path, advance: Advance) -> Made:
     """Write under a name of its own and rename: a shard is whole or absent.
 
     Args:
@@ -93,7 +93,7 @@ def write_shard(spans: Sequence[Span], recipe: Recipe, path: Path, advance: Adva
     return made
 
 
-def _ids(span: Span, recipe: Recipe, made: Made, advance: Advance) -> Iterator[np.ndarray]:
+def _ids(span: TextSpan, recipe: Recipe, made: Made, advance: Advance) -> Iterator[np.ndarray]:
     """Ids of a span, some `PIECE` bytes of text at a time."""
     source, tokenizer = span.source, recipe.tokenizer
     end = np.array([tokenizer.eos], np.uint32)
@@ -121,7 +121,7 @@ def _ids(span: Span, recipe: Recipe, made: Made, advance: Advance) -> Iterator[n
             yield end
 
 
-def _parts(file: BinaryIO, span: Span, recipe: Recipe, made: Made) -> Iterator[tuple[int, list[str]]]:
+def _parts(file: BinaryIO, span: TextSpan, recipe: Recipe, made: Made) -> Iterator[tuple[int, list[str]]]:
     """A text file is one document, however many parts it is read in."""
     for at, part in pieces(file, span):
         size = len(part)
@@ -139,7 +139,7 @@ def _parts(file: BinaryIO, span: Span, recipe: Recipe, made: Made) -> Iterator[t
         yield size, [text]
 
 
-def _documents(file: BinaryIO, span: Span, recipe: Recipe, made: Made) -> Iterator[tuple[int, list[str]]]:
+def _documents(file: BinaryIO, span: TextSpan, recipe: Recipe, made: Made) -> Iterator[tuple[int, list[str]]]:
     """The "text" of each line; one that is empty is no document."""
     batch: list[str] = []
     size = 0
@@ -174,7 +174,7 @@ def _text(line: bytes) -> str:
     return record["text"]
 
 
-def _where(made: Made, file: BinaryIO, span: Span, at: int) -> str:
+def _where(made: Made, file: BinaryIO, span: TextSpan, at: int) -> str:
     """File and line; counting lines takes a while, and only the first few problems are shown."""
     path = span.source.path
     return f"{path}:{line_number(file, at)}" if len(made.problems) < SHOWN else str(path)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from experiments.data.text_files import Source
+from experiments.data.text_files import TextFile
 
 REACH = 2**12  # bytes a cut of text looks for an end of line
 BLOCK = 2**16
@@ -18,15 +18,15 @@ PIECE = 2**18  # bytes of text that are tokenised at once
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """Bytes `start` to `stop` of a file, before the cuts move."""
 
-    source: Source
+    source: TextFile
     start: int
     stop: int
 
 
-def spans_of(sources: Sequence[Source], shard_bytes: int) -> list[tuple[Span, ...]]:
+def spans_of(sources: Sequence[TextFile], shard_bytes: int) -> list[tuple[TextSpan, ...]]:
     """The spans of every shard.
 
     >>> from pathlib import Path
@@ -34,14 +34,14 @@ def spans_of(sources: Sequence[Source], shard_bytes: int) -> list[tuple[Span, ..
     >>> [[(s.source.name, s.start, s.stop) for s in shard] for shard in spans_of(files, 6)]
     [[('a', 0, 5), ('b', 0, 1)], [('b', 1, 4)]]
     """
-    shards: list[tuple[Span, ...]] = []
-    spans: list[Span] = []
+    shards: list[tuple[TextSpan, ...]] = []
+    spans: list[TextSpan] = []
     room = shard_bytes
     for source in sources:
         start = 0
         while start < source.size:
             stop = min(source.size, start + room)
-            spans.append(Span(source, start, stop))
+            spans.append(TextSpan(source, start, stop))
             room -= stop - start
             start = stop
             if not room:
@@ -50,7 +50,7 @@ def spans_of(sources: Sequence[Source], shard_bytes: int) -> list[tuple[Span, ..
     return [*shards, tuple(spans)] if spans else shards
 
 
-def cut(file: BinaryIO, at: int, source: Source) -> int:
+def cut(file: BinaryIO, at: int, source: TextFile) -> int:
     """Where the text behind the cut `at` begins: at a line; in text of endless lines at a character."""
     if at <= 0 or at >= source.size:
         return min(max(at, 0), source.size)
@@ -67,7 +67,7 @@ def cut(file: BinaryIO, at: int, source: Source) -> int:
     return at + inside
 
 
-def pieces(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
+def pieces(file: BinaryIO, span: TextSpan) -> Iterator[tuple[int, bytes]]:
     """The text of a span in parts of some `PIECE` bytes, and where each begins."""
     begin, end = cut(file, span.start, span.source), cut(file, span.stop, span.source)
     while begin < end:
@@ -77,7 +77,7 @@ def pieces(file: BinaryIO, span: Span) -> Iterator[tuple[int, bytes]]:
         begin = stop
 
 
-def lines(file: BinaryIO, span: Span, longest: int) -> Iterator[tuple[int, bytes]]:
+def lines(file: BinaryIO, span: TextSpan, longest: int) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a span and are not blank, and where; at most `longest` + 1 bytes of one."""
     begin, end = cut(file, span.start, span.source), cut(file, span.stop, span.source)
     file.seek(begin)

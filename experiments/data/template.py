@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.configs.train import ConfigError
 from experiments.data import renderer
-from experiments.data.pieces import Piece
+from experiments.data.pieces import TextPiece
 from experiments.data.rendering import Messages, Rendering, rendered
 from fnshard.errors import MissingExtraError
 
@@ -78,7 +78,7 @@ class Template:
                 "another model."
             ) from None
 
-    def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
+    def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
         """The pieces up to the last assistant's turn; assistants' from message `first` on are learned.
 
         Raises:
@@ -100,7 +100,7 @@ class Template:
             done = whole.text
         return pieces
 
-    def opening(self, messages: Messages) -> list[Piece]:
+    def opening(self, messages: Messages) -> list[TextPiece]:
         """What a model is given to answer `messages`."""
         asked = self._rendered(messages, ask=True)
         return asked.pieces(0, len(asked.text), learned=False)
@@ -141,16 +141,16 @@ class Plain:
     bos: int | None
     eos: int
 
-    def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
+    def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
         """As `Template.conversation`."""
-        pieces = [] if self.bos is None else [Piece(self.bos, False)]
+        pieces = [] if self.bos is None else [TextPiece(self.bos, False)]
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 learned = number >= first
-                pieces += [Piece("assistant:", False), Piece(f" {message['content']}", learned)]
-                pieces.append(Piece(self.eos, learned))
+                pieces += [TextPiece("assistant:", False), TextPiece(f" {message['content']}", learned)]
+                pieces.append(TextPiece(self.eos, learned))
             else:
-                pieces.append(Piece(f"{message['role']}: {message['content']}\n\n", False))
+                pieces.append(TextPiece(f"{message['role']}: {message['content']}\n\n", False))
         return pieces
 
     def source(self, text_of: Callable[[int], str]) -> str:
@@ -163,6 +163,6 @@ class Plain:
             "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
         )
 
-    def opening(self, messages: Messages) -> list[Piece]:
+    def opening(self, messages: Messages) -> list[TextPiece]:
         """As `Template.opening`."""
-        return [*self.conversation(messages, first=len(messages)), Piece("assistant:", False)]
+        return [*self.conversation(messages, first=len(messages)), TextPiece("assistant:", False)]

@@ -17,7 +17,7 @@ WILD = frozenset("*?[")
 
 
 @dataclass(frozen=True)
-class Source:
+class TextFile:
     """One file of text.
 
     Args:
@@ -38,7 +38,7 @@ class Source:
         return self.path.suffix in LINES
 
 
-def find(named: Sequence[str] | None) -> list[Source]:
+def find(named: Sequence[str] | None) -> list[TextFile]:
     """The files of folders, globs and names, in that order, and by name within each; each file once.
 
     Args:
@@ -50,7 +50,7 @@ def find(named: Sequence[str] | None) -> list[Source]:
     if named is None:
         root = standard_library()
         return [_source(name, root / name) for name in source_files(root)]
-    found: dict[Path, Source] = {}
+    found: dict[Path, TextFile] = {}
     wrong = []
     for each in named:
         try:
@@ -68,7 +68,7 @@ def find(named: Sequence[str] | None) -> list[Source]:
     return list(found.values())
 
 
-def split(sources: Iterable[Source], percent: int, held_out: Sequence[str]) -> dict[str, list[Source]]:
+def split(sources: Iterable[TextFile], percent: int, held_out: Sequence[str]) -> dict[str, list[TextFile]]:
     """`{"train": ..., "held_out": ...}`: by a hash of each file's name, or as globs say.
 
     Args:
@@ -78,7 +78,7 @@ def split(sources: Iterable[Source], percent: int, held_out: Sequence[str]) -> d
     Raises:
         ConfigError: a glob matches no file, or one side has no text.
     """
-    sides: dict[str, list[Source]] = {"train": [], "held_out": []}
+    sides: dict[str, list[TextFile]] = {"train": [], "held_out": []}
     idle = set(held_out)
     for source in sources:
         matching = {glob for glob in held_out if PurePath(source.name).match(glob)}
@@ -137,6 +137,6 @@ def _nothing(path: Path) -> str:
     return "matches no file" if WILD & set(str(path)) else "no such file or folder"
 
 
-def _source(name: str, path: Path) -> Source:
+def _source(name: str, path: Path) -> TextFile:
     about = path.stat()
-    return Source(name, path, about.st_size, about.st_mtime_ns)
+    return TextFile(name, path, about.st_size, about.st_mtime_ns)

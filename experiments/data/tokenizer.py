@@ -16,7 +16,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.bytelevel import TEMPLATE, ByteTokenizer, tokenizer_json
 from experiments.data.control import Controls, Spelled, behind_others, controls_of
 from experiments.data.files import size_of
-from experiments.data.pieces import CONTROL, NOTHING, TEXT, Piece
+from experiments.data.pieces import CONTROL, NOTHING, TEXT, TextPiece
 from experiments.data.template import Plain, Template
 from fnshard.errors import MissingExtraError, report
 
@@ -57,10 +57,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
         """Text; control tokens are left out, or with `control` as they are spelled."""
 
-    def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
+    def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
         """The pieces of a conversation; what assistants said from message `first` on is learned."""
 
-    def opening(self, messages: Messages) -> list[Piece]:
+    def opening(self, messages: Messages) -> list[TextPiece]:
         """What a model is given to answer `messages`."""
 
     def save(self, folder: Path) -> None:
@@ -104,11 +104,11 @@ class FileTokenizer:
         """Text of token ids."""
         return self.file.decode([i for i in ids if i < self.vocab], skip_special_tokens=not control)
 
-    def conversation(self, messages: Messages, first: int = 0) -> list[Piece]:
+    def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
         """As the directory's chat template writes it, or plainly where it has none."""
         return self.chat.conversation(messages, first)
 
-    def opening(self, messages: Messages) -> list[Piece]:
+    def opening(self, messages: Messages) -> list[TextPiece]:
         """What a model is given to answer `messages`."""
         return self.chat.opening(messages)
 

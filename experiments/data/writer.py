@@ -32,7 +32,7 @@ QUIET_S, EVERY_S = 2.0, 30.0  # before progress is told; between lines of it whe
 Samples = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
-class Where(NamedTuple):
+class LinePosition(NamedTuple):
     """A line's number, and whether it is held out."""
 
     line: int
@@ -40,7 +40,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class WritePolicy:
     """Which lines are taken, and what is done with those that do not fit; as `prepare` takes them."""
 
     context: int
@@ -74,7 +74,7 @@ class Policy:
 
 
 @dataclass
-class Problems:
+class RefusedLines:
     """Counts of what was found; what is refused goes to a file, and the first few are held.
 
     Args:
@@ -82,7 +82,7 @@ class Problems:
         out: takes a line each, `LISTED` at most.
     """
 
-    policy: Policy
+    policy: WritePolicy
     out: TextIO
     counts: dict[bool, dict[str, int]] = field(init=False)
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys((BROKEN, TOO_LONG), 0))
@@ -92,7 +92,7 @@ class Problems:
         self.counts = {side: dict.fromkeys((BROKEN, TOO_LONG, TRUNCATED), 0) for side in self.policy.sides}
         self._waiting: list[tuple[int, str]] = []
 
-    def add(self, reason: str, where: Where, text: str) -> None:
+    def add(self, reason: str, where: LinePosition, text: str) -> None:
         """Count a line. One that is refused is told of, whatever side it belongs to: all mistakes at once."""
         self.counts[where.side][reason] += 1
         if getattr(self.policy, reason) == "refuse":
@@ -109,29 +109,31 @@ class Problems:
 
 
 @dataclass
-class Writer:
+class PreparedWriter:
     """Writes the arrays of every side into folders, and what is refused into a file; a context manager."""
 
     folders: Mapping[bool, Path]
     refused: Path
     kind: str
     tokenizer: Tokenizer
-    policy: Policy
+    policy: WritePolicy
     size: int  # bytes of all files, for the progress
 
     def __post_init__(self) -> None:
         self.longest_seen = 0
-        self._block: list[tuple[Where, Record]] = []
+        self._block: list[tuple[LinePosition, Record]] = []
         self._bytes = 0
         self._path = Path()
-        self._first: tuple[Where, Record, Samples] | None = None  # waits: its side may be needed elsewhere
+        self._first: tuple[LinePosition, Record, Samples] | None = (
+            None  # waits: its side may be needed elsewhere
+        )
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> PreparedWriter:
         self._stack = ExitStack()
         enter = self._stack.enter_context
         self.arrays = {side: enter(Arrays(self.folders[side])) for side in self.policy.sides}
-        self.problems = Problems(self.policy, enter(self.refused.open("w", encoding="utf-8")))
-        self._progress = enter(Progress(self.size))
+        self.problems = RefusedLines(self.policy, enter(self.refused.open("w", encoding="utf-8")))
+        self._progress = enter(WriteProgress(self.size))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -142,7 +144,7 @@ class Writer:
         digest = hashlib.sha256()
         self._path = path
         for number, line in lines_of(path, digest.update):
-            where = Where(number, self.policy.side(line))
+            where = LinePosition(number, self.policy.side(line))
             try:
                 record = KINDS[self.kind](parse(line), self.tokenizer)
             except LineError as error:
@@ -187,7 +189,7 @@ class Writer:
         self._progress.advance(self._bytes)
         self._block, self._bytes = [], 0
 
-    def _fitting(self, where: Where, samples: Samples) -> Samples:
+    def _fitting(self, where: LinePosition, samples: Samples) -> Samples:
         """The samples as they are written; none where the line is left out."""
         most = self.policy.context + 1
         line = f"{self._path}:{where.line}"
@@ -212,14 +214,14 @@ class Writer:
         return samples
 
 
-class Progress:
+class WriteProgress:
     """Bytes done, on stderr, where that takes long: a bar on a terminal, else a line now and then."""
 
     def __init__(self, size: int) -> None:
         self._size, self._done = size, 0
         self._told = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> WriteProgress:
         from tqdm import tqdm
 
         self._bar = tqdm(

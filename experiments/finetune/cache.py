@@ -15,7 +15,7 @@ from torch import Tensor
 Kept = dict[str, tuple[Tensor, Tensor]]  # {layer: (keys, values)}, each [B, heads, S, width]
 
 
-class Passing:
+class StatelessCache:
     """Keeps nothing. With it, models know that a row is one sequence, and ask for plain causal attention.
 
     Without a cache they look for packed documents in the positions, and build a T x T mask when traced.
@@ -40,7 +40,7 @@ class Passing:
         return queries, 0
 
 
-class Filling(Passing):
+class PromptCache(StatelessCache):
     """Keeps the keys and values of a prompt, with room for `size` tokens in all."""
 
     def __init__(self, size: int):
@@ -54,7 +54,7 @@ class Filling(Passing):
         return keys, values
 
 
-class Held(Passing):
+class DecodeCache(StatelessCache):
     """Takes one more token a row, each at its own position.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.finetune.cache import Filling, Held, Kept
+from experiments.finetune.cache import DecodeCache, Kept, PromptCache
 from experiments.finetune.lm import LanguageModel
 from fnshard.errors import report
 from fnshard.runtime.collectives.base import Collectives
@@ -39,7 +39,7 @@ def prefill(lm: LanguageModel, size: int) -> Callable[..., tuple[Tensor, Kept]]:
     """
 
     def fn(params: Any, tokens: Tensor, last: Tensor) -> tuple[Tensor, Kept]:
-        cache = Filling(size)
+        cache = PromptCache(size)
         hidden = lm.run(params, tokens, None, None, cache)  # [B, T, D]
         index = last[:, None, None].expand(-1, 1, hidden.shape[2])
         return lm.unembed(params, hidden.gather(1, index))[:, 0].float(), cache.kept
@@ -51,7 +51,7 @@ def decode(lm: LanguageModel) -> Callable[..., tuple[Tensor, Kept]]:
     """`fn(params, tokens [B, 1], positions [B, 1], kept) -> logits [B, V], kept`: one more token a row."""
 
     def fn(params: Any, tokens: Tensor, positions: Tensor, kept: Kept) -> tuple[Tensor, Kept]:
-        cache = Held(kept, positions)
+        cache = DecodeCache(kept, positions)
         size = cache.get_mask_sizes(1, int(next(iter(kept))))[0]
         behind = positions[:, None, :, None] - torch.arange(size, device=tokens.device)  # [B, 1, 1, S]
         mask = lm.by_kind(params, behind >= 0, behind, size)

@@ -14,7 +14,7 @@ from experiments.configs.train import ConfigError
 from experiments.finetune.config import FinetuneConfig
 
 if TYPE_CHECKING:
-    from experiments.training.resume import Run
+    from experiments.training.resume import RunFolder
     from fnshard.launcher.rank import Stop
 
 HELP = Help(
@@ -95,7 +95,7 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
         raise
 
 
-def work(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+def work(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """What a rank does, see `experiments.finetune.loop.finetune`."""
     from experiments.finetune.loop import finetune
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.finetune.architecture import check_decoder, is_plain, no_decoder, windows_of
-from experiments.finetune.cache import Passing
+from experiments.finetune.cache import StatelessCache
 from fnshard.errors import MissingExtraError, report
 from fnshard.functional import aliases
 from fnshard.losses.objectives import IGNORE, linear_token_losses
@@ -70,7 +70,7 @@ class LanguageModel:
         return [path for path in paths if path in self.params and path != self._head]
 
     def run(
-        self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask, cache: Passing | None
+        self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask, cache: StatelessCache | None
     ) -> Tensor:
         """The trunk's output behind the final norm, [B, T, D].
 
@@ -100,7 +100,7 @@ class LanguageModel:
                 see each other. None: a row is one sequence, and attention keeps its fast causal kernel.
         """
         if documents is None:
-            return self.run(params, tokens, positions, None, Passing())
+            return self.run(params, tokens, positions, None, StatelessCache())
         index = torch.arange(tokens.shape[1], device=tokens.device)
         behind = index[:, None] - index  # [T, T]: how far a key is behind a query
         real = documents[:, None, :] != 0

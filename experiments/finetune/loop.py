@@ -33,8 +33,8 @@ from experiments.finetune.tuning import Tuning, first_state
 from experiments.training.checkpoints import Saver, restored
 from experiments.training.report import Report, plot_losses
 from experiments.training.result import write_result
-from experiments.training.resume import Run
-from experiments.training.run_record import Spent, varying
+from experiments.training.resume import RunFolder
+from experiments.training.run_record import TimeSpent, varying
 from experiments.training.steps import Training, begin_report, run_steps, tell_resume, tell_stop
 from fnshard.hf.files import read_config
 from fnshard.launcher.rank import Stop
@@ -44,7 +44,7 @@ BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
 
 
 @dataclass(frozen=True)
-class Setup:
+class FinetuneSetup:
     """What does not change while tuning."""
 
     config: FinetuneConfig
@@ -62,7 +62,7 @@ class Setup:
         return self.planned.tuning
 
 
-def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """Tune, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
     prints where it lies.
 
@@ -70,7 +70,7 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
         config: its model is a directory, its data are folders of `materials.prepared`.
         stop: once it is asked on any rank, all finish the step, save, and return.
     """
-    spent = Spent()
+    spent = TimeSpent()
     with spent.on("start"):
         setup = prepare(config)
         folder, mesh = Path(run.folder), setup.mesh
@@ -112,10 +112,10 @@ def finetune(config: FinetuneConfig, run: Run, overrides: list[str], stop: Stop)
             tell_end(report, setup, run, overrides, before, after, written)
 
 
-def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
+def begin(setup: FinetuneSetup, run: RunFolder) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
     config, mesh = setup.config, setup.mesh
-    loader = Arguments(setup.materials.loader(config, mesh))
+    loader = StepArguments(setup.materials.loader(config, mesh))
     state, found = restored(run.root, run.source, setup.step, mesh, loader)
     if state is None:
         specs = setup.planned.plan.specs
@@ -125,8 +125,8 @@ def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
 
 def tell_end(
     report: Report,
-    setup: Setup,
-    run: Run,
+    setup: FinetuneSetup,
+    run: RunFolder,
     overrides: list[str],
     before: dict[str, Any],
     after: dict[str, Any],
@@ -153,12 +153,12 @@ def tell_end(
     print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
 
-def prepare(config: FinetuneConfig) -> Setup:
+def prepare(config: FinetuneConfig) -> FinetuneSetup:
     """Mesh, method, plan, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
     lm, materials = from_directory(config.model), opened(config)
-    batch = next(Arguments(materials.loader(config, mesh)))[0]
+    batch = next(StepArguments(materials.loader(config, mesh)))[0]
     chosen = planned(config, lm, mesh, batch)
     config = replace(config, optimizer=replace(config.optimizer, lr=chosen.rate))
     tuning, plan = chosen.tuning, chosen.plan
@@ -180,7 +180,7 @@ def prepare(config: FinetuneConfig) -> Setup:
         wrap=tuning.policy, timeout=run.timeout_s,
     )  # fmt: skip
     shown = Shown(generator, materials.tokenizer, examples, run.sample_tokens)
-    return Setup(config, mesh, chosen, materials, step, held_out, choosing, shown)
+    return FinetuneSetup(config, mesh, chosen, materials, step, held_out, choosing, shown)
 
 
 def lean(batch: dict[str, Any], packed: bool) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def lean(batch: dict[str, Any], packed: bool) -> dict[str, Any]:
 
 
 @dataclass
-class Arguments:
+class StepArguments:
     """A loader's batches as the arguments of a step.
 
     Rows of one sample each need no `documents`, and attention keeps its causal kernel without.
@@ -215,7 +215,7 @@ class Arguments:
 # ------------------------------------------------------------------ what is told of a model
 
 
-def held_out_loss(setup: Setup, params: Any) -> tuple[float, dict[str, float]]:
+def held_out_loss(setup: FinetuneSetup, params: Any) -> tuple[float, dict[str, float]]:
     """The objective's mean over held-out data, and what its `aux` tells; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
     rows = config.data.rows // setup.planned.plan.accumulate  # as a training step holds at once
@@ -223,7 +223,7 @@ def held_out_loss(setup: Setup, params: Any) -> tuple[float, dict[str, float]]:
     return mean_over(setup.held_out, params, batches, mesh.device)
 
 
-def told(setup: Setup, state: fs.TrainState, spent: Spent) -> dict[str, Any]:
+def told(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> dict[str, Any]:
     """All that is measured of a model, and its answers; all ranks call it together."""
     with spent.on("evaluation"):
         values = measured(setup, state)
@@ -231,7 +231,7 @@ def told(setup: Setup, state: fs.TrainState, spent: Spent) -> dict[str, Any]:
         return values | {"answers": setup.shown.answers(state.params)}
 
 
-def measured(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
+def measured(setup: FinetuneSetup, state: fs.TrainState) -> dict[str, Any]:
     """Held-out loss, perplexity and accuracy; all ranks call it together."""
     loss, more = held_out_loss(setup, state.params)
     values: dict[str, Any] = {"held_out_loss": loss}
@@ -244,7 +244,7 @@ def measured(setup: Setup, state: fs.TrainState) -> dict[str, Any]:
     return values
 
 
-def told_before(setup: Setup, state: fs.TrainState, folder: Path, spent: Spent) -> dict[str, Any]:
+def told_before(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: TimeSpent) -> dict[str, Any]:
     """What was measured before the first step: now, or by the process that began the run."""
     path, of = folder / BEFORE, _asked(setup.config)
     try:
@@ -271,7 +271,7 @@ def _asked(config: FinetuneConfig) -> list[Any]:
 # ------------------------------------------------------------------ what is left of a run
 
 
-def export(setup: Setup, state: fs.TrainState, folder: Path) -> list[str]:
+def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str]:
     """Write what the configuration asks for, in the Hugging Face format; all ranks call it together.
 
     Returns:
@@ -318,7 +318,7 @@ def stored_dtype(directory: str) -> torch.dtype | None:
     return named if isinstance(named, torch.dtype) else None
 
 
-def _whole(setup: Setup, state: fs.TrainState) -> tuple[Any, Any]:
+def _whole(setup: FinetuneSetup, state: fs.TrainState) -> tuple[Any, Any]:
     tuning, specs = setup.tuning, setup.planned.plan.specs
     if tuning.asked is not None:
         return fs.adapters.merge(state, tuning.asked)

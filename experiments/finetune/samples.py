@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from experiments.configs.train import RunConfig
-from experiments.data.pieces import Piece, encode_all
+from experiments.data.pieces import TextPiece, encode_all
 from experiments.data.tokenizer import Tokenizer
 from experiments.finetune.dataset import Example
 from experiments.finetune.generate import Generator
@@ -63,8 +63,8 @@ def examples_of(
         return []
     asked = []
     if run.prompt is not None:
-        begin = [] if tokenizer.bos is None else [Piece(tokenizer.bos, False)]
-        plain = [*begin, Piece(run.prompt, False)]
+        begin = [] if tokenizer.bos is None else [TextPiece(tokenizer.bos, False)]
+        plain = [*begin, TextPiece(run.prompt, False)]
         pieces = tokenizer.opening([{"role": "user", "content": run.prompt}]) if chat else plain
         ((tokens, _),) = encode_all(tokenizer, [pieces])
         asked = [Example(tokens.tolist(), [])]

@@ -36,7 +36,7 @@ METHODS = {"bf16": "lora", "int8": "qlora8", "nf4": "qlora4"}
 
 
 @dataclass(frozen=True)
-class Case:
+class SizeCase:
     """One row of the table.
 
     Args:
@@ -76,7 +76,7 @@ def _on_meta(leaf: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def lowered(tuning: Tuning, case: Case) -> Any:
+def lowered(tuning: Tuning, case: SizeCase) -> Any:
     """The step on paper."""
     mesh = fs.make_mesh(shard=case.ranks, abstract=True)
     specs = tuning.specs(
@@ -89,7 +89,7 @@ def lowered(tuning: Tuning, case: Case) -> Any:
     return step.lower(tuning.params, {"tokens": tokens, "targets": tokens, "positions": tokens})
 
 
-def row_of(tuning: Tuning, case: Case) -> dict[str, Any]:
+def row_of(tuning: Tuning, case: SizeCase) -> dict[str, Any]:
     """A case's numbers, in 1e9 bytes."""
     began = time.perf_counter()
     memory = lowered(tuning, case).memory_analysis()
@@ -122,7 +122,7 @@ def main() -> None:
         tuning = tuning_of(lm, kept, told.lora)
         for ranks in told.ranks:
             for tier in ("device", "host"):
-                rows.append(row_of(tuning, Case(kept, ranks, tier)))
+                rows.append(row_of(tuning, SizeCase(kept, ranks, tier)))
                 print(table(rows[-1:]).splitlines()[-1], f"{rows[-1]['seconds']:.0f} s", flush=True)
     print(f"\n{table(rows)}")
     if told.json:

@@ -27,7 +27,7 @@ import torch
 from experiments.configs.checks import count
 from experiments.configs.decoders import names
 from experiments.gpu.parts import PARTS
-from experiments.gpu.setup import Setup
+from experiments.gpu.setup import GpuSetup
 from experiments.gpu.table import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     named = {name: getattr(args, name) for name in ("size", "rows", "length", "backend", "rounds", "steps")}
     given = {name: value for name, value in named.items() if value is not None}
-    setup = Setup(device=args.device, **{**(SMALL if args.device == "cpu" else {}), **given})
+    setup = GpuSetup(device=args.device, **{**(SMALL if args.device == "cpu" else {}), **given})
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     failures = {}
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(name: str, setup: Setup, folder: Path, seconds: float) -> str:
+def run(name: str, setup: GpuSetup, folder: Path, seconds: float) -> str:
     """Make one part in a process of its own; "" where it left a result, else why it did not."""
     print(f"{name}: {PARTS[name].about}", flush=True)
     result, log, job = result_of(folder, name), folder / f"{name}.log", folder / f"{name}.job"

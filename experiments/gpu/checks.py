@@ -21,7 +21,7 @@ import torch
 import fnshard as fs
 from experiments.bench.measure import make_task
 from experiments.bench.memory import live_bytes
-from experiments.gpu.setup import Setup, Training, clocked
+from experiments.gpu.setup import GpuSetup, GpuTraining, clocked
 
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def versions(setup: Setup) -> Found:
+def versions(setup: GpuSetup) -> Found:
     """What is here."""
     found: Found = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     if setup.device == "cuda":
@@ -48,9 +48,9 @@ def versions(setup: Setup) -> Found:
     return found
 
 
-def tiny(setup: Setup) -> Found:
+def tiny(setup: GpuSetup) -> Found:
     """Five compiled steps of the smallest model, and which kernels its attention was frozen as."""
-    training = Training(_small(setup))
+    training = GpuTraining(_small(setup))
     began = time.perf_counter()
     losses = [training.run().item() for _ in range(5)]
     seconds = time.perf_counter() - began
@@ -59,19 +59,19 @@ def tiny(setup: Setup) -> Found:
     return {"losses": losses, "seconds": seconds, "attention": training.lowered().attention}
 
 
-def _small(setup: Setup) -> Setup:
+def _small(setup: GpuSetup) -> GpuSetup:
     return replace(setup, size="tiny", length=min(setup.length, 256))
 
 
 # ------------------------------------------------------------------ tests
 
 
-def tests(setup: Setup) -> Found:
+def tests(setup: GpuSetup) -> Found:
     """The tests that need a GPU, but for the bench, which is parts of its own."""
     return _pytest(["tests/runtime/test_gpu.py", "-m", "gpu", "-k", "not bench"])
 
 
-def core(setup: Setup) -> Found:
+def core(setup: GpuSetup) -> Found:
     """The core's tests with the GPU hidden."""
     files = [f"tests/test_{name}.py" for name in ("trace", "differentiate", "remat", "schedule", "step")]
     return _pytest([*files, "-m", "not long and not gpu"], {"CUDA_VISIBLE_DEVICES": ""})
@@ -105,13 +105,13 @@ def _pytest(which: Sequence[str], env: Mapping[str, str] | None = None) -> Found
 # ------------------------------------------------------------------ waits for the device
 
 
-def syncs(setup: Setup) -> Found:
+def syncs(setup: GpuSetup) -> Found:
     """The first place where steps 3 to 6 wait for the device, "" if there is none; None on a CPU, which has
     no such mode."""
-    return {name: _waits(Training(_small(setup), **options)) for name, options in VARIANTS.items()}
+    return {name: _waits(GpuTraining(_small(setup), **options)) for name, options in VARIANTS.items()}
 
 
-def _waits(training: Training) -> str | None:
+def _waits(training: GpuTraining) -> str | None:
     for _ in range(2):
         training.run()
     training.setup.synchronize()
@@ -128,7 +128,7 @@ def _waits(training: Training) -> str | None:
     return "" if training.setup.device == "cuda" else None
 
 
-def _forbid(setup: Setup, mode: str) -> None:
+def _forbid(setup: GpuSetup, mode: str) -> None:
     if setup.device == "cuda":
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -136,13 +136,13 @@ def _forbid(setup: Setup, mode: str) -> None:
 # ------------------------------------------------------------------ bits, saves, predictions
 
 
-def equal_bits(setup: Setup) -> Found:
+def equal_bits(setup: GpuSetup) -> Found:
     """Whether two equal runs of 20 steps have the same bits, as they are and with `deterministic=True`."""
     ways = {"plain": False, "deterministic": True}
-    return {name: _again(Training(setup, deterministic=value)) for name, value in ways.items()}
+    return {name: _again(GpuTraining(setup, deterministic=value)) for name, value in ways.items()}
 
 
-def _again(training: Training, steps: int = 20) -> Found:
+def _again(training: GpuTraining, steps: int = 20) -> Found:
     runs = []
     for _ in range(2):
         training.begin()
@@ -159,9 +159,9 @@ def _again(training: Training, steps: int = 20) -> Found:
     }
 
 
-def saves(setup: Setup) -> Found:
+def saves(setup: GpuSetup) -> Found:
     """What saves in the background take: the call, the step beside it, all until it is on disk."""
-    training = Training(setup)
+    training = GpuTraining(setup)
     for _ in range(3):
         training.run()
     found: Found = {"step_s": training.seconds(5)}
@@ -179,13 +179,13 @@ def saves(setup: Setup) -> Found:
     return found
 
 
-def predictions(setup: Setup) -> Found:
+def predictions(setup: GpuSetup) -> Found:
     """Bytes and seconds of a step, predicted and measured."""
-    made: list[Training] = []
+    made: list[GpuTraining] = []
     task = make_task(setup.bench())  # the model itself is no part of the step
 
     def make() -> Any:
-        made.append(Training(setup, 1, task))
+        made.append(GpuTraining(setup, 1, task))
         return made[-1].run
 
     if setup.device == "cuda":  # cuBLAS takes its workspace at the first product

@@ -12,7 +12,7 @@ from experiments.bench import measure
 from experiments.bench.contenders import GRAPH
 from experiments.bench.report import summarise
 from experiments.gpu import checks
-from experiments.gpu.setup import Setup
+from experiments.gpu.setup import GpuSetup
 from experiments.gpu.split import profile
 
 LIMIT = "limit"  # of the bench: the whole model under `torch.compile`
@@ -21,7 +21,7 @@ ROWS = (2, 8)
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """Something that is measured in a process of its own.
 
     Args:
@@ -32,43 +32,43 @@ class Part:
     """
 
     about: str
-    run: Callable[[Setup, Path], Mapping[str, Any]]
+    run: Callable[[GpuSetup, Path], Mapping[str, Any]]
     gpu: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def bench(contender: str, rows: int, setup: Setup, folder: Path) -> Mapping[str, Any]:
+def bench(contender: str, rows: int, setup: GpuSetup, folder: Path) -> Mapping[str, Any]:
     """One contender's row of the bench's table: samples of several steps, the first step, bytes."""
     config = replace(setup.bench(), contenders=(contender,), rows=rows, losses=0, memory=1, phases=False)
     measured = measure.run(config, lambda line: print(line, flush=True))
     return summarise(config, measured)["contenders"][contender]
 
 
-def _plain(run: Callable[[Setup], Mapping[str, Any]]) -> Callable[[Setup, Path], Mapping[str, Any]]:
+def _plain(run: Callable[[GpuSetup], Mapping[str, Any]]) -> Callable[[GpuSetup, Path], Mapping[str, Any]]:
     return lambda setup, folder: run(setup)
 
 
-PARTS: dict[str, Part] = {
-    "versions": Part("versions and the device", _plain(checks.versions)),
-    "tiny": Part("five compiled steps of the smallest model", _plain(checks.tiny)),
-    "tests": Part("pytest -m gpu", _plain(checks.tests), gpu=True),
-    "syncs": Part("steps 3 to 6 with waits for the device forbidden", _plain(checks.syncs)),
-    "profile": Part("a step by kind of work", lambda setup, folder: profile(setup, folder / "trace.json")),
+PARTS: dict[str, GpuPart] = {
+    "versions": GpuPart("versions and the device", _plain(checks.versions)),
+    "tiny": GpuPart("five compiled steps of the smallest model", _plain(checks.tiny)),
+    "tests": GpuPart("pytest -m gpu", _plain(checks.tests), gpu=True),
+    "syncs": GpuPart("steps 3 to 6 with waits for the device forbidden", _plain(checks.syncs)),
+    "profile": GpuPart("a step by kind of work", lambda setup, folder: profile(setup, folder / "trace.json")),
     **{
-        f"bench-{rows}-{name}": Part(
+        f"bench-{rows}-{name}": GpuPart(
             f"{name}, {rows} rows", functools.partial(bench, name, rows), gpu=name == GRAPH
         )
         for rows in ROWS
         for name in CONTENDERS
     },
-    "predictions": Part("bytes and seconds, predicted and measured", _plain(checks.predictions)),
-    "cudnn": Part(
+    "predictions": GpuPart("bytes and seconds, predicted and measured", _plain(checks.predictions)),
+    "cudnn": GpuPart(
         "full_shard with cuDNN's attention behind the others",
         functools.partial(bench, "full_shard", ROWS[0]),
         gpu=True,
         env={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
     ),
-    "equal_bits": Part("two equal runs, bit for bit", _plain(checks.equal_bits)),
-    "saves": Part("what a save in the background takes", _plain(checks.saves)),
-    "core": Part("the core's tests, the GPU hidden", _plain(checks.core), gpu=True),
+    "equal_bits": GpuPart("two equal runs, bit for bit", _plain(checks.equal_bits)),
+    "saves": GpuPart("what a save in the background takes", _plain(checks.saves)),
+    "core": GpuPart("the core's tests, the GPU hidden", _plain(checks.core), gpu=True),
 }

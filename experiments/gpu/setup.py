@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig, build
-from experiments.bench.contenders import Task, sharded
+from experiments.bench.contenders import BenchTask, sharded
 from experiments.bench.measure import batches, make_task
 from fnshard.mesh.process_group import make_group
 
@@ -23,7 +23,7 @@ PRESET = "full_shard"
 
 
 @dataclass(frozen=True)
-class Setup:
+class GpuSetup:
     """One process on one device.
 
     Args:
@@ -62,7 +62,7 @@ def join(device: str) -> None:
         make_group(device, dist.HashStore(), 0, 1, timedelta(seconds=120))
 
 
-class Training:
+class GpuTraining:
     """A step, its state, and batches on the device.
 
     Args:
@@ -71,7 +71,7 @@ class Training:
         options: as `contenders.sharded` takes them.
     """
 
-    def __init__(self, setup: Setup, count: int = 4, task: Task | None = None, **options: Any):
+    def __init__(self, setup: GpuSetup, count: int = 4, task: BenchTask | None = None, **options: Any):
         self.setup, config = setup, setup.bench()
         task = task or make_task(config)
         self.batches = list(batches(config, task, range(count)))
@@ -100,7 +100,7 @@ class Training:
         return self.step.lower(self.state, *self.batches[0])
 
 
-def clocked(run: Callable[[], Any], setup: Setup, steps: int = 1) -> float:
+def clocked(run: Callable[[], Any], setup: GpuSetup, steps: int = 1) -> float:
     """Seconds of a call, the mean of several, all of which are done on the device."""
     setup.synchronize()
     began = time.perf_counter()

@@ -12,7 +12,7 @@ import torch
 
 import fnshard as fs
 from experiments.bench.report import model_flops
-from experiments.gpu.setup import Setup, Training
+from experiments.gpu.setup import GpuSetup, GpuTraining
 from fnshard.analysis.hardware import mfu
 from fnshard.debug.profile import DEVICE, LAUNCHES, PREFIX
 
@@ -29,9 +29,9 @@ NAMES = (
 UPDATES = ("update", "norms", "reduce_scalars")
 
 
-def profile(setup: Setup, trace: Path) -> dict[str, Any]:
+def profile(setup: GpuSetup, trace: Path) -> dict[str, Any]:
     """Milliseconds of a step by kind, from a trace that is left at `trace`; seconds of a step without one."""
-    training = Training(setup)
+    training = GpuTraining(setup)
     for _ in range(3):
         training.run()
     seconds = training.seconds(3, setup.steps)

@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.memory.plans import Job
+from experiments.memory.plans import MemoryJob
 from fnshard.launcher.local import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "measured.json"
 
 
-def measure(job: Job, folder: Path, timeout_s: float) -> dict[str, Any]:
+def measure(job: MemoryJob, folder: Path, timeout_s: float) -> dict[str, Any]:
     """What `experiments.memory.rank` measures of a job, from new processes of one thread each.
 
     Raises:

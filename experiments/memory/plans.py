@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.bench.contenders import CONTENDERS, Task, global_batch
+from experiments.bench.contenders import CONTENDERS, BenchTask, global_batch
 from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard import tree
 from fnshard.runtime.collectives.connect import connection
@@ -46,7 +46,7 @@ DDP = "ddp"  # torch's own, measured beside
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """One way to train.
 
     Args:
@@ -86,7 +86,7 @@ def _one_unit(params: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Job:
+class MemoryJob:
     """What the ranks of one launch measure.
 
     Args:
@@ -97,7 +97,7 @@ class Job:
     """
 
     model: DecoderConfig
-    plans: tuple[Plan, ...]
+    plans: tuple[MemoryPlan, ...]
     ranks: int
     rows: int
     length: int
@@ -108,16 +108,16 @@ class Job:
     seed: int = 0
 
     @staticmethod
-    def read(values: Mapping[str, Any]) -> Job:
+    def read(values: Mapping[str, Any]) -> MemoryJob:
         """From plain values, as `dataclasses.asdict` makes them."""
         made = dict(values)
         made["model"] = DecoderConfig(**made["model"])
-        made["plans"] = tuple(Plan(**p) for p in made["plans"])
-        return Job(**made)
+        made["plans"] = tuple(MemoryPlan(**p) for p in made["plans"])
+        return MemoryJob(**made)
 
 
 @dataclass
-class Running:
+class RunningPlan:
     """A plan at work on one rank."""
 
     step: Callable[[], Any]
@@ -139,7 +139,9 @@ def loss_of(config: DecoderConfig) -> tuple[Decoder, Callable[..., Tensor], Any]
     return model, loss_fn, params
 
 
-def on_paper(plan: Plan, model: DecoderConfig, ranks: int, rows: int, length: int, **policy: Any) -> Lowered:
+def on_paper(
+    plan: MemoryPlan, model: DecoderConfig, ranks: int, rows: int, length: int, **policy: Any
+) -> Lowered:
     """The step for so many ranks that do not exist; "cpu" in name only: nothing here needs a device."""
     mesh = fs.make_mesh(shard=ranks, device="cpu", abstract=True)
     _, loss_fn, params = loss_of(replace(model, context=length))
@@ -149,13 +151,13 @@ def on_paper(plan: Plan, model: DecoderConfig, ranks: int, rows: int, length: in
     return step.lower(params, tokens, tokens)
 
 
-def batch_of(job: Job, rank: int) -> tuple[Tensor, Tensor]:
+def batch_of(job: MemoryJob, rank: int) -> tuple[Tensor, Tensor]:
     """A rank's tokens and targets, int64 [rows, length]."""
     whole = global_batch(0, job.seed, job.ranks * job.rows, job.length, job.model.vocab)
     return tuple(part[rank * job.rows :][: job.rows].clone() for part in whole)
 
 
-def choose(plan: Plan, job: Job, world: fs.Mesh) -> fs.Fit | None:
+def choose(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh) -> fs.Fit | None:
     """What `fnshard.fit` chooses within `fit_share` of the plan's predicted peak; None where it is 0."""
     if not plan.fit_share:
         return None
@@ -169,14 +171,14 @@ def choose(plan: Plan, job: Job, world: fs.Mesh) -> fs.Fit | None:
     )  # fmt: skip
 
 
-def start(plan: Plan, job: Job, world: fs.Mesh, found: fs.Fit | None = None) -> Running:
+def start(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh, found: fs.Fit | None = None) -> RunningPlan:
     """Make a plan's step and state on this rank; the first step compiles. `found`: of `choose`."""
     config, batch = replace(job.model, context=job.length), batch_of(job, world.rank)
     if plan.preset == DDP:
         torch.manual_seed(job.seed)
         dtypes = (getattr(torch, plan.dtype),) * 2
-        contender = CONTENDERS[DDP](Task(Decoder(config), world, *dtypes, 1e-3, 0.0, job.backend))
-        return Running(lambda: contender.step(*batch))
+        contender = CONTENDERS[DDP](BenchTask(Decoder(config), world, *dtypes, 1e-3, 0.0, job.backend))
+        return RunningPlan(lambda: contender.step(*batch))
     mesh = fs.make_mesh(shard=job.ranks, device="cpu")  # with a connection of its own
     model, loss_fn, params = loss_of(config)
     specs, optimizer = plan.specs(params, mesh), plan.optimizer()
@@ -195,7 +197,7 @@ def start(plan: Plan, job: Job, world: fs.Mesh, found: fs.Fit | None = None) -> 
         slots = [v for p, v in state.opt_state.items() if step.specs[p].optimizer_memory == "device"]
         return sum(t.numel() * t.element_size() for group in slots for t in group.values())
 
-    return Running(
+    return RunningPlan(
         run, lowered, optimizer_device_bytes, lambda: connection(mesh).transport_bytes(),
         lambda: connection(mesh).close(),
     )  # fmt: skip

@@ -19,11 +19,11 @@ import fnshard as fs
 from experiments.bench.measure import largest, release
 from experiments.bench.memory import live_bytes
 from experiments.memory.measured import MEASURED
-from experiments.memory.plans import Job, Plan, Running, choose, start
+from experiments.memory.plans import MemoryJob, MemoryPlan, RunningPlan, choose, start
 from fnshard.launcher.local import run_rank
 
 
-def measure(job: Job, folder: Path) -> None:
+def measure(job: MemoryJob, folder: Path) -> None:
     """Steps of all plans in turn, then the bytes of each by itself; rank 0 writes `measured.json`."""
     torch.set_num_threads(1)
     world = fs.make_mesh(shard=job.ranks, device="cpu")
@@ -44,9 +44,9 @@ def measure(job: Job, folder: Path) -> None:
         (folder / MEASURED).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def race(job: Job, world: fs.Mesh) -> dict[str, list[float]]:
+def race(job: MemoryJob, world: fs.Mesh) -> dict[str, list[float]]:
     """Rounds of one step of each plan, in a new order every round; a step's time is the slowest rank's."""
-    running: dict[str, Running] = {}
+    running: dict[str, RunningPlan] = {}
     for plan in job.plans:
         say(world, f"first steps of {plan.name}")
         running[plan.name] = start(plan, job, world, choose(plan, job, world))
@@ -68,9 +68,9 @@ def race(job: Job, world: fs.Mesh) -> dict[str, list[float]]:
     return {name: largest(values) for name, values in seconds.items()}
 
 
-def watch(plan: Plan, job: Job, world: fs.Mesh, folder: Path) -> dict[str, Any]:
+def watch(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh, folder: Path) -> dict[str, Any]:
     """Live bytes of a plan's steps on the rank that holds most (transport slots added), and the ledger's."""
-    made: list[Running] = []
+    made: list[RunningPlan] = []
     found = choose(plan, job, world)
 
     def make() -> Any:
@@ -118,7 +118,7 @@ def say(world: fs.Mesh, text: str) -> None:
 if __name__ == "__main__":
     told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     run_rank(
-        lambda: measure(Job.read(told["job"]), Path(told["folder"])),
+        lambda: measure(MemoryJob.read(told["job"]), Path(told["folder"])),
         device_type="cpu",
         timeout_s=told["timeout_s"],
     )

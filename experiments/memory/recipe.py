@@ -10,13 +10,13 @@ from typing import Any
 import fnshard as fs
 from experiments.memory.config import MemoryConfig
 from experiments.memory.measured import giga, markdown, measure, mega, ratio, setting
-from experiments.memory.plans import LLAMA, Job, Plan, on_paper
+from experiments.memory.plans import LLAMA, MemoryJob, MemoryPlan, on_paper
 
-DEFAULT = Plan("default", whole=True)
+DEFAULT = MemoryPlan("default", whole=True)
 RANKS, LARGE_RANKS, LARGE_ROWS, LARGE_LENGTH = 2, 8, 1, 4096
 
 
-def plans() -> tuple[Plan, ...]:
+def plans() -> tuple[MemoryPlan, ...]:
     """The default (sharded as one unit, fp32, everything kept, on the device), and the ingredients added."""
     wrapped = replace(DEFAULT, name="+ block wrap", whole=False)
     recomputed = replace(wrapped, name="+ block remat", remat="unit")
@@ -33,7 +33,7 @@ def plans() -> tuple[Plan, ...]:
 def run(config: MemoryConfig, folder: Path) -> dict[str, Any]:
     """Measured here, and on paper for a large model on eight ranks."""
     chosen = plans()
-    job = Job(config.model, chosen, RANKS, config.rows, config.length, config.rounds, config.backend)
+    job = MemoryJob(config.model, chosen, RANKS, config.rows, config.length, config.rounds, config.backend)
     measured = measure(replace(job, steps=2, pictures=True), folder, config.timeout_s)
     paper = {}
     for plan in chosen:

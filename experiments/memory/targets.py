@@ -9,26 +9,26 @@ from typing import Any
 
 from experiments.memory.config import MemoryConfig, model_of
 from experiments.memory.measured import markdown, measure, mega, ratio, setting
-from experiments.memory.plans import DDP, Job, Plan
+from experiments.memory.plans import DDP, MemoryJob, MemoryPlan
 
-PLAIN = Plan("none")
-OFFLOADED = Plan("optimizer on the host", optimizer_memory="host")
+PLAIN = MemoryPlan("none")
+OFFLOADED = MemoryPlan("optimizer on the host", optimizer_memory="host")
 ALL_OFFLOADED = replace(OFFLOADED, name="parameters too", memory="host")
-FITTED = Plan("fit", fit_share=0.4)
+FITTED = MemoryPlan("fit", fit_share=0.4)
 Row = tuple[str, float, float]  # what, measured, at most
 
 
-def jobs(config: MemoryConfig) -> dict[str, Job]:
+def jobs(config: MemoryConfig) -> dict[str, MemoryJob]:
     """What is run for each target."""
-    job = Job(config.model, (PLAIN,), 2, config.rows, config.length, config.rounds, config.backend)
+    job = MemoryJob(config.model, (PLAIN,), 2, config.rows, config.length, config.rounds, config.backend)
     small = model_of("5m") if config.size == "25m" else config.model
     few = replace(job, rows=min(2, job.rows), length=min(256, job.length))
     return {
-        "remat": replace(job, steps=2, plans=(PLAIN, Plan("unit", remat="unit"))),
+        "remat": replace(job, steps=2, plans=(PLAIN, MemoryPlan("unit", remat="unit"))),
         "offload": replace(few, plans=(PLAIN, OFFLOADED, ALL_OFFLOADED), rounds=3 * job.rounds),
         "resident": replace(
             few, model=small, ranks=4, rounds=0,
-            plans=(Plan(DDP, DDP), Plan("no_shard", "no_shard"), Plan("full_shard")),
+            plans=(MemoryPlan(DDP, DDP), MemoryPlan("no_shard", "no_shard"), MemoryPlan("full_shard")),
         ),
         "fit": replace(job, plans=(PLAIN, FITTED), steps=2, rounds=0, length=min(256, job.length)),
     }  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from experiments.memory.config import MemoryConfig
 from experiments.memory.measured import giga, markdown, measure, mega, setting
 from experiments.memory.pictures import bars
-from experiments.memory.plans import DDP, LLAMA, Job, Plan, on_paper
+from experiments.memory.plans import DDP, LLAMA, MemoryJob, MemoryPlan, on_paper
 
 LEVELS = {"no_shard": "DDP", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
 ROWS, LENGTH = 1, 2048  # of a rank's batch on paper
@@ -29,16 +29,16 @@ def run(config: MemoryConfig, folder: Path) -> dict[str, Any]:
         [str(w) for w in config.worlds],
         folder / "zero.png",
     )
-    plans = (Plan(DDP, DDP), *(Plan(preset, preset, clip=True) for preset in LEVELS))
+    plans = (MemoryPlan(DDP, DDP), *(MemoryPlan(preset, preset, clip=True) for preset in LEVELS))
     measured = {}
     for world in config.measured_worlds:
-        job = Job(config.model, plans, world, config.rows, config.length, config.rounds, config.backend)
+        job = MemoryJob(config.model, plans, world, config.rows, config.length, config.rounds, config.backend)
         measured[str(world)] = measure(job, folder / f"world{world}", config.timeout_s)
     return {"large": config.large, "paper": paper, "measured": measured}
 
 
 def _paper(preset: str, size: str, world: int) -> dict[str, int]:
-    plan = Plan(preset, preset, clip=True)
+    plan = MemoryPlan(preset, preset, clip=True)
     analysis = on_paper(plan, LLAMA[size], world, ROWS, LENGTH, **BF16).memory_analysis()
     return {"resident_bytes": analysis.resident_bytes, "peak_bytes": analysis.peak_bytes}
 

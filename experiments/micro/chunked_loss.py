@@ -39,7 +39,7 @@ def chunked(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cost:
+class HeadCost:
     """Of one loss and its backward."""
 
     peak_bytes: int
@@ -47,7 +47,7 @@ class Cost:
     gradients: tuple[Tensor, ...]
 
 
-def cost(loss: Loss, inputs: tuple[Tensor, ...], repeats: int) -> Cost:
+def cost(loss: Loss, inputs: tuple[Tensor, ...], repeats: int) -> HeadCost:
     """Peak bytes beyond `inputs`, and the median time of `repeats` runs after one."""
     trained = [t for t in inputs if t.requires_grad]
 
@@ -60,12 +60,12 @@ def cost(loss: Loss, inputs: tuple[Tensor, ...], repeats: int) -> Cost:
         start = time.perf_counter()
         gradients = step()
         times.append(time.perf_counter() - start)
-    return Cost(memory.peak - memory.between, statistics.median(times), gradients)
+    return HeadCost(memory.peak - memory.between, statistics.median(times), gradients)
 
 
 def measure(
     tokens: int, width: int, vocabulary: int, *, dtype: torch.dtype, frozen: bool, repeats: int
-) -> Mapping[str, Cost]:
+) -> Mapping[str, HeadCost]:
     """Both losses on the same numbers."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
@@ -76,7 +76,7 @@ def measure(
     return {loss.__name__: cost(loss, inputs, repeats) for loss in (naive, chunked)}
 
 
-def apart(one: Cost, other: Cost) -> float:
+def apart(one: HeadCost, other: HeadCost) -> float:
     """The largest difference of gradients, as a share of the largest gradient."""
     pairs = zip(one.gradients, other.gradients, strict=True)
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)

@@ -33,7 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """One size: this rank's shard [k], its whole [n * k], and where results go."""
 
     n: int
@@ -43,20 +43,20 @@ class Case:
     out: Tensor  # [n * k]
 
 
-Way = Callable[[Case], None]
+Way = Callable[[CollectiveCase], None]
 
 
-def case(n: int, rank: int, mb: float, dtype: torch.dtype) -> Case:
+def case(n: int, rank: int, mb: float, dtype: torch.dtype) -> CollectiveCase:
     k = int(mb * 2**20) // dtype.itemsize // n
     whole = torch.arange(n * k, dtype=torch.float32).remainder_(7).add_(rank).to(dtype)
     shard = whole[:k].clone()
-    return Case(n, rank, shard, whole, torch.empty_like(whole))
+    return CollectiveCase(n, rank, shard, whole, torch.empty_like(whole))
 
 
 # ------------------------------------------------------------------ ways
 
 
-def gather(by: Collectives, c: Case) -> None:
+def gather(by: Collectives, c: CollectiveCase) -> None:
     sent = by.send_buffer(c.shard.numel(), c.shard.dtype, AXES)
     sent.copy_(c.shard)
     handle = by.all_gather(sent, AXES)
@@ -65,18 +65,18 @@ def gather(by: Collectives, c: Case) -> None:
     handle.release()
 
 
-def reduce_scatter(by: Collectives, c: Case) -> None:
+def reduce_scatter(by: Collectives, c: CollectiveCase) -> None:
     sent = by.send_buffer(c.shard.numel(), c.shard.dtype, AXES, rows=c.n)
     sent.copy_(c.whole)
     by.reduce_scatter(sent, AXES).wait()
 
 
-def all_reduce(by: Collectives, c: Case) -> None:
+def all_reduce(by: Collectives, c: CollectiveCase) -> None:
     c.out.copy_(c.whole)
     by.all_reduce(c.out, AXES).wait()
 
 
-def gather_padded(c: Case) -> None:
+def gather_padded(c: CollectiveCase) -> None:
     """Zeros but for the own row, summed."""
     rows = torch.zeros_like(c.whole)
     rows.view(c.n, -1)[c.rank].copy_(c.shard)
@@ -84,21 +84,21 @@ def gather_padded(c: Case) -> None:
     c.out.copy_(rows)
 
 
-def reduce_all_to_all(c: Case) -> None:
+def reduce_all_to_all(c: CollectiveCase) -> None:
     """Every rank gets its row of all ranks, and sums them."""
     sent, got = c.whole.clone(), torch.empty_like(c.whole)
     dist.all_to_all_single(got, sent)
     sum_rows(got.view(c.n, -1).unbind(0), torch.empty_like(c.shard))
 
 
-def reduce_by_all_reduce(c: Case) -> None:
+def reduce_by_all_reduce(c: CollectiveCase) -> None:
     """All-reduce and keep a row: sends twice what is needed."""
     sent = c.whole.clone()
     dist.all_reduce(sent)
     sent.view(c.n, -1)[c.rank].clone()
 
 
-def all_reduce_in_two(by: Collectives, c: Case) -> None:
+def all_reduce_in_two(by: Collectives, c: CollectiveCase) -> None:
     """Reduce-scatter, then gather."""
     c.out.copy_(c.whole)
     shard = by.reduce_scatter(c.out, AXES).wait()
@@ -155,7 +155,7 @@ def measure(rank: int, world: int, folder: str, args: argparse.Namespace) -> Non
     os._exit(0)  # gloo's threads may abort a process that exits the ordinary way
 
 
-def interleaved(by_way: dict[str, Way], c: Case, repeats: int) -> dict[str, float]:
+def interleaved(by_way: dict[str, Way], c: CollectiveCase, repeats: int) -> dict[str, float]:
     """Median ms of each way; the first two rounds are thrown away."""
     times: dict[str, list[float]] = {way: [] for way in by_way}
     for _ in range(repeats + 2):

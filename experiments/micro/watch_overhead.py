@@ -26,12 +26,12 @@ from typing import Any
 from experiments.cli.validate import ask
 from experiments.configs.machine import place
 from experiments.configs.train import TrackerConfig
-from experiments.trackers.base import Told, Tracker
+from experiments.trackers.base import RunInfo, Tracker
 from experiments.trackers.registry import TRACKERS, chosen
 from experiments.train import FORM
 from experiments.training import loop, steps
 from experiments.training.report import Report, Silent
-from experiments.training.run_record import Record, Spent, facts_of
+from experiments.training.run_record import RunRecord, TimeSpent, facts_of
 from experiments.training.steps import Training
 from experiments.training.watchdog import Spikes
 from fnshard.launcher.local import launch, run_rank, under_launcher
@@ -54,7 +54,7 @@ class Timed:
     def __init__(self, tracker: Tracker):
         self.tracker, self.name, self.seconds = tracker, tracker.name, 0.0
 
-    def start(self, told: Told) -> Any:
+    def start(self, told: RunInfo) -> Any:
         """The tracker's."""
         return self.tracker.start(told)
 
@@ -82,15 +82,15 @@ def measure(asked: Mapping[str, str], folder: Path) -> dict[str, Any]:
     tracked = [Timed(each) for each in chosen(config.tracker)] if mesh.rank == 0 else []
     report: Report | Silent = Silent()
     if mesh.rank == 0:
-        record = Record(folder, facts_of(config, "overhead", mesh, []))
+        record = RunRecord(folder, facts_of(config, "overhead", mesh, []))
         tokens = config.data.rows * config.model.context
         report = Report(folder, 10**6, tokens, {}, stream=Terminal(), record=record, trackers=tracked,
                         spikes=Spikes())  # fmt: skip
     training = Training.of(
         config, setup.plan, setup.step, lambda params: 0.0, loader, lambda: (state, loader), report, folder,
-        Spent(),
+        TimeSpent(),
     )  # fmt: skip
-    calls = Calls(training, report)
+    calls = CallCounter(training, report)
     number, seconds = 0, {False: [], True: []}
     order = random.Random(0)  # the same on all ranks
     for turn in range(int(asked["rounds"]) + 1):
@@ -119,7 +119,7 @@ def measure(asked: Mapping[str, str], folder: Path) -> dict[str, Any]:
     }
 
 
-class Calls:
+class CallCounter:
     """Steps with and without watching. `seconds`: of what stands around the watched ones."""
 
     def __init__(self, training: Training, report: Any):

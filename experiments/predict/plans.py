@@ -18,7 +18,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class PredictPlan:
     """One way to train a model. `rows`: per rank and step, of `length` tokens each."""
 
     model: str
@@ -34,7 +34,7 @@ class Plan:
     def name(self) -> str:
         """All that is not the default."""
         parts = [self.model, self.preset, {"float32": "f32", "bfloat16": "bf16"}[self.dtype]]
-        plain = Plan(self.model, self.preset)
+        plain = PredictPlan(self.model, self.preset)
         if self.remat != plain.remat:
             parts.append(f"remat={self.remat}")
         if self.accumulate != plain.accumulate:
@@ -47,23 +47,23 @@ class Plan:
 
 
 PLANS = (
-    Plan("5m", "full_shard"),
-    Plan("5m", "no_shard", rows=8),
-    Plan("5m", "full_shard", remat="unit"),
-    Plan("5m", "zero2", "bfloat16", accumulate=4, rows=16),
-    Plan("25m", "full_shard"),
-    Plan("25m", "full_shard", "bfloat16", remat=0.5),
-    Plan("25m", "shard_grad_op", "bfloat16", clip=1.0, rows=8),
-    Plan("25m", "no_shard", remat="unit", accumulate=2),
-    Plan("25m", "zero1", "bfloat16", rows=2, length=512),
-    Plan("5m", "zero3", "bfloat16", remat="unit", clip=1.0, length=1024),
+    PredictPlan("5m", "full_shard"),
+    PredictPlan("5m", "no_shard", rows=8),
+    PredictPlan("5m", "full_shard", remat="unit"),
+    PredictPlan("5m", "zero2", "bfloat16", accumulate=4, rows=16),
+    PredictPlan("25m", "full_shard"),
+    PredictPlan("25m", "full_shard", "bfloat16", remat=0.5),
+    PredictPlan("25m", "shard_grad_op", "bfloat16", clip=1.0, rows=8),
+    PredictPlan("25m", "no_shard", remat="unit", accumulate=2),
+    PredictPlan("25m", "zero1", "bfloat16", rows=2, length=512),
+    PredictPlan("5m", "zero3", "bfloat16", remat="unit", clip=1.0, length=1024),
 )
 
 
 class Trained:
     """A plan at work on one rank."""
 
-    def __init__(self, plan: Plan, mesh: fs.Mesh, backend: str, seed: int = 0):
+    def __init__(self, plan: PredictPlan, mesh: fs.Mesh, backend: str, seed: int = 0):
         torch.manual_seed(seed)
         self.plan = plan
         model = Decoder(replace(MODELS[plan.model], context=plan.length))

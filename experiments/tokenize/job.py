@@ -17,10 +17,10 @@ from experiments.configs.train import ConfigError
 from experiments.data.crew import CrewError, work
 from experiments.data.shardfolder import HEADER, Shard, Shards, open_shards, write_header
 from experiments.data.shardwriter import PARTIAL, SHOWN, Advance, Made, Recipe, dtype_of, write_shard
-from experiments.data.spans import Span, spans_of
-from experiments.data.text_files import Source, find, split
+from experiments.data.spans import TextSpan, spans_of
+from experiments.data.text_files import TextFile, find, split
 from experiments.data.tokenizer import SETTINGS, Tokenizer, byte_tokenizer, load_tokenizer, save_tokenizer
-from experiments.data.writer import Progress
+from experiments.data.writer import WriteProgress
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.journal import NAME, Journal, alone, refuse_others
 from fnshard.errors import report
@@ -31,12 +31,12 @@ SIDES = ("held_out", "train")
 
 
 @dataclass(frozen=True)
-class Task:
+class ShardTask:
     """One shard: of which side, its number there, and its text."""
 
     side: str
     number: int
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
 
     @property
     def file(self) -> str:
@@ -84,7 +84,7 @@ def _write(
     out: Path,
     config: TokenizeConfig,
     tokenizer: Tokenizer,
-    sides: Mapping[str, Sequence[Source]],
+    sides: Mapping[str, Sequence[TextFile]],
     asked: Mapping[str, Any],
 ) -> list[Shards]:
     began = time.perf_counter()
@@ -95,15 +95,15 @@ def _write(
     _save(tokenizer, out / TOKENIZER)
     recipe = Recipe(tokenizer, dtype_of(tokenizer.vocab), config.broken)
     size = max(1, round(config.shard_mb * 1e6))
-    tasks = [Task(s, n, spans) for s in SIDES for n, spans in enumerate(spans_of(sides[s], size))]
+    tasks = [ShardTask(s, n, spans) for s in SIDES for n, spans in enumerate(spans_of(sides[s], size))]
     left = [task for task in tasks if not _there(out, task, journal, recipe)]
     _tell_start(out, tasks, left)
     refused: dict[tuple[str, int], Made] = {}
 
-    def do(task: Task, advance: Advance) -> Made:
+    def do(task: ShardTask, advance: Advance) -> Made:
         return write_shard(task.spans, recipe, out / task.side / task.file, advance)
 
-    with Progress(sum(task.bytes for task in left)) as progress:
+    with WriteProgress(sum(task.bytes for task in left)) as progress:
         processes = config.processes or len(os.sched_getaffinity(0))
         for task, made in work(left, do, processes, progress.advance):
             place = (task.side, task.number)
@@ -127,7 +127,7 @@ def _write(
 
 
 def _asked(
-    config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[Source]]
+    config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[TextFile]]
 ) -> dict[str, Any]:
     """What the shards' bytes hang on."""
     files = [[side, s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
@@ -169,7 +169,7 @@ def _whole(out: Path, asked: Mapping[str, Any], broken: str) -> list[Shards]:
     return found
 
 
-def _there(out: Path, task: Task, journal: Journal, recipe: Recipe) -> bool:
+def _there(out: Path, task: ShardTask, journal: Journal, recipe: Recipe) -> bool:
     made = journal.done.get((task.side, task.number))
     path = out / task.side / task.file
     if made is not None and made.broken and recipe.broken == "refuse":
@@ -185,7 +185,9 @@ def _save(tokenizer: Tokenizer, folder: Path) -> None:
             shutil.copyfile(of / name, folder / name)
 
 
-def _header(folder: Path, recipe: Recipe, made_from: str, tasks: Sequence[Task], journal: Journal) -> Shards:
+def _header(
+    folder: Path, recipe: Recipe, made_from: str, tasks: Sequence[ShardTask], journal: Journal
+) -> Shards:
     named = {t.file: journal.done[t.side, t.number] for t in tasks if t.side == folder.name}
     shards = [
         Shard(file, made.tokens, made.tokens * recipe.width, made.sha256)
@@ -224,7 +226,7 @@ def _refusal(refused: Mapping[tuple[str, int], Made]) -> ConfigError:
     return ConfigError(report(f"{several} of the text cannot be used:", [*shown, *more], fix))
 
 
-def _tell_start(out: Path, tasks: Sequence[Task], left: Sequence[Task]) -> None:
+def _tell_start(out: Path, tasks: Sequence[ShardTask], left: Sequence[ShardTask]) -> None:
     kept = f", {len(tasks) - len(left)} of them written already" if len(left) < len(tasks) else ""
     size = sum(task.bytes for task in tasks)
     print(f"{out}: {len(tasks)} shards of {size / 1e6:,.1f} MB of text{kept}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
 
 
 @dataclass(frozen=True, order=True)
-class At:
+class LogPosition:
     """Up to where rows are told: step `step`'s row, and its held-out loss where `held_out`."""
 
     step: int = 0
@@ -19,7 +19,7 @@ class At:
 
 
 @dataclass(frozen=True)
-class Told:
+class RunInfo:
     """What a tracker is told of a run at its start.
 
     `facts`: of `experiments.training.run_record`. `known`: what the tracker's `start` gave an earlier process
@@ -29,7 +29,7 @@ class Told:
     folder: Path
     facts: Mapping[str, Any]
     known: Mapping[str, Any]
-    at: At
+    at: LogPosition
 
 
 class Tracker(Protocol):
@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
     name: str
 
-    def start(self, told: Told) -> tuple[Mapping[str, Any], At]:
+    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         """Begin, or go on with the run of `told.known`.
 
         Returns:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.files import write_json
-from experiments.trackers.base import At, Row, Told, Tracker
+from experiments.trackers.base import LogPosition, Row, RunInfo, Tracker
 
 FOLDER = "trackers"  # of the run's folder: a file each, of what the next process must know
 EVERY_s = 1.0  # between two hand-overs: many rows at once cost less
@@ -47,7 +47,7 @@ class Feed:
         self._idle = False
         self._thread: threading.Thread | None = None
         self._known: Mapping[str, Any] = {}
-        self._at = At()
+        self._at = LogPosition()
 
     def start(self, facts: Mapping[str, Any], rows: Iterable[Row]) -> None:
         """Begin with the rows that the run has already; the thread makes the tracker start."""
@@ -105,8 +105,8 @@ class Feed:
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         known = _read(self._note)
-        at = At(*known.get("at", (0, True)))
-        told = Told(self.folder, facts, known.get("known", {}), at)
+        at = LogPosition(*known.get("at", (0, True)))
+        told = RunInfo(self.folder, facts, known.get("known", {}), at)
         self._known, self._at = self.tracker.start(told)
         self._write()
 
@@ -155,9 +155,9 @@ class Feed:
         write_json(self._note, values)
 
 
-def place_of(row: Row) -> At:
+def place_of(row: Row) -> LogPosition:
     """Where a row stands among all of its run."""
-    return At(int(row["step"]), "loss" not in row)
+    return LogPosition(int(row["step"]), "loss" not in row)
 
 
 def _read(path: Path) -> dict[str, Any]:

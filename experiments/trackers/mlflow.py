@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.base import At, Row, Told, flat, numbers
+from experiments.trackers.base import LogPosition, Row, RunInfo, flat, numbers
 
 AT_ONCE, PARAMS_AT_ONCE, LONGEST = 1000, 100, 6000  # what the store takes in one call; of a parameter
 STATES = {"ok": "FINISHED", "stopped": "KILLED"}
@@ -27,7 +27,7 @@ class MLflow:
     def __init__(self, experiment: str, store: str):
         self._experiment, self._store = experiment, store
 
-    def start(self, told: Told) -> tuple[Mapping[str, Any], At]:
+    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         """A new run, or the one that is known.
 
         The store is asked what it holds: nothing is told twice, whenever an earlier process was killed.
@@ -47,7 +47,7 @@ class MLflow:
             for key in self._client.get_run(self._run).data.metrics:
                 history = self._client.get_metric_history(self._run, key)
                 self._last[key] = max(metric.step for metric in history)
-            return known, At()
+            return known, LogPosition()
         tags = {"mlflow.source.name": str(told.facts.get("command", ""))}
         git = told.facts.get("git") or {}
         if git:
@@ -55,7 +55,7 @@ class MLflow:
         run = self._client.create_run(self._experiment_id(), run_name=told.folder.name, tags=tags)
         self._run = run.info.run_id
         self._tell_facts(told.facts)
-        return {"run": self._run, "uri": uri}, At()
+        return {"run": self._run, "uri": uri}, LogPosition()
 
     def log(self, rows: Sequence[Row]) -> None:
         """A metric each."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.base import At, Row, Told, numbers
+from experiments.trackers.base import LogPosition, Row, RunInfo, numbers
 
 FOLDER = "tensorboard"
 
@@ -17,7 +17,7 @@ class TensorBoard:
 
     name = "tensorboard"
 
-    def start(self, told: Told) -> tuple[Mapping[str, Any], At]:
+    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         """A process that goes on purges the last step that was noted, and tells it again with all behind it:
         it may have been written in part."""
         from torch.utils.tensorboard import SummaryWriter
@@ -28,8 +28,8 @@ class TensorBoard:
         self._step = told.at.step
         if not goes_on:
             self._text("run", told.facts)
-            return {"folder": FOLDER}, At()
-        return told.known, At(told.at.step - 1) if told.at.step else At()
+            return {"folder": FOLDER}, LogPosition()
+        return told.known, LogPosition(told.at.step - 1) if told.at.step else LogPosition()
 
     def log(self, rows: Sequence[Row]) -> None:
         """A scalar each."""

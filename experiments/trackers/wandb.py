@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.base import At, Row, Told, numbers
+from experiments.trackers.base import LogPosition, Row, RunInfo, numbers
 
 EXIT_CODES = {"ok": 0, "stopped": 0}
 
@@ -27,7 +27,7 @@ class WandB:
     def __init__(self, project: str):
         self._project = project
 
-    def start(self, told: Told) -> tuple[Mapping[str, Any], At]:
+    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         """A new id, or the one that is known."""
         import wandb
 

@@ -26,7 +26,7 @@ MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
 Batch = tuple[Tensor, Tensor]
 
 
-class Reading(Protocol):
+class Dataset(Protocol):
     """What the training loop knows of its data.
 
     `unit`: what a token is, "byte" or "token". `checksum`: equal for equal data. `starts`: where the held-out
@@ -57,7 +57,7 @@ class Reading(Protocol):
         """Tokens as text that is safe to show."""
 
 
-def reading_of(config: TrainConfig) -> Reading:
+def reading_of(config: TrainConfig) -> Dataset:
     """What a configuration names.
 
     Raises:
@@ -67,7 +67,7 @@ def reading_of(config: TrainConfig) -> Reading:
     if isinstance(config.data, ShardsConfig):
         return open_tokens(config)
     try:
-        return Bytes(config, windows.corpus_of(config.data, config.model.context))
+        return ByteDataset(config, windows.corpus_of(config.data, config.model.context))
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -85,7 +85,7 @@ def _drawn_by(config: TrainConfig) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteDataset:
     """Files of text, whole in memory."""
 
     config: TrainConfig
@@ -135,7 +135,7 @@ def _table_losses(stream: Tensor, held_out: Tensor, targets: Tensor) -> dict[str
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenDataset:
     """Shards, mapped. `tokenizer`: of the shards, None where nobody knows it."""
 
     config: TrainConfig
@@ -195,7 +195,7 @@ def _as_bytes(tokens: np.ndarray) -> Tensor:
     return torch.from_numpy(np.where(tokens < ngram.VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
 
 
-def open_tokens(config: TrainConfig) -> Tokens:
+def open_tokens(config: TrainConfig) -> TokenDataset:
     """The shards below `data.root`, and the tokenizer beside them.
 
     Raises:
@@ -220,7 +220,7 @@ def open_tokens(config: TrainConfig) -> Tokens:
         wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    return Tokens(config, *found, tokenizer)
+    return TokenDataset(config, *found, tokenizer)
 
 
 def _try(make: Callable[[], Any], wrong: list[str]) -> Any:

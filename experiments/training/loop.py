@@ -18,12 +18,12 @@ from experiments.configs.plan import Plan, dtypes_of, plan_of, write_plan
 from experiments.configs.train import TrainConfig
 from experiments.data.files import write_json, write_text
 from experiments.training.checkpoints import Saver, restored
-from experiments.training.dataset import Reading, reading_of
+from experiments.training.dataset import Dataset, reading_of
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.report import Report, comparison, plot_losses
 from experiments.training.result import write_result
-from experiments.training.resume import Run
-from experiments.training.run_record import Spent, varying
+from experiments.training.resume import RunFolder
+from experiments.training.run_record import TimeSpent, varying
 from experiments.training.sample import Sampler, last_logits
 from experiments.training.steps import (
     Training,
@@ -39,27 +39,27 @@ TABLES = "tables.json"
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainSetup:
     """What does not change while training."""
 
     config: TrainConfig
     mesh: fs.Mesh
     plan: Plan
-    reading: Reading
+    reading: Dataset
     model: Decoder
     step: Any
     forward: Any
     sampler: Sampler
 
 
-def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> None:
+def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
     prints where it lies.
 
     Args:
         stop: once it is asked on any rank, all finish the step, save, and return.
     """
-    spent = Spent()
+    spent = TimeSpent()
     with spent.on("start"):
         setup = prepare(config)
         folder, mesh = Path(run.folder), setup.mesh
@@ -93,7 +93,7 @@ def train(config: TrainConfig, run: Run, overrides: list[str], stop: Stop) -> No
             tell_end(report, setup, run, overrides, held_out, sampled)
 
 
-def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
+def begin(setup: TrainSetup, run: RunFolder) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
     loader = setup.reading.loader(setup.mesh)
     state, found = restored(run.root, run.source, setup.step, setup.mesh, loader)
@@ -103,7 +103,7 @@ def begin(setup: Setup, run: Run) -> tuple[fs.TrainState, Any, str]:
 
 
 def tell_end(
-    report: Report, setup: Setup, run: Run, overrides: list[str], held_out: float, sampled: str
+    report: Report, setup: TrainSetup, run: RunFolder, overrides: list[str], held_out: float, sampled: str
 ) -> None:
     """What is left of a finished run."""
     folder, unit = Path(run.folder), setup.reading.unit
@@ -118,7 +118,7 @@ def tell_end(
     print(f"\n{said}\n\n{sampled}\n\n{report.closing(totals)}\nresults: {folder}", flush=True)
 
 
-def prepare(config: TrainConfig) -> Setup:
+def prepare(config: TrainConfig) -> TrainSetup:
     """Mesh, specs, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
@@ -150,10 +150,10 @@ def prepare(config: TrainConfig) -> Setup:
         encode=reading.encode,
         decode=reading.decode,
     )
-    return Setup(config, mesh, plan, reading, model, step, forward, sampler)
+    return TrainSetup(config, mesh, plan, reading, model, step, forward, sampler)
 
 
-def evaluate(setup: Setup, params: Any) -> float:
+def evaluate(setup: TrainSetup, params: Any) -> float:
     """Mean loss over all held-out windows, nats per token; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
     mine = setup.reading.starts.chunk(mesh.size)[mesh.rank]
@@ -169,7 +169,7 @@ def evaluate(setup: Setup, params: Any) -> float:
     return mean.item() / mesh.size
 
 
-def known_tables(setup: Setup, folder: Path) -> dict[str, float]:
+def known_tables(setup: TrainSetup, folder: Path) -> dict[str, float]:
     """The reading's tables, counted once for a run: a restart is not to wait for it."""
     path, config = folder / TABLES, setup.config
     of = [setup.reading.checksum, config.data.held_out_rows, config.model.context]

@@ -19,7 +19,7 @@ from experiments.data.files import naming, write_text
 from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
 from experiments.training.progress import Progress
-from experiments.training.run_record import Record, Work, in_words, peak_memory
+from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
 from experiments.training.watchdog import Spikes
 
 METRICS = "metrics.jsonl"
@@ -88,12 +88,12 @@ class Report:
     made: int = 0
     earlier: Path | None = None
     stream: TextIO = field(default_factory=lambda: sys.stderr)
-    record: Record | None = None
+    record: RunRecord | None = None
     trackers: Sequence[Tracker] = ()
     spikes: Spikes | None = None
     device_type: str = "cpu"
     rows: list[dict[str, Any]] = field(default_factory=list)
-    work: Work | None = field(default=None, init=False)
+    work: StepWork | None = field(default=None, init=False)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _seconds: list[float] = field(default_factory=list)
     _loss: float = math.nan

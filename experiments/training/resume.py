@@ -39,7 +39,7 @@ FREE = (
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """Where a run's results and checkpoints go.
 
     `source`: what it starts from where it has no checkpoint of its own; `note`: the file that says that it is
@@ -65,7 +65,7 @@ class Run:
 
 
 @contextmanager
-def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
+def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
     """The run that this configuration is about, this process's alone until the block is left.
 
     Args:
@@ -103,7 +103,7 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[Run]:
         write_json(folder / IDENTITY, identity, durable=True)
         if note is not None:
             write_json(note, {"folder": str(folder)}, durable=True)
-        yield Run(str(folder), source, None if note is None else str(note))
+        yield RunFolder(str(folder), source, None if note is None else str(note))
 
 
 def identity_of(asked: Any, source: str | None = None) -> dict[str, Any]:

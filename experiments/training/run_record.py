@@ -132,7 +132,7 @@ def _cpu_name() -> str:
 
 
 @dataclass
-class Spent:
+class TimeSpent:
     """All seconds since this was made, by what they went to: one of `PARTS`. Of blocks in blocks the inner
     one counts, so that no second counts twice.
 
@@ -172,7 +172,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a step is on paper, for one rank.
 
     `peak_flops`: per second, of the hardware named `hardware`; None where nobody knows it. `attention`: how
@@ -187,13 +187,13 @@ class Work:
     attention: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(lowered: Any, hardware: fs.Hardware | None) -> Work:
+    def of(lowered: Any, hardware: fs.Hardware | None) -> StepWork:
         """Read off a lowered step; any hardware has the same FLOPs."""
         paper = lowered.timeline(hardware or "cpu")
         peak = paper.peak_flops if hardware else None
         named = hardware.name if hardware else ""
         held = lowered.memory_analysis().peak_bytes
-        return Work(paper.model_flops, paper.ranks, held, named, peak, lowered.attention)
+        return StepWork(paper.model_flops, paper.ranks, held, named, peak, lowered.attention)
 
     def mfu(self, seconds: float) -> float | None:
         """Of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
@@ -209,7 +209,7 @@ def peak_memory(device_type: str) -> tuple[int, str]:
 
 
 @dataclass
-class Record:
+class RunRecord:
     """`run.json`: the facts, one entry for each process that has worked on the run, and their sum.
 
     Args:
@@ -220,7 +220,7 @@ class Record:
     folder: Path
     facts: Mapping[str, Any]
     made: int = 0
-    spent: Spent = field(default_factory=Spent)
+    spent: TimeSpent = field(default_factory=TimeSpent)
 
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -244,7 +244,7 @@ class Record:
 
         Args:
             compile_s: of the seconds of steps, those in which the first one was compiled.
-            attention: of `Work`.
+            attention: of `StepWork`.
 
         Returns:
             The totals over all processes.

@@ -23,10 +23,10 @@ from experiments.trackers.registry import chosen
 from experiments.training.checkpoints import Saver
 from experiments.training.report import Report, Silent, metrics_beside
 from experiments.training.result import STOPPED, write_result
-from experiments.training.resume import Run
-from experiments.training.run_record import Record, Spent, Work, command_of, facts_of
+from experiments.training.resume import RunFolder
+from experiments.training.run_record import RunRecord, StepWork, TimeSpent, command_of, facts_of
 from experiments.training.tracing import Tracer
-from experiments.training.watchdog import Begin, Spikes, Watch
+from experiments.training.watchdog import Begin, Spikes, Watchdog
 from fnshard.analysis.hardware import TABLE
 from fnshard.launcher.rank import Stop
 
@@ -61,10 +61,10 @@ class Training:
     step: Any
     loader: Iterator[tuple[Any, ...]]
     evaluate: Callable[[Any], float]
-    watch: Watch
+    watch: Watchdog
     tracer: Tracer
     planned: Plan
-    spent: Spent = field(default_factory=Spent)
+    spent: TimeSpent = field(default_factory=TimeSpent)
     unread: list[Launched] = field(default_factory=list)
 
     @staticmethod
@@ -77,7 +77,7 @@ class Training:
         begin: Begin,
         report: Report | Silent,
         folder: Path,
-        spent: Spent,
+        spent: TimeSpent,
     ) -> Training:
         """As a job's configuration says.
 
@@ -86,7 +86,7 @@ class Training:
         """  # fmt: skip
         run = config.run
         tracer = Tracer(step, run.profile, folder, report.say, spent)
-        watch = Watch(step, run.watch, begin, report.say, tracer.range)
+        watch = Watchdog(step, run.watch, begin, report.say, tracer.range)
         return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent)
 
 
@@ -158,7 +158,7 @@ def one_step(
             write_text(folder / "schedule.txt", lowered.as_text() + "\n")
             write_memory(lowered, folder, mesh.device_type)
             planned = training.planned.hardware
-            report.work = Work.of(lowered, peak_of(planned, mesh))
+            report.work = StepWork.of(lowered, peak_of(planned, mesh))
             training.tracer.know(lowered, planned or hardware_of(AUTO, mesh))
     watched = here == 2 and mesh.device_type == "cuda"
     if watched:
@@ -259,14 +259,14 @@ def start_folder(folder: Path, config: Any) -> None:
 def begin_report(
     job: str,
     config: Any,
-    run: Run,
+    run: RunFolder,
     step: Any,
     overrides: list[str],
     made: int,
     found: str,
     *,
     tokens: int,
-    spent: Spent,
+    spent: TimeSpent,
     tables: Callable[[], Mapping[str, float]] = dict,
 ) -> Report | Silent:
     """A run's folder and what is told in it, on rank 0; all ranks call it together.
@@ -283,7 +283,7 @@ def begin_report(
     if mesh.rank != 0:
         return Silent(made)
     start_folder(folder, config)
-    record = Record(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made, spent)
+    record = RunRecord(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made, spent)
     return Report(
         folder, config.run.steps, tokens, tables(), made, metrics_beside(folder, found),
         record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
@@ -309,7 +309,7 @@ def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
 
 
 def tell_stop(
-    run: RunConfig, state: fs.TrainState, where: Run, overrides: list[str], report: Report | Silent
+    run: RunConfig, state: fs.TrainState, where: RunFolder, overrides: list[str], report: Report | Silent
 ) -> None:
     """That the run has stopped before its end, and how it is gone on with."""
     if not isinstance(report, Report):

@@ -10,7 +10,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.data.files import write_text
-from experiments.training.run_record import Spent
+from experiments.training.run_record import TimeSpent
 from fnshard.errors import MissingExtraError
 
 FOLDER, TRACE, TEXT, PICTURE = "profile", "trace.json", "timeline.txt", "timeline.png"
@@ -32,7 +32,7 @@ class Tracer:
     steps: int
     folder: Path
     say: Callable[[str], None]
-    spent: Spent = field(default_factory=Spent)
+    spent: TimeSpent = field(default_factory=TimeSpent)
     _open: ExitStack = field(default_factory=ExitStack)
     _paper: Any = None
     _hardware: Any = None

@@ -106,7 +106,7 @@ class Stalls:
         self._seconds, self._events = 0.0, []
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """A `Watch`: only those lines are timed, on the device's clock where there is one."""
+        """An `Observer`: only those lines are timed, on the device's clock where there is one."""
         if not isinstance(line, (*COLLECTIVES, Wait)):
             return action
         return self._on_stream(action) if self._on_gpu else self._on_thread(action)
@@ -294,7 +294,7 @@ def _replay(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, ...]], 
 
 
 @dataclass
-class Watch:
+class Watchdog:
     """What one rank looks at behind every step.
 
     Args:

@@ -16,7 +16,7 @@ import fnshard as fs
 from experiments.bench.config import build
 from experiments.bench.contenders import Contender
 from experiments.bench.measure import Track, sample
-from experiments.bench.memory import Heap, Memory, follow, live_bytes
+from experiments.bench.memory import AllocationLog, Heap, follow, live_bytes
 from experiments.bench.report import aligned, model_flops, ratio
 from experiments.configs.decoders import decoder, names
 from experiments.configs.train import ConfigError, DecoderConfig
@@ -132,7 +132,7 @@ def test_a_block_over_another_proves_it_freed():
 def test_only_the_steps_themselves_count():
     before = [(0.0, 0, 100), (1.0, 1000, 900), (2.0, 1000, -900)]
     step = [(5.0, 200, 30), (6.0, 300, 40), (7.0, 200, -30)]
-    assert follow([(4.0, 8.0)], before + step) == Memory(peak=170, between=140)
+    assert follow([(4.0, 8.0)], before + step) == AllocationLog(peak=170, between=140)
 
 
 # ------------------------------------------------------------------ the whole

@@ -12,13 +12,15 @@ from commands import Warm
 
 import fnshard as fs
 from experiments.checkpoint import report, throughput, training
-from experiments.checkpoint.job import Job, world
+from experiments.checkpoint.job import CheckpointJob, world
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def job(folder: Path, **more: Any) -> Job:
-    return Job(part="both", folder=str(folder), size="tiny", backend="eager", rounds=2, length=16, **more)
+def job(folder: Path, **more: Any) -> CheckpointJob:
+    return CheckpointJob(
+        part="both", folder=str(folder), size="tiny", backend="eager", rounds=2, length=16, **more
+    )
 
 
 def test_both_contenders_save_and_restore_in_turn(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from experiments.data.batches import fill, once, width_of
 from experiments.data.loader import PackedLoader, PairLoader
-from experiments.data.packing import Packer, pack
+from experiments.data.packing import RowPacker, pack
 from experiments.data.permutation import Permutation, order
 from experiments.data.prepared import prepare
 from experiments.data.tokenizer import byte_tokenizer
@@ -128,14 +128,14 @@ def test_rows_are_well_filled(most, context, least):
 
 def test_nothing_waits_for_ever():
     """A row that nothing fits into is closed in its turn, though others are always fuller."""
-    packer = Packer(context=1000, open_rows=4)
+    packer = RowPacker(context=1000, open_rows=4)
     closed = [packer.add(sample, 500 if sample == 0 else 600) for sample in range(10)]
     assert closed[:5] == [None] * 4 + [[0]]
     assert len(packer.rows) == 4
 
 
 def test_rows_close_at_once_when_nothing_can_fit():
-    packer = Packer(context=10, shortest=3)
+    packer = RowPacker(context=10, shortest=3)
     assert packer.add(5, 7) is None
     assert packer.add(6, 8) == [6]
     with pytest.raises(ValueError, match="sample 7 of length 11 does not fit a row of 10"):

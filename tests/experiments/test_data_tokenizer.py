@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from experiments.configs.train import ConfigError
 from experiments.data import renderer
 from experiments.data.bytelevel import ByteTokenizer
-from experiments.data.pieces import Piece, encode_all
+from experiments.data.pieces import TextPiece, encode_all
 from experiments.data.records import KINDS
 from experiments.data.template import Plain, Template
 from experiments.data.tokenizer import FILE, byte_tokenizer, load_tokenizer, save_tokenizer
@@ -254,9 +254,11 @@ def test_a_chat_template_renders_as_transformers_does_and_tells_who_speaks(direc
     assert "".join(p.content for p in pieces) == whole
     asked = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert "".join(p.content for p in tokenizer.opening(TALK)) == asked
-    assert [p for p in tokenizer.opening(TALK) if not p.control] == [Piece(TALK[3]["content"], False)]
+    assert [p for p in tokenizer.opening(TALK) if not p.control] == [TextPiece(TALK[3]["content"], False)]
     assert tokenizer.opening(TALK[:3]) == [
-        Piece(theirs.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True), False, True)
+        TextPiece(
+            theirs.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True), False, True
+        )
     ]
     assert [p.content for p in tokenizer.conversation(TALK, first=3) if p.learned] == [" Yes.\n<|im_end|>"]
 
@@ -406,7 +408,7 @@ def test_nobody_ends_a_turn_by_writing_how_turns_end(directory, source, content)
     asked = "".join(p.content for p in tokenizer.opening(talks[0]))
     assert asked == tokenizer.chat.render(talks[0], ask=True)
     learned = [p for p in tokenizer.conversation(talks[0]) if p.learned]
-    assert learned[-1] == Piece("<|im_end|>", True, True)
+    assert learned[-1] == TextPiece("<|im_end|>", True, True)
     ids = encode_all(tokenizer, [tokenizer.conversation(talks[0])])[0]
     assert ids[0][ids[1].astype(bool)].tolist().count(3) == 1
 
@@ -509,10 +511,10 @@ def test_spaces_stand_where_the_text_has_them(tmp_path, kind, strips):
         0
     ].tolist() == theirs.apply_chat_template(SPOKEN[:3], add_generation_prompt=True, return_dict=False)
     pieces = [
-        Piece(tokenizer.bos, False),
-        Piece("say: ", False),
-        Piece("fine", True),
-        Piece(tokenizer.eos, True),
+        TextPiece(tokenizer.bos, False),
+        TextPiece("say: ", False),
+        TextPiece("fine", True),
+        TextPiece(tokenizer.eos, True),
     ]
     ids, _ = encode_all(tokenizer, [pieces])[0]
     assert tokenizer.decode(ids.tolist()) == "say: fine"

@@ -34,7 +34,7 @@ from experiments.finetune.tuning import Tuning
 from experiments.training import steps
 from experiments.training.report import METRICS
 from experiments.training.result import read_result
-from experiments.training.resume import Run
+from experiments.training.resume import RunFolder
 from experiments.training.run_record import PARTS
 from fnshard.errors import BudgetError
 from fnshard.launcher.rank import Stop
@@ -96,9 +96,9 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
         return dataset.prepared(config)
 
 
-def run_in(folder: Path) -> Run:
+def run_in(folder: Path) -> RunFolder:
     folder.mkdir(parents=True, exist_ok=True)
-    return Run(str(folder))
+    return RunFolder(str(folder))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ def test_ranks_and_micro_batches_do_not_change_it(ranks, model, data, tmp_path):
 def on_two(rank: int, config: FinetuneConfig, folder: str) -> None:
     """The job on this rank."""
     Path(folder).mkdir(exist_ok=True)
-    loop.finetune(config, Run(folder), [], Stop())
+    loop.finetune(config, RunFolder(folder), [], Stop())
 
 
 def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *overrides: str) -> Any:
@@ -291,7 +291,7 @@ def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
     """What the step is given: the loss of a batch is that of its samples, each alone."""
     config = config_of(model, data, tmp_path, "method=full", f"data.pack={pack}")
     mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.opened(config)
-    (batch,) = next(loop.Arguments(given.loader(config, mesh)))
+    (batch,) = next(loop.StepArguments(given.loader(config, mesh)))
     assert ("documents" in batch) == pack
     params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
     loss, _ = loop.OBJECTIVES["sft"](Tuning(lm, config.method, lm.params), config.objective, training=True)(
@@ -335,7 +335,7 @@ def test_a_large_model_on_paper(layers, limit):
     """Llama-3-70B's shapes, two ranks: what the host holds is not on the device, and codes are small."""
     lm = sizes.model_of({**sizes.LLAMA_70B, "num_hidden_layers": layers})
     tuning = sizes.tuning_of(lm, "nf4", 64)
-    case = sizes.Case("nf4", 2, "host")
+    case = sizes.SizeCase("nf4", 2, "host")
     assert sizes.row_of(tuning, case)["device GB"] * 1e9 < limit
     mesh = fs.make_mesh(shard=2, abstract=True)
     stored = spec_paths(tuning.specs(mesh, sizes.BF16, fs.presets.full_shard))[0]

@@ -18,7 +18,7 @@ from experiments.gpu import __main__ as command
 from experiments.gpu import checks
 from experiments.gpu.checks import syncs
 from experiments.gpu.parts import PARTS
-from experiments.gpu.setup import Setup
+from experiments.gpu.setup import GpuSetup
 from experiments.gpu.split import split
 from experiments.gpu.table import lines, markdown
 
@@ -151,7 +151,7 @@ def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, at: int | N
     modes: list[str] = []
     steps: list[list[str]] = []
 
-    def made(setup: Setup, **options: Any) -> SimpleNamespace:
+    def made(setup: GpuSetup, **options: Any) -> SimpleNamespace:
         steps.append([])
 
         def step() -> None:
@@ -161,10 +161,10 @@ def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, at: int | N
 
         return SimpleNamespace(setup=setup, run=step)
 
-    monkeypatch.setattr(checks, "Training", made)
+    monkeypatch.setattr(checks, "GpuTraining", made)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = syncs(Setup())
+    found = syncs(GpuSetup())
     assert set(found) == {"plain", "dropout", "clipping", "micro-batches"}
     assert modes == ["error", "default"] * 4 and modes[-1] == "default"
     assert steps[0] == ["default"] * 2 + ["error"] * ((at or 6) - 2)

@@ -16,7 +16,7 @@ from experiments.memory import recipe, sizes, targets, zero
 from experiments.memory.config import DEFAULTS, build, model_of
 from experiments.memory.measured import markdown, measure, ratio
 from experiments.memory.pictures import bars
-from experiments.memory.plans import LLAMA, Job, Plan, on_paper
+from experiments.memory.plans import LLAMA, MemoryJob, MemoryPlan, on_paper
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = replace(model_of("tiny"), layers=2, width=64)
@@ -76,8 +76,8 @@ def test_ratios_cancel_drift():
 
 
 def test_a_job_survives_json():
-    job = Job(TINY, (Plan("x", remat=0.5), Plan("y", fit_share=0.4)), 2, 1, 8, 0, "eager")
-    assert Job.read(json.loads(json.dumps(job, default=vars))) == job
+    job = MemoryJob(TINY, (MemoryPlan("x", remat=0.5), MemoryPlan("y", fit_share=0.4)), 2, 1, 8, 0, "eager")
+    assert MemoryJob.read(json.loads(json.dumps(job, default=vars))) == job
 
 
 def test_a_missed_target_is_called_missed():
@@ -109,7 +109,7 @@ def test_levels_rest_as_zero_has_it():
     wanted = {"no_shard": 3, "zero1": 1 + 2 / 4, "zero2": 1 + 2 / 4, "zero3": 3 / 4}
     peaks = []
     for preset, copies in wanted.items():
-        plan = Plan(preset, preset, clip=True)
+        plan = MemoryPlan(preset, preset, clip=True)
         analysis = on_paper(plan, TINY, 4, 1, 16).memory_analysis()
         assert analysis.resident_bytes == pytest.approx(copies * whole, rel=0.01), preset
         peaks.append(analysis.peak_bytes)
@@ -148,14 +148,14 @@ def test_markdown_counts_its_columns():
 # ------------------------------------------------------------------ measured
 
 
-SMALL_JOB = Job(
+SMALL_JOB = MemoryJob(
     replace(TINY, context=128),
     (
         targets.PLAIN,
-        Plan("unit", remat="unit"),
+        MemoryPlan("unit", remat="unit"),
         targets.ALL_OFFLOADED,
         replace(targets.FITTED, fit_share=0.6),
-        Plan("ddp", "ddp"),
+        MemoryPlan("ddp", "ddp"),
     ),
     ranks=2,
     rows=2,

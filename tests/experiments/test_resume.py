@@ -29,7 +29,7 @@ from experiments.training.result import read_result, write_result
 from experiments.training.resume import (
     CHECKPOINTS,
     IDENTITY,
-    Run,
+    RunFolder,
     finished,
     held,
     identity_of,
@@ -51,9 +51,9 @@ def config_of(*overrides: str) -> TrainConfig:
     return compose(*RUN, "mesh.shard=1", *overrides)
 
 
-def run_in(folder: Path) -> Run:
+def run_in(folder: Path) -> RunFolder:
     folder.mkdir(parents=True, exist_ok=True)
-    return Run(str(folder))
+    return RunFolder(str(folder))
 
 
 class After(Stop):
@@ -99,7 +99,7 @@ def lowered_once() -> Iterator[None]:
     """Steps of equal runs are lowered once in this process; no pictures but the first."""
     prepare, plot, known, plots = loop.prepare, loop.plot_losses, {}, []
 
-    def prepared(config: TrainConfig) -> loop.Setup:
+    def prepared(config: TrainConfig) -> loop.TrainSetup:
         key = json.dumps(identity_of(config))
         known[key] = known.get(key) or prepare(config)
         return replace(known[key], config=config)
@@ -275,7 +275,7 @@ def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) ->
     stop = After(stop_at) if rank == stops else Stop()
     config = compose(*RUN, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
-    loop.train(config, Run(folder), [], stop)
+    loop.train(config, RunFolder(folder), [], stop)
     fs.checkpoint.wait()
 
 

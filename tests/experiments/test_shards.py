@@ -35,7 +35,7 @@ from experiments.tokenize.job import tokenize
 from experiments.tokenize.journal import NAME
 from experiments.training.dataset import open_tokens, place_of
 from experiments.training.loop import train as run_training
-from experiments.training.resume import Run
+from experiments.training.resume import RunFolder
 from fnshard.launcher.rank import Stop
 from fnshard.mesh import make_mesh
 
@@ -628,13 +628,13 @@ def trained_on(made: Path, *more: str):
 
 def test_a_run_on_shards_and_one_that_is_cut_off(made, tmp_path, capsys):
     whole, cut_off = tmp_path / "whole", tmp_path / "cut"
-    run_training(trained_on(made), Run(str(whole)), [], Stop())
+    run_training(trained_on(made), RunFolder(str(whole)), [], Stop())
     said = capsys.readouterr().out
     assert "held-out loss, nats per byte: model" in said and "trigram" in said
     assert (whole / "sample.txt").read_text().startswith("def ") and (whole / "loss.png").exists()
 
     half = str(whole / "checkpoints" / "2")
-    run_training(trained_on(made), Run(str(cut_off), source=half), [], Stop())
+    run_training(trained_on(made), RunFolder(str(cut_off), source=half), [], Stop())
     assert "resume: step 2 of" in capsys.readouterr().out
     told = [
         [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
@@ -647,7 +647,7 @@ def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
     for side, parts in (("train", 3), ("held_out", 2)):
         (tmp_path / side).symlink_to(numbered(400, parts).folder)
     run_training(
-        trained_on(tmp_path, "model.vocab=400", "run.steps=2"), Run(str(tmp_path / "run")), [], Stop()
+        trained_on(tmp_path, "model.vocab=400", "run.steps=2"), RunFolder(str(tmp_path / "run")), [], Stop()
     )
     said = capsys.readouterr().out
     assert "held-out loss, nats per token: model" in said and "gram" not in said

@@ -16,7 +16,7 @@ from main_job import compose
 
 from experiments.configs.train import ConfigError, TrackerConfig
 from experiments.trackers import feed as feeds
-from experiments.trackers.base import At, Row, Told
+from experiments.trackers.base import LogPosition, Row, RunInfo
 from experiments.trackers.feed import Feed
 from experiments.trackers.registry import check_installed, chosen
 from experiments.training.progress import Progress
@@ -187,7 +187,7 @@ class Kept:
     def __init__(self, fails: Any = None, name: str = "kept"):
         self.fails, self.rows, self.ended, self.name = fails, [], "", name
 
-    def start(self, told: Told) -> tuple[Mapping[str, Any], At]:
+    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         self.told = told
         return {"id": 7}, told.at
 

@@ -23,8 +23,8 @@ from experiments.configs.train import TrainConfig
 from experiments.training import loop, steps
 from experiments.training.report import METRICS
 from experiments.training.result import read_result
-from experiments.training.resume import CHECKPOINTS, Run, identity_of
-from experiments.training.run_record import PARTS, Record, Work, git_of, in_words
+from experiments.training.resume import CHECKPOINTS, RunFolder, identity_of
+from experiments.training.run_record import PARTS, RunRecord, StepWork, git_of, in_words
 from experiments.training.run_record import RUN as RUN_FILE
 from experiments.training.watchdog import DivergedError, Spikes, Stragglers, ill, sound
 from fnshard.launcher.rank import Stop
@@ -35,7 +35,7 @@ def lowered_once() -> Iterator[None]:
     """Steps of equal runs are lowered once in this process; no pictures of losses."""
     prepare, known = loop.prepare, {}
 
-    def prepared(config: TrainConfig) -> loop.Setup:
+    def prepared(config: TrainConfig) -> loop.TrainSetup:
         key = json.dumps(identity_of(config))
         known[key] = known.get(key) or prepare(config)
         return replace(known[key], config=config)
@@ -96,13 +96,13 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     tokens = torch.empty(8, config.model.context, dtype=torch.int64)
     lowered = setup.step.lower(setup.step.init(setup.model), tokens, tokens)
     h100 = fs.Hardware.named("h100")
-    work = Work.of(lowered, h100)
+    work = StepWork.of(lowered, h100)
     matrices = sum(p.numel() for n, p in setup.model.named_parameters() if p.dim() == 2 and "embed" not in n)
     per_token = work.model_flops / tokens.numel()
     assert 6 * matrices < per_token < 6 * matrices * 1.5
     assert work.peak_flops == pytest.approx(h100.peak_flops["f32"])
     assert work.mfu(2.0) == pytest.approx(work.model_flops / 2 / h100.peak_flops["f32"])
-    assert Work.of(lowered, None).mfu(2.0) is None
+    assert StepWork.of(lowered, None).mfu(2.0) is None
 
 
 def test_the_commit_is_told_and_whether_it_is_changed(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_the_commit_is_told_and_whether_it_is_changed(tmp_path: Path) -> None:
 
 
 def test_a_record_goes_on_from_one_that_was_killed(tmp_path: Path) -> None:
-    first = Record(tmp_path, {"seed": 1})
+    first = RunRecord(tmp_path, {"seed": 1})
     first.spent.seconds["data"] = 2.0
     first.write("running", 4, 1.0, attention={"flash": 2}, mfu=0.5)
-    again = Record(tmp_path, {"seed": 1}, made=4)
+    again = RunRecord(tmp_path, {"seed": 1}, made=4)
     again.spent.seconds["data"] = 3.0
     totals = again.write("ok", 6, 0.5, mfu=None)
     assert totals["data_s"] == 5.0 and totals["compile_s"] == 1.5 and totals["mfu"] == 0.5
@@ -199,7 +199,7 @@ def diverges(rank: int, folder: str) -> tuple[str, list[int]]:
     config = compose(*RUN, *FAR, "mesh.shard=2", "run.save_every=1")
     Path(folder).mkdir(exist_ok=True)
     try:
-        loop.train(config, Run(folder), [], Stop())
+        loop.train(config, RunFolder(folder), [], Stop())
     except DivergedError as error:
         return str(error).partition("\n(looked")[0], fs.checkpoint.all_steps(Path(folder) / CHECKPOINTS)
     return "", []

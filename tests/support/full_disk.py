@@ -18,7 +18,7 @@ from experiments.configs.machine import place
 from experiments.configs.train import TrainConfig
 from experiments.train import JOB
 from experiments.training import loop
-from experiments.training.resume import Run
+from experiments.training.resume import RunFolder
 from fnshard.errors import FnshardError
 from fnshard.launcher import local
 from fnshard.launcher.rank import Stop
@@ -67,7 +67,7 @@ def main() -> None:
     config = place(asked(text), accelerators={})
     setup = loop.prepare(config)
     loop.prepare = lambda _: setup
-    loop.train(config, Run(str(disk / "first")), [], Stop())
+    loop.train(config, RunFolder(str(disk / "first")), [], Stop())
     shutil.rmtree(disk / "first")
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("there are threads, which a fork does not take along")
