@@ -145,6 +145,10 @@ TABLE = {
     "torchrun --nproc-per-node 8 -m experiments.finetune model=/models/llama data.train=mine.jsonl": (
         Row(needs="eight devices")
     ),
+    # -- examples
+    "python -m experiments.examples.mlp": Row(),
+    "python -m experiments.examples.vit": Row(),
+    "python -m experiments.examples.gpt": Row(),
     # -- finetune
     "python -m experiments.finetune": replace(TINY, quick=True),
     "python -m experiments.finetune method=lora": TINY,
