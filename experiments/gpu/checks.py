@@ -25,6 +25,7 @@ from experiments.gpu.setup import GpuSetup, GpuTraining, clocked
 
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
+CORE = ("trace", "differentiate", "remat", "schedule", "step")  # `tests/versions.py` has them, too
 # What a step is asked for beside; each may bring a wait for the device of its own.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -73,8 +74,8 @@ def tests(setup: GpuSetup) -> Found:
 
 def core(setup: GpuSetup) -> Found:
     """The core's tests with the GPU hidden."""
-    files = [f"tests/test_{name}.py" for name in ("trace", "differentiate", "remat", "schedule", "step")]
-    return _pytest([*files, "-m", "not long and not gpu"], {"CUDA_VISIBLE_DEVICES": ""})
+    files = [next((ROOT / "tests").rglob(f"test_{name}.py")) for name in CORE]
+    return _pytest([*map(str, files), "-m", "not long and not gpu"], {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def _pytest(which: Sequence[str], env: Mapping[str, str] | None = None) -> Found:

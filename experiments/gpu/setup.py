@@ -30,7 +30,7 @@ class GpuSetup:
         device: "cuda" or "cpu".
         size: a file of `conf/model`.
         rows, length: of the batch.
-        dtype: of compute; parameters are fp32.
+        dtype: of compute; on a GPU parameters are stored in it, beside an fp32 master.
         backend: of fnshard's kernels.
         rounds, steps: samples of a contender, and steps of a sample.
     """

@@ -143,6 +143,19 @@ def test_the_tests_of_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (found["passed"], found["failed"], found["skipped"]) == (1, ["test_two"], 1)
 
 
+def test_what_a_gpu_alone_runs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def collect(which: Any, env: Any = None) -> dict[str, Any]:
+        asked.extend(ROOT / name for name in which if name.endswith(".py"))
+        return {}
+
+    monkeypatch.setattr(checks, "_pytest", collect)
+    checks.tests(GpuSetup())
+    checks.core(GpuSetup())
+    assert len(asked) == 6 and all(path.is_file() for path in asked)
+
+
 # ------------------------------------------------------------------ waits
 
 
