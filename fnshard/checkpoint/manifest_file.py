@@ -13,12 +13,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fnshard.checkpoint.loader_state import decode
 from fnshard.runtime.files.folder import DATA, flush_directory
+from fnshard.runtime.files.json_reader import Count, from_json, reader
 from fnshard.runtime.files.tensorfile import (
     DTYPES,
     BLOCK_bytes,
@@ -37,11 +38,11 @@ LIMIT_bytes = 2 << 30
 class Chunk:
     """A box of a leaf: where it lies in the leaf, in which file from which byte, checksums by block."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
     file: str
-    at: int
-    crc32: tuple[int, ...]
+    at: Count
+    crc32: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class SavedLeaf:
     """A full tensor: `params/<path>`, `optimizer/<path>/<slot>` or `loss_scale/<name>`. `dtype`: as
     safetensors files name it; `spec`: the `P` it was stored by."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     spec: str
     chunks: tuple[Chunk, ...]
@@ -59,9 +60,9 @@ class SavedLeaf:
 class DataFile:
     """Sizes of a data file and of its header, and the header's CRC-32."""
 
-    bytes: int
-    header_bytes: int
-    header_crc32: int
+    bytes: Count
+    header_bytes: Count
+    header_crc32: Count
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ class Manifest:
         versions: of torch and fnshard.
     """
 
-    step: int
-    seed: int
+    step: Count
+    seed: Annotated[int, range(-(1 << 63), 1 << 63)]
     mesh: Mapping[str, Any]
     leaves: Mapping[str, SavedLeaf]
     files: Mapping[str, DataFile]
-    specs: Mapping[str, str] = field(default_factory=dict)
-    data: tuple[Any, ...] = ()
-    config: Any = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
+    specs: Mapping[str, str]
+    data: tuple[Any, ...]
+    config: Any
+    metrics: Mapping[str, float]
+    versions: Mapping[str, str]
     format: str = FORMAT
 
     def write(self, folder: Path) -> None:
@@ -170,58 +171,41 @@ def _content(folder: Path, name: str, limit: int, seal: bytearray | None = None)
 # ------------------------------------------------------------------ from JSON, believing nothing
 
 
+_read_manifest = reader(Manifest)  # made here: what reads files runs no code, not even annotations
+
+
 def _manifest(values: Any) -> Manifest:
     if values["format"] != FORMAT:
         raise ValueError(f"its format is {values['format']!r}, this is {FORMAT!r}")
-    files = {name: _file(name, v) for name, v in _object(values, "files").items()}
-    leaves = {name: _leaf(name, v, files) for name, v in _object(values, "leaves").items()}
-    _check_apart(leaves, files)
-    seed, data = values["seed"], _list(values["data"], "data")
-    if type(seed) is not int or not -(1 << 63) <= seed < 1 << 63:
-        raise ValueError(f"seed is {seed!r}")
-    for position in data:
+    read = _read_manifest(values)
+    for name, file in read.files.items():
+        if not DATA.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a data file")
+        if file.header_bytes > min(file.bytes, HEADER_LIMIT_bytes):
+            raise ValueError(f"{name}: a header of {file.header_bytes} bytes")
+    for name, leaf in read.leaves.items():
+        _check_leaf(name, leaf, read.files)
+    _check_apart(read.leaves, read.files)
+    sizes = from_json(Mapping[str, Count], read.mesh["axes"])
+    if not all(sizes.values()) or not set(from_json(list[str], read.mesh["data_axes"])) <= sizes.keys():
+        raise ValueError(f"its mesh is {read.mesh}")
+    for position in read.data:
         decode(position)
-    return Manifest(
-        step=_count(values["step"]),
-        seed=seed,
-        mesh=_mesh(_object(values, "mesh")),
-        leaves=leaves,
-        files=files,
-        specs=_texts(values, "specs"),
-        data=tuple(data),
-        config=values["config"],
-        metrics=_metrics(_object(values, "metrics")),
-        versions=_texts(values, "versions"),
-    )
+    return read
 
 
-def _file(name: str, values: Any) -> DataFile:
-    if not DATA.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a data file")
-    file = DataFile(*(_count(values[k]) for k in DataFile.__dataclass_fields__))
-    if file.header_bytes > min(file.bytes, HEADER_LIMIT_bytes):
-        raise ValueError(f"{name}: a header of {file.header_bytes} bytes")
-    return file
-
-
-def _leaf(name: str, values: Any, files: Mapping[str, DataFile]) -> SavedLeaf:
-    shape, dtype = _counts(values["shape"]), values["dtype"]
-    itemsize, chunks = DTYPES[dtype].itemsize, []
+def _check_leaf(name: str, leaf: SavedLeaf, files: Mapping[str, DataFile]) -> None:
+    shape, itemsize = leaf.shape, DTYPES[leaf.dtype].itemsize
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
         raise ValueError(f"{name}: no tensor is {list(shape)}")
-    for v in _list(values["chunks"], "chunks"):
-        at, crc32 = _count(v["at"]), _counts(v["crc32"])
-        chunk = Chunk(_counts(v["offset"]), _counts(v["shape"]), v["file"], at, crc32)
+    for chunk in leaf.chunks:
         size = math.prod(chunk.shape) * itemsize
         ranks = len(chunk.offset) == len(chunk.shape) == len(shape)
-        if not ranks or at + size > files[chunk.file].bytes or len(crc32) != -(-size // BLOCK_bytes):
+        fits = chunk.at + size <= files[chunk.file].bytes and len(chunk.crc32) == -(-size // BLOCK_bytes)
+        if not (ranks and fits):
             raise ValueError(f"{name}: a chunk {list(chunk.shape)} at {list(chunk.offset)} cannot be")
-        chunks.append(chunk)
-    if not is_tiled(shape, chunks):
+    if not is_tiled(shape, leaf.chunks):
         raise ValueError(f"{name}: its chunks are not the whole of it, each part once")
-    if not isinstance(values["spec"], str):
-        raise ValueError(f"{name}: its spec is no text")
-    return SavedLeaf(shape, dtype, values["spec"], tuple(chunks))
 
 
 def is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk], dim: int = 0) -> bool:
@@ -250,46 +234,3 @@ def _check_apart(leaves: Mapping[str, SavedLeaf], files: Mapping[str, DataFile])
         if at < ends[chunk.file]:
             raise ValueError(f"{name}: its bytes in {chunk.file} from {at} on are not its own")
         ends[chunk.file] = at + math.prod(chunk.shape) * DTYPES[dtype].itemsize
-
-
-def _mesh(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    sizes, data_axes = _object(values, "axes"), _list(values["data_axes"], "data_axes")
-    if not all(_count(size) for size in sizes.values()) or not all(axis in sizes for axis in data_axes):
-        raise ValueError(f"its mesh is {values}")
-    return values
-
-
-def _metrics(values: Mapping[str, Any]) -> Mapping[str, float]:
-    wrong = [name for name, value in values.items() if type(value) not in (int, float)]
-    if wrong:
-        raise ValueError(f"metrics are numbers, but not {', '.join(wrong)}")
-    return {name: float(value) for name, value in values.items()}
-
-
-def _texts(values: Any, name: str) -> Mapping[str, str]:
-    found = _object(values, name)
-    if not all(isinstance(v, str) for v in found.values()):
-        raise ValueError(f"{name} are texts")
-    return found
-
-
-def _object(values: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(values[name], dict):
-        raise ValueError(f"{name} is no object")
-    return values[name]
-
-
-def _list(values: Any, name: str) -> list[Any]:
-    if not isinstance(values, list):
-        raise ValueError(f"{name} is no list")
-    return values
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    return tuple(_count(v) for v in _list(values, "sizes"))

@@ -20,6 +20,7 @@ from fnshard.debug.values import Health, count, health, in_words, tensors, worst
 from fnshard.errors import DebugError, FnshardError, StateError, report
 from fnshard.layout.codecs import decoding
 from fnshard.runtime.executor.context import Action, Env, Watch
+from fnshard.runtime.files.json_reader import from_json
 from fnshard.step import agreement
 from fnshard.step.batches import batch_key, micro_batch
 from fnshard.step.lowered import Lowered
@@ -150,7 +151,9 @@ def nan_hunt(
     hunter, found = hunters[step.mesh.rank], []
     if any(json.loads(text) for text in twin.gather_text(json.dumps(hunter.ill))):
         mine = [asdict(a) for a in _with_sources(twin, batch, hunter.found)]
-        found = [Arose(**each) for text in twin.gather_text(json.dumps(mine)) for each in json.loads(text)]
+        found = [
+            from_json(Arose, each) for text in twin.gather_text(json.dumps(mine)) for each in json.loads(text)
+        ]
         found = _caused(_one_each(found), hunter.schedule)
     number = int(state.step) if training else rng[1]
     return Hunted(tuple(found), number, float(loss))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fnshard.errors import StateError, report
+from fnshard.runtime.files.json_reader import JsonError, from_json
 from fnshard.runtime.files.tensorfile import (
     Corrupt,
     HEADER_LIMIT_bytes,
@@ -102,8 +103,11 @@ def _index(folder: Path) -> dict[str, str]:
     if not (folder / INDEX).exists():
         raise _nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
     values = read_json(folder, INDEX)
-    found = values.get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
+    try:
+        found = from_json(dict[str, str], values.get("weight_map"))
+    except JsonError:
+        found = {}
+    if not found:
         raise StateError(
             report(
                 f"{INDEX} in {str(folder)!r} has no weight_map from tensors to files.",

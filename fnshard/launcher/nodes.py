@@ -27,6 +27,7 @@ from typing import Any
 
 from fnshard.errors import FnshardError, report
 from fnshard.mesh.process_group import RENDEZVOUS
+from fnshard.runtime.files.json_reader import from_json
 
 BEAT_S, SETTLE_S = 1.0, 0.1  # between two looks at the folder; and in the end, when others wait for it
 POLL_S = 0.2
@@ -331,9 +332,9 @@ class Peers:
             self._beats[number], self._heard[number] = found["beat"], time.monotonic()
             if not self._leads:
                 self._failed = found.get("failed", False)
-                self._verdict = Ending(**found["verdict"]) if found.get("verdict") else None
+                self._verdict = from_json(Ending | None, found.get("verdict"))
             elif found["ended"] is not None:
-                self._endings[number] = Ending(**found["ended"])
+                self._endings[number] = from_json(Ending, found["ended"])
 
     def _tell(self) -> None:
         if not self._leads:
