@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from experiments.training.report import HELD_OUT
 
 NAMED = 10  # runs with a colour and a name of their own; beyond, a colour map says who is who
 LONGEST = 70  # characters of a name
+SAME = 4  # runs that are named as having the same curve
 SMOOTH = 40  # parts of a curve that are each drawn as their mean
+WIDTH = 1.3  # of every line, in points
 SHOTS = 2.0  # a curve that leaves the others' highest start by this factor is cut off
 
 
@@ -33,16 +35,18 @@ def draw(ranking: Ranking, path: Path) -> bool:
     from matplotlib.figure import Figure
 
     named = drawn[:NAMED] if len(drawn) <= NAMED else drawn[:3]
-    labels = labels_of(ranking, named)
+    alike = _equal_curves(drawn, key)
+    labels = labels_of(ranking, named, alike)
+    # Of equal curves one line is seen; the legend names the runs behind it.
+    hidden = {each for same in alike.values() for each in same}
     below = 0.22 * len(named) + 0.2
     figure = Figure(figsize=(8, 4.8 + below), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colors, scale = _colors(drawn, differences(ranking.outcomes))
     for place, outcome in reversed(list(enumerate(drawn))):  # the best on top
-        # Wider the further behind: curves that coincide are all to be seen.
-        wide = 1.3 * place if len(drawn) <= NAMED else 0.0
-        _curve(axes, outcome, key, colors[place], labels.get(outcome.folder), wide)
+        if outcome.folder not in hidden:
+            _curve(axes, outcome, key, colors[place], labels.get(outcome.folder))
     axes.set(xlabel="step", ylabel=_title(key))
     _limit(axes, drawn, key)
     axes.grid(alpha=0.25)
@@ -55,7 +59,7 @@ def draw(ranking: Ranking, path: Path) -> bool:
         handles[::-1], names[::-1], loc="outside lower left", ncols=1, fontsize=8, frameon=False,
         title=f"line: {key}{held_out}{more}", title_fontsize=8, alignment="left",
     )  # fmt: skip
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.1)  # long names widen it
     return True
 
 
@@ -76,8 +80,26 @@ def smooth(curve: Sequence[tuple[float, float]], parts: int = SMOOTH) -> list[tu
     return [tuple(math.fsum(part) / len(each) for part in zip(*each, strict=True)) for each in cut]
 
 
-def labels_of(ranking: Ranking, named: Sequence[Outcome]) -> dict[Path, str]:
-    """What tells each run from the others, and what it came to."""
+def _equal_curves(drawn: Sequence[Outcome], key: str) -> dict[Path, list[Path]]:
+    """By the first run of each curve, the others whose points are the same; most have none."""
+    first: dict[tuple[Any, ...], Path] = {}
+    alike: dict[Path, list[Path]] = {}
+    for outcome in drawn:
+        shape = tuple(points(outcome, key)), tuple(points(outcome, HELD_OUT) if key == "loss" else ())
+        found = first.setdefault(shape, outcome.folder)
+        if found != outcome.folder:
+            alike.setdefault(found, []).append(outcome.folder)
+    return alike
+
+
+def labels_of(
+    ranking: Ranking, named: Sequence[Outcome], alike: Mapping[Path, Sequence[Path]]
+) -> dict[Path, str]:
+    """What tells each run from the others, its result, and the runs with the same curve.
+
+    Args:
+        alike: by folder, the folders of the runs whose curves are equal to its.
+    """
     own = differences(ranking.outcomes)
     out = {}
     for outcome in named:
@@ -87,19 +109,23 @@ def labels_of(ranking: Ranking, named: Sequence[Outcome]) -> dict[Path, str]:
         told = [] if value is None else [f"{ranking.metric} {value:.4g}"]
         told += [] if outcome.status == "ok" else [outcome.status]
         star = " *" if outcome is ranking.best else ""
+        names = {each.folder: each.name for each in ranking.outcomes}
+        same = [names[folder] for folder in alike.get(outcome.folder, ())]
+        more = f" and {len(same) - SAME} more" if len(same) > SAME else ""
+        told += [f"same curve: {', '.join(same[:SAME])}{more}"] if same else []
         out[outcome.folder] = f"{name}{star}" + (f"  ({', '.join(told)})" if told else "")
     return out
 
 
-def _curve(axes: Any, outcome: Outcome, key: str, color: Any, label: str | None, wide: float) -> None:
+def _curve(axes: Any, outcome: Outcome, key: str, color: Any, label: str | None) -> None:
     curve = points(outcome, key)
     thin = {"color": color, "label": label} if len(curve) <= SMOOTH else {"color": color, "alpha": 0.15}
-    axes.plot(*zip(*curve, strict=True), lw=1.2 + wide if "label" in thin else 0.6, **thin)
+    axes.plot(*zip(*curve, strict=True), lw=WIDTH if "label" in thin else 0.6, **thin)
     if "label" not in thin:
-        axes.plot(*zip(*smooth(curve), strict=True), lw=1.4 + wide, color=color, label=label)
+        axes.plot(*zip(*smooth(curve), strict=True), lw=WIDTH, color=color, label=label)
     held_out = points(outcome, HELD_OUT) if key == "loss" else []
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4 + wide, color=color)
+        axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4, color=color)
     if len(curve) == 1:
         axes.plot(*curve[0], ".", color=color)
 

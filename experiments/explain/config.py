@@ -118,7 +118,7 @@ HELP = Help(
         "data.rows": "rows of the global batch; null: one for each rank and micro-batch",
         "run.accumulate": "micro-batches of a step",
         "run.device_gb": "what a step may take of a device, in 1e9 bytes; null: all of it",
-        "hardware.price_per_hour": "of one device, in the currency you pay in",
+        "hardware.price_per_hour": "of one device, in US dollars",
         "tokens": "of the whole training; null: 20 a parameter",
         "fit": "look for a plan where this one does not fit",
     },

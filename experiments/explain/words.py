@@ -93,7 +93,7 @@ def _training(paper: Paper) -> str:
     told += f": {digits(days)} days" if days >= 2 else f": {digits(24 * days)} hours"
     told += f", {big(paper.device_hours)} device hours"
     cost = paper.cost
-    return told if cost is None else f"{told}, {big(cost)} at {config.hardware.price_per_hour:g} an hour"
+    return told if cost is None else f"{told}, ${big(cost)} at ${config.hardware.price_per_hour:g} an hour"
 
 
 def plan_line(paper: Paper) -> str:

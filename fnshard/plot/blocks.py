@@ -12,6 +12,7 @@ from fnshard.mesh import Mesh
 
 FIELDS = ("storage", "gradient", "optimizer")
 WRAP = 32  # ranks in a row, where the mesh has but one axis
+NODES = 16  # nodes in a row, where an axis does not fill rows of whole nodes
 
 
 @dataclass(frozen=True)
@@ -182,4 +183,27 @@ def mesh_rows(mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
             tuple(range(k * last, (k + 1) * last)),
         )
         for k, place in enumerate(places)
+    ]
+
+
+def node_rows(mesh: Mesh, ranks_per_node: int) -> list[tuple[str, tuple[int, ...]]]:
+    """The first rank of every node, in rows: by the outer axes where each of their rows fills whole nodes.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> node_rows(make_mesh(replicate=2, shard=32, abstract=True), 8)
+    [('replicate 0', (0, 8, 16, 24)), ('replicate 1', (32, 40, 48, 56))]
+    >>> [name for name, _ in node_rows(make_mesh(shard=256, abstract=True), 8)]
+    ['ranks 0-127', 'ranks 128-255']
+
+    Raises:
+        SpecError: something other than a mesh.
+    """
+    rows = mesh_rows(mesh)
+    if len(mesh.names) > 1 and mesh.sizes[-1] % ranks_per_node == 0:
+        return [(name, row[::ranks_per_node]) for name, row in rows]
+    firsts, across = range(0, mesh.size, ranks_per_node), NODES * ranks_per_node
+    starts = range(0, mesh.size, across)
+    return [
+        (f"ranks {s}-{min(s + across, mesh.size) - 1}", tuple(firsts[i * NODES : (i + 1) * NODES]))
+        for i, s in enumerate(starts)
     ]

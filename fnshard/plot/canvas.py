@@ -77,5 +77,6 @@ def save(figure: Any, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     more = {"metadata": {"Date": None}} if kind == "svg" else {}
     with rc_context({"svg.hashsalt": "fnshard"}):  # the same picture, the same bytes
-        figure.savefig(path, dpi=130, format=kind, **more)
+        # "tight": a title longer than the axes widens the picture, instead of being cut off.
+        figure.savefig(path, dpi=130, format=kind, bbox_inches="tight", pad_inches=0.1, **more)
     return path

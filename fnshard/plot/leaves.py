@@ -86,6 +86,30 @@ def label_of(spec: LayoutSpec) -> str:
     return ", ".join(told)
 
 
+def equal_units(leaves: Sequence[Leaf]) -> list[tuple[str, list[Leaf], int]]:
+    """Units in order, equal ones once: a name, the leaves of one such unit, and how many there are.
+
+    Units are equal if their leaves are, but for numbers in their paths: the blocks of a model.
+    """
+    units: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        units.setdefault(leaf.unit, []).append(leaf)
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for unit, mine in units.items():
+        paths = [(NUMBER.sub("*", leaf.path), leaf.shape, leaf.label) for leaf in mine]
+        alike.setdefault((NUMBER.sub("*", unit), *paths), []).append(unit)
+    return [
+        (same[0], units[same[0]], 1)
+        if len(same) == 1
+        else (
+            key[0],
+            [replace(leaf, path=NUMBER.sub("*", leaf.path), unit=key[0]) for leaf in units[same[0]]],
+            len(same),
+        )
+        for key, same in alike.items()
+    ]
+
+
 def together(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
     found: dict[tuple[str, tuple[int, ...], str], Leaf] = {}

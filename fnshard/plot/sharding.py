@@ -6,48 +6,64 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fnshard.errors import SpecError
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
-from fnshard.plot.blocks import Grid, grid_of, layouts_of, mesh_rows, padding_text
+from fnshard.plot.blocks import Grid, grid_of, layouts_of, mesh_rows, node_rows, padding_text
 from fnshard.plot.canvas import colour_map, figure_of, save, text_on
 from fnshard.plot.scales import ranks_text
 
 PALE = "#f2f2f2"
 TICKS = 12  # block borders that are numbered
-MOST = 4096  # ranks that have a box each
+BY_RANK = 64  # ranks that have a box each; of larger meshes every node has one
+MOST = 4096  # boxes; more rows than these are stripes
 HIGHEST = 24.0  # inches
 FEW = 16  # blocks that are told apart by hue; more are a gradient
 
 
-def mesh(mesh: Mesh, path: str | Path) -> Path:
-    """The mesh's ranks on its axes, the last one across; rows that differ in other axes in other colours.
+def mesh(mesh: Mesh, path: str | Path, *, ranks_per_node: int = 8) -> Path:
+    """Draw a mesh's ranks on its axes, the last one across; rows of other outer axes have other colours.
+
+    A mesh of more than 64 ranks has one box per node, labelled with its ranks.
 
     Args:
         mesh: may be abstract.
         path: of the picture, .png or .svg; its folder is made.
+        ranks_per_node: consecutive ranks that share a machine.
+
+    Raises:
+        SpecError: something other than a mesh, nodes without ranks, or another kind of picture.
     """
+    if ranks_per_node < 1:
+        raise SpecError(f"ranks_per_node={ranks_per_node}: a node has at least one rank.")
     rows = mesh_rows(mesh)
+    per_box = 1 if mesh.size <= BY_RANK else min(ranks_per_node, mesh.size)
+    rows = rows if per_box == 1 else node_rows(mesh, per_box)
+    boxes = sum(len(row) for _, row in rows)
     across = max(len(row) for _, row in rows)
     cell = min(0.75, 14 / across, max(24 / len(rows), 0.05))  # inches
     label = max(len(name) for name, _ in rows)
     told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
     told += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
-    wide = max(0.09 * label + cell * across + 0.8, 0.095 * len(told) + 0.09 * label)  # the title fits too
+    told += f"; a box is a node of {per_box}" if per_box > 1 else ""
+    wide = 0.11 * label + max(cell * across, 0.11 * len(mesh.names[-1])) + 0.8
     figure, axes = figure_of(wide, min(max(cell * len(rows), 0.5), HIGHEST) + 1.2)
     shades = _shades(len(rows))
-    size = min(10.0, 72 * cell / (0.75 * len(str(mesh.size - 1))))
-    if mesh.size > MOST:  # a stripe a row
+    letters = len(str(mesh.size - 1)) + (per_box > 1)
+    size = min(10.0, 72 * cell / (0.75 * letters))
+    if boxes > MOST:  # one stripe per row
         axes.imshow(
             [[s] for s in shades], extent=(0, across, len(rows), 0), aspect="auto", interpolation="none"
         )
-    for down, (_, row) in enumerate(rows if mesh.size <= MOST else ()):
+    for down, (_, row) in enumerate(rows if boxes <= MOST else ()):
         for place, rank in enumerate(row):
             _box(axes, (place, down, 1, 1), shades[down])
-            _say(axes, (place, down, 1, 1), shades[down], str(rank) if size >= 5 else "", size)
+            named = _box_text(rank, per_box, mesh.size) if size >= 5 else ""
+            _say(axes, (place, down, 1, 1), shades[down], named, size)
     high = min(max(cell * len(rows), 0.5), HIGHEST)
     step = max(1, round(len(rows) * 0.18 / high))  # rows to a readable name
     axes.set_yticks([i + 0.5 for i in range(0, len(rows), step)], [n for n, _ in rows[::step]])
-    wrapped = len(mesh.names) == 1 and len(rows) > 1
+    wrapped = per_box > 1 or (len(mesh.names) == 1 and len(rows) > 1)
     _across(axes, across, mesh.names[-1] if not wrapped else "")
     axes.set(xlim=(0, across), ylim=(len(rows), 0))
     _bare(axes)
@@ -55,8 +71,14 @@ def mesh(mesh: Mesh, path: str | Path) -> Path:
     return save(figure, path)
 
 
+def _box_text(rank: int, count: int, size: int) -> str:
+    """The ranks of a box, from its first; a range on two lines."""
+    last = min(rank + count, size) - 1
+    return str(rank) if last == rank else f"{rank}-\n{last}"
+
+
 def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[int] | None = None) -> Path:
-    """Which rank holds which rows and columns of a leaf; padding is hatched.
+    """Draw which rank holds which rows and columns of a leaf; padding is hatched.
 
     A leaf whose gradient or optimizer state lies otherwise than its storage gets a panel for each.
 

@@ -1,4 +1,4 @@
-"""Treemap: a tree's leaves as boxes, as large as their bytes, coloured by spec, units boxed together."""
+"""Treemap: a tree's leaves as boxes whose areas are bytes, coloured by spec, grouped by unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fnshard.errors import leaves as count_of
 from fnshard.mesh import Mesh
 from fnshard.plot.canvas import COLOURS, figure_of, save, text_on
-from fnshard.plot.leaves import Leaf, labels_of, leaves_of
+from fnshard.plot.leaves import Leaf, equal_units, labels_of, leaves_of
 from fnshard.plot.scales import byte_text
 
 WIDTH, HEIGHT = 11.0, 6.5  # inches
@@ -19,7 +19,9 @@ Box = tuple[float, float, float, float]  # left, bottom, width, height
 
 
 def tree(specs: Any, mesh: Mesh, path: str | Path, *, params: Any = None) -> Path:
-    """The whole tree's layout: a box a leaf by bytes, coloured by spec; boxes without room have no name.
+    """Draw a tree's layout: one box per leaf, its area is bytes, its colour the spec; small ones are unnamed.
+
+    Equal units, such as the blocks of a model, are one group with their count; its area is that of all.
 
     Args:
         specs: a tree of LayoutSpecs.
@@ -34,14 +36,11 @@ def tree(specs: Any, mesh: Mesh, path: str | Path, *, params: Any = None) -> Pat
     sums = labels_of(leaves)
     colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(sums)}
     figure, axes = figure_of(WIDTH, HEIGHT + 0.35 + 0.22 * min(len(sums), LEGEND))
-    units: dict[str, list[Leaf]] = {}
-    for leaf in leaves:
-        units.setdefault(leaf.unit, []).append(leaf)
-    named = list(units.items())
-    areas = [sum(leaf.bytes for leaf in mine) for _, mine in named]
-    for (unit, mine), box in zip(named, squarify(areas, (0, 0, WIDTH, HEIGHT)), strict=True):
+    units = equal_units(leaves)
+    areas = [count * sum(leaf.bytes for leaf in mine) for _, mine, count in units]
+    for (unit, mine, count), box in zip(units, squarify(areas, (0, 0, WIDTH, HEIGHT)), strict=True):
         if box[2] * box[3] > 0:
-            _draw_unit(axes, unit, mine, box, colours)
+            _draw_unit(axes, f"{count} × {unit}" if count > 1 else unit, mine, box, colours)
     axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))
     axes.axis("off")
     whole, one = sum(leaf.bytes for leaf in leaves), sum(leaf.mine for leaf in leaves)

@@ -91,6 +91,7 @@ def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> N
         overrides = [*overrides, "mesh.shard=4"]
     told = words.told(explain(config_of(*overrides)))
     assert wanted in told
+    assert ("$" in told) == ("an hour" in told)
     assert ("an hour" in told) == ("hardware.price_per_hour=null" not in overrides)
 
 

@@ -207,6 +207,15 @@ def test_few_runs_are_named_in_the_order_of_the_table(tmp_path, monkeypatch):
     assert len(figure.axes) == 1
 
 
+def test_equal_curves_are_one_line_that_the_legend_tells(tmp_path, monkeypatch):
+    rows = [with_curve(str(n), f"lr={n}", values=[5, 4, 4 if n == 1 else 3]) for n in range(3)]
+    figure = drawn(monkeypatch, rows, tmp_path / "s.png")
+    texts = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert texts[0] == "0: lr=0 *  (held_out_loss 3, same curve: 2)" and len(texts) == 2
+    named = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert len(named) == 2 and len({line.get_linewidth() for line in named}) == 1
+
+
 def test_many_runs_have_a_colour_map_over_what_differs(tmp_path, monkeypatch):
     rows = [with_curve(str(n), f"optimizer.lr={10.0**-n}", values=[5.0, 5.0 - n / 20]) for n in range(20)]
     figure = drawn(monkeypatch, rows, tmp_path / "s.png")

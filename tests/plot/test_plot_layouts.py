@@ -15,8 +15,8 @@ from fnshard import LayoutSpec, P
 from fnshard.errors import SpecError
 from fnshard.layout.spec import block_slices
 from fnshard.plot import text
-from fnshard.plot.blocks import grid_of, mesh_rows, padding_text
-from fnshard.plot.leaves import leaves_of, together
+from fnshard.plot.blocks import grid_of, mesh_rows, node_rows, padding_text
+from fnshard.plot.leaves import equal_units, leaves_of, together
 from fnshard.plot.treemap import squarify
 
 
@@ -146,6 +146,58 @@ def test_a_tree_is_drawn_and_said(layers: int, tmp_path: Path) -> None:
     assert len(said) == 1 + (1 if not layers else 3)
     assert said[0].startswith(f"{1 + 2 * layers} lea")
     assert not layers or any("P() f32 → bf16" in line for line in said)
+
+
+def framed(path: Path) -> bool:
+    """Whether nothing touches the border of a PNG."""
+    from matplotlib.image import imread
+
+    pixels = imread(path)[..., :3]
+    return all((edge == 1).all() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
+
+
+def test_equal_blocks_are_drawn_once_with_their_count(tmp_path: Path) -> None:
+    boxes = {}
+    for layers in (2, 80):
+        params, rules = tree_of(layers)
+        path = fs.plot.tree(fs.match_specs(params, rules), EIGHT, tmp_path / f"{layers}.svg")
+        boxes[layers] = path.read_text().count('<g id="patch_')
+        assert f"{layers} × layers.*" in path.read_text()
+    assert boxes[2] == boxes[80] < 20
+
+
+def test_equal_units_hold_all_bytes() -> None:
+    params, rules = tree_of(5)
+    params["layers.5.w"] = torch.empty(8, 9, device="meta")  # another shape: not equal to the others
+    leaves = leaves_of(fs.match_specs(params, rules), EIGHT)
+    units = equal_units(leaves)
+    assert [(name, count) for name, _, count in units] == [("embed", 1), ("layers.*", 5), ("layers.5", 1)]
+    assert sum(count * leaf.bytes for _, mine, count in units for leaf in mine) == sum(
+        x.bytes for x in leaves
+    )
+
+
+def test_a_large_mesh_is_drawn_by_nodes(tmp_path: Path) -> None:
+    said = fs.plot.mesh(paper(replicate=4, shard=256), tmp_path / "mesh.svg").read_text()
+    assert said.count('<g id="patch_') < 150 and "1016-" in said and "a box is a node of 8" in said
+    assert "a node of 4" in fs.plot.mesh(paper(shard=100), tmp_path / "4.svg", ranks_per_node=4).read_text()
+    small = fs.plot.mesh(paper(shard=64), tmp_path / "small.svg").read_text()
+    assert "node" not in small.partition("</metadata>")[2]
+    for mesh in (paper(replicate=4, shard=256), paper(shard=100), paper(a=40, b=3)):
+        firsts = [rank for _, row in node_rows(mesh, 8) for rank in row]
+        assert firsts == list(range(0, mesh.size, 8))
+    with pytest.raises(SpecError, match="at least one rank"):
+        fs.plot.mesh(EIGHT, tmp_path / "no.png", ranks_per_node=0)
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+def test_a_long_title_is_not_cut_off(tmp_path: Path) -> None:
+    mesh = paper(replicate=2, a_long_name_of_an_axis=2, another_long_name_of_an_axis=2)
+    shape = (128256, 8192)
+    assert framed(fs.plot.leaf(P("replicate"), mesh, tmp_path / "leaf.png", shape=shape))
+    assert framed(fs.plot.mesh(mesh, tmp_path / "mesh.png"))
+    params, _ = tree_of(2)
+    assert framed(fs.plot.tree(fs.match_specs(params, [("*", LayoutSpec(P()))]), mesh, tmp_path / "tree.png"))
 
 
 def test_bytes_of_a_tree_are_those_of_its_blocks() -> None:
