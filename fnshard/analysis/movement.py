@@ -37,6 +37,7 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
     in_place_if_shared,
     keeps_own_row,
+    updated_at_once,
 )
 from fnshard.layout.spec import LayoutSpec, block_slices
 
@@ -236,7 +237,9 @@ def reduce_scatter(on: Rank, line: ReduceScatter) -> None:
     rows = walk.schedule.mesh.axes_size(bucket.axes)
     if rows == 2 and on.transport.kind == "shared" and keeps_own_row(line, walk.schedule):
         own = [h if _contiguous(h) else walk.like(h, GRADIENTS) for h in _fulls(on, line).values()]
-        return walk.set(line.writes[0], on.transport.reduce_pair(bucket.numel, bucket.dtype, own))
+        in_place = updated_at_once(line, walk.schedule)
+        flight = on.transport.reduce_pair(bucket.numel, bucket.dtype, bucket.axes, own, in_place)
+        return walk.set(line.writes[0], flight)
     packed = on.transport.send_buffer(walk, bucket.numel, bucket.dtype, bucket.axes, rows=rows)
     _packed(on, line)
     walk.set(line.writes[0], on.transport.reduce_scatter(walk, packed, bucket.axes))

@@ -7,7 +7,7 @@ itself (gloo's staging, NCCL's channels) is not known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -141,10 +141,12 @@ class Transport:
             return Flight((rows,), result=walk.tensor(part, rows.dtype, BUFFERS))
         return Flight((rows, walk.like(rows, BUFFERS)), result=Held(None, part, rows.dtype), rows=n)
 
-    def reduce_pair(self, numel: int, dtype: torch.dtype, own: Sequence[Held]) -> Flight:
+    def reduce_pair(
+        self, numel: int, dtype: torch.dtype, axes: Sequence[str], own: Sequence[Held], in_place: bool
+    ) -> Flight:
         """Issue a reduction of two ranks that keep their own rows, in gradients that live till then."""
-        slot = self.gathers.take(numel * dtype.itemsize)
-        return Flight(tuple(own), slot=slot, result=Held(None, numel, dtype))
+        flight = self.gather_leaves(2 * numel * dtype.itemsize, int(in_place), axes)
+        return replace(flight, holds=tuple(own), result=Held(None, numel, dtype))
 
     def all_reduce(self, walk: Walk, flat: Held, axes: Sequence[str]) -> Flight:
         """Issue; the sum is made in place, but not in a shared slot."""
@@ -161,6 +163,8 @@ class Transport:
         result: Held = flight.result
         if self.kind in ("local", "native") or (not flight.holds and flight.slot is None):
             return result  # summed where it lay, or by the library
+        if flight.slot is not None and flight.slot.views:  # summed there, and held till the sum dies
+            return walk.view_of(flight.slot, result.numel, result.dtype)
         if result.block is None:
             result = walk.tensor(result.numel, result.dtype, BUFFERS)
         if flight.rows > 2 and result.dtype in (torch.bfloat16, torch.float16):  # summed in fp32, by pieces

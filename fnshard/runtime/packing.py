@@ -106,8 +106,9 @@ class Packer:
         self._pack(fulls, out, [None, out] if self._here == 0 else [out, None])
 
     def add_to_own(self, fulls: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
-        """This rank's blocks of full gradients plus a row [numel] from a peer -> a row [numel]."""
-        self._clear(out, [out], whole=not self._unpadded)
+        """This rank's blocks of full gradients plus a peer's row [numel] -> a row [numel], or that one."""
+        if out is not got:  # which is zero where no block lies
+            self._clear(out, [out], whole=not self._unpadded)
         for piece, window in zip(self.bucket.pieces, self._windows, strict=True):
             torch.add(window.of_full(fulls[piece.path]), window.of_row(got), out=window.of_row(out))
 

@@ -235,6 +235,47 @@ def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
         assert torch.equal(got, rows[1 - rank].view(2, -1)[rank])
         packer.add_to_own(given, got, out)
         assert torch.equal(out, (rows[0] + rows[1]).view(2, -1)[rank])
+        packer.add_to_own(given, got, got)
+        assert torch.equal(got, out)
+
+
+def _reduced(rank: int, clip: bool) -> tuple[int, int, int]:
+    """Of two steps that wait for a reduction at once: reductions, those whose sum lies in shared memory, and
+    how many units' slots the group's memory has."""
+    model = MODELS["gpt"]()
+    mesh = make_mesh(shard=2, device="cpu")
+    optimizer = fs.optim.sgd(0.1)
+    if clip:
+        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    step = sharded.make_step(mesh, model, specs, optimizer, overlap=0, prefetch=0)
+    endpoint, seen = connection(mesh).endpoint, [0, 0]
+
+    def watch(number: int, line: Any, action: Any) -> Any:
+        def run(env: dict[str, Any]) -> None:
+            action(env)
+            if line.verb == "wait" and line.of == "reduce_scatter":
+                seen[0] += 1
+                seen[1] += endpoint.memories[0].offset_of(env[line.writes[0]].flat) is not None
+
+        return run
+
+    step._runner.watch = lambda rank: watch
+    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+    lowered = step.lower(model.params, *batch)
+    for _ in range(2):
+        state, _ = step(state, *batch)
+    (units,), buckets = endpoint.units.values(), lowered.schedule.buckets.values()
+    largest = max(2 * b.numel * b.dtype.itemsize for b in buckets)
+    slots = (units.slots.top - units.slots.floor) // largest
+    connection(mesh).close()
+    return *seen, slots
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_are_updated_at_once_stay_in_the_slot_that_their_leaves_have_left(ranks, clip):
+    for reductions, shared, slots in ranks(2).run(_reduced, clip):
+        assert reductions > 0 and shared == (0 if clip else reductions) and slots == 1
 
 
 def _sent(rank: int) -> tuple[int, int]:
@@ -248,8 +289,8 @@ def _sent(rank: int) -> tuple[int, int]:
         def run(env: dict[str, Any]) -> None:
             action(env)
             if line.verb == "reduce_scatter":
-                seen[0] += env[line.writes[0]]._message.nbytes
-                seen[1] += lowered.schedule.buckets[line.bucket].row_bytes
+                seen[0] += env[line.writes[0]]._rows._message.nbytes
+                seen[1] += 2 * lowered.schedule.buckets[line.bucket].row_bytes
 
         return run
 

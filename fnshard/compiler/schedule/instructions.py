@@ -260,6 +260,20 @@ def keeps_own_row(line: Instruction, schedule: Schedule) -> bool:
     return isinstance(line, ReduceScatter) and as_made and whole
 
 
+def updated_at_once(line: ReduceScatter, schedule: Schedule) -> bool:
+    """Whether one Update alone reads what this reduces, before any kernel or collective behind its Wait."""
+    lines = schedule.instructions
+    wait = next(k for k, i in enumerate(lines) if isinstance(i, Wait) and line.writes[0] in i.reads)
+    reduced = set(lines[wait].writes)
+    readers = [k for k, i in enumerate(lines) if reduced & set(i.reads)]
+    return (
+        len(readers) == 1
+        and isinstance(lines[readers[0]], Update)
+        and not reduced & set(schedule.outputs)
+        and not any(isinstance(i, (Run, *COLLECTIVES)) for i in lines[wait : readers[0]])
+    )
+
+
 def taken_over(line: Instruction) -> tuple[str, ...]:
     """What an instruction reads last, as it may write to it: reduced gradients, scaled or summed in place."""
     taken = ("r:", "h:r:", "t:r:")

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Axes, Handle, sum_rows, waited_twice
-from fnshard.runtime.collectives.in_place_gather import Runs, Units, Write
+from fnshard.runtime.collectives.in_place_gather import Add, Pair, Runs, Units, Write
 from fnshard.runtime.collectives.messages import PAGE, REGION, Channel, Meeting, Memory, Message, Slots
 
 T = TypeVar("T")
-Add = Callable[[Tensor, Tensor], None]  # a peer's row, where the sum goes
 
 OWN = 8  # words at the head of a memory that are its own; two of each group are behind them
 SMALL_BYTES = 64 << 10  # an all-reduce below this is summed whole by every rank: one meeting, not two
@@ -100,11 +99,7 @@ class Endpoint:
         self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
     ) -> Handle[list[Tensor]]:
         """See `in_place_gather`; only of memories of processes, whose words die one by one."""
-        channel = self._channel(axes)
-        if channel.axes not in self.units:
-            floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
-            self.units[channel.axes] = Units(channel, Slots(floor))
-        return self.units[channel.axes].gather(runs, total, dtype, write)
+        return self._units(axes).gather(runs, total, dtype, write)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         """See `Collectives`."""
@@ -121,20 +116,20 @@ class Endpoint:
         return InFlight(message, take)
 
     def reduce_pair(
-        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        pack: Callable[[Tensor], None],
+        add: Add,
+        axes: Axes,
+        in_place: bool,
     ) -> Handle[Tensor]:
         """See `Shared`."""
-        flat = self.send_buffer(numel * dtype.itemsize, dtype, 1)
-        pack(flat)
-        message, _ = self._send("reduce_scatter", flat, axes)
-
-        def take(message: Message) -> Tensor:
-            out = torch.empty(numel, dtype=dtype)
-            add(message.parts()[1 - message.channel.here], out)
-            message.done()
-            return out
-
-        return InFlight(message, take)
+        units = self._units(axes)
+        here = units.channel.here
+        runs = [(0, numel), (numel, numel)]  # what the first rank is to read, and the second
+        rows = units.gather(runs, 2 * numel, dtype, lambda rows: pack(rows[1 - here]), "reduce_scatter")
+        return Pair(rows, here, add, in_place)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         """See `Collectives`."""
@@ -184,6 +179,13 @@ class Endpoint:
         if not self.late:
             slot.message.publish()
         return slot.message, copied
+
+    def _units(self, axes: Axes) -> Units:
+        channel = self._channel(axes)
+        if channel.axes not in self.units:
+            floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
+            self.units[channel.axes] = Units(channel, Slots(floor))
+        return self.units[channel.axes]
 
     def _channel(self, axes: Axes) -> Channel:
         named = tuple(a for a in axes if self.mesh.axis_size(a) > 1)

@@ -9,6 +9,9 @@ when the storages that it made of the slot have died, and before it issues a gat
 then. So where all ranks have issued a gather, a slot that only peers still hold is held for longer
 (somebody kept a leaf), and the leader takes more memory instead of waiting. Hence no rank waits for anything
 but its peers' issue of, and wait for, the same gather.
+
+Two ranks that reduce send each other rows the same way (`Pair`): in the backward, a unit's gradients travel
+in the slot that its leaves have just left.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from fnshard.runtime.collectives.messages import KIND, OFFSET, REDUCED, Channel,
 LEADER = 0  # its place in the group
 Runs = Sequence[tuple[int, int]]  # start and length of each leaf, in elements
 Write = Callable[[list[Tensor]], None]
+Add = Callable[[Tensor, Tensor], None]
 
 
 class InPlace:
@@ -70,6 +74,28 @@ class InPlace:
         """The leaves are not copied out; their death releases the slot."""
 
 
+class Pair:
+    """A handle: the peer's row of a reduction, with this rank's own added to it.
+
+    Args:
+        add: the peer's row for this rank, and a flat for the sum, which may be that row.
+        in_place: the sum stays in the slot, and takes no memory of its own; it must die soon.
+    """
+
+    def __init__(self, rows: InPlace, here: int, add: Add, in_place: bool):
+        self._rows, self._here, self._add, self._in_place = rows, here, add, in_place
+
+    def wait(self) -> Tensor:
+        got = self._rows.wait()[self._here]
+        out = got if self._in_place else torch.empty_like(got)
+        self._add(got, out)
+        del self._add  # it holds the gradients
+        return out
+
+    def release(self) -> None:
+        """As with leaves."""
+
+
 @dataclass(eq=False)
 class Units:
     """The units that one group gathers in place, as this rank sees them.
@@ -84,16 +110,17 @@ class Units:
     dead: deque[int] = field(default_factory=deque)  # numbers of messages whose views have died
     held: dict[int, tuple[Message, weakref.ref]] = field(default_factory=dict)  # those whose views live
 
-    def gather(self, runs: Runs, total: int, dtype: torch.dtype, write: Write) -> InPlace:
+    def gather(
+        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, name: str = "gather_leaves"
+    ) -> InPlace:
         """Issue a gather of leaves that take `total` elements together.
 
         Args:
             write: copies this rank's blocks into flat leaves; called now, or while this rank waits.
+            name: of the collective, in messages.
         """
         self.sweep()
-        message = Message(
-            self.channel, self.channel.next(), "gather_leaves", total * dtype.itemsize, dtype, 0
-        )
+        message = Message(self.channel, self.channel.next(), name, total * dtype.itemsize, dtype, 0)
         message.show_kind()
         handle = InPlace(self, message, runs, write)
         self.pending.append(handle)

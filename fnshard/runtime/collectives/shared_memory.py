@@ -26,8 +26,8 @@ from torch import Tensor
 
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Axes, Done, Group, Handle, empty, forget
-from fnshard.runtime.collectives.endpoint import Add, Endpoint, address_space
-from fnshard.runtime.collectives.in_place_gather import Runs, Write
+from fnshard.runtime.collectives.endpoint import Endpoint, address_space
+from fnshard.runtime.collectives.in_place_gather import Add, Runs, Write
 
 TOKEN, CLOSED = 0, 1  # the memory's own words, of those that `messages` leaves to it
 SPINS = 200  # looks that only yield the processor; then sleeps, and whether the peer lives
@@ -212,17 +212,24 @@ class Shared:
         return self._carrier(axes).reduce_scatter(rows, axes)
 
     def reduce_pair(
-        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        pack: Callable[[Tensor], None],
+        add: Add,
+        axes: Axes,
+        in_place: bool,
     ) -> Handle[Tensor] | None:
         """A reduce-scatter of two ranks in which each keeps its own row; None where they are not two.
 
         Args:
-            pack: fills a flat [numel], the peer's row.
+            pack: fills a flat [numel], the peer's row; called now, or while this rank waits.
             add: the peer's row for this rank, and a flat [numel] for the sum; called at the wait.
+            in_place: the sum is made in the peer's row; it must die before the next collective.
         """
         if numel == 0 or self.mesh.axes_size(axes) != 2 or self.spans_hosts(axes):
             return None
-        return self.endpoint.reduce_pair(numel, dtype, pack, add, axes)
+        return self.endpoint.reduce_pair(numel, dtype, pack, add, axes, in_place)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:

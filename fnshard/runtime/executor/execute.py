@@ -36,6 +36,7 @@ from fnshard.compiler.schedule.instructions import (
     Zeros,
     is_lent,
     keeps_own_row,
+    updated_at_once,
 )
 from fnshard.errors import CollectiveError
 from fnshard.runtime.executor import movement
@@ -219,12 +220,13 @@ def _reduce_scatter(line: ReduceScatter, context: Context) -> Action:
     bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
     fulls, (flight,) = _fulls(line), line.writes
     pair = getattr(comm, "reduce_pair", None) if keeps_own_row(line, context.schedule) else None
+    in_place = pair is not None and updated_at_once(line, context.schedule)
 
     def run(env: Env) -> None:
         if pair is not None:
             given = {p: g.contiguous() for p, g in fulls(env).items()}
             pack, add = partial(packer.pack_for_peer, given), partial(packer.add_to_own, given)
-            handle = pair(bucket.numel, bucket.dtype, pack, add, bucket.axes)
+            handle = pair(bucket.numel, bucket.dtype, pack, add, bucket.axes, in_place)
             if handle is not None:
                 env[flight] = handle
                 return
