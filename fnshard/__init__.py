@@ -1,24 +1,24 @@
 """fnshard: a small sharding compiler for PyTorch.
 
-nn.Module ─make_functional→ fn, params ─match_specs→ specs
-   fn, specs ─shard_step→  trace → split → differentiate → schedule → passes → compile
-                           Program  Segments   Kernels      Schedule             Step
-state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
+    nn.Module ─make_functional→ fn, params ─match_specs→ specs
+       fn, specs ─shard_step→  trace → split → differentiate → schedule → passes → compile
+                               Program  Segments   Kernels      Schedule             Step
+    state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
 
 The map; a folder imports only from those above it (`tests/test_house.py` holds it):
 
-front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them), functional
-layout/      spec (LayoutSpec, P), rules (match_specs), presets, units, codecs
-losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
-compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
-             rewrites (Program to Program), kernels (split, remat, differentiate, Inductor), schedule
-             (instructions, build, passes, verify), lower (the list of stages)
-runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop over
-             a schedule's instructions
-analysis/    memory (the ledger), cost, timeline, traffic, flops, hardware: before a step runs
-step/        step (shard_step), lowered, runner, state, init, shards, agreement, fit
-checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
-debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
+    front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them), functional
+    layout/      spec (LayoutSpec, P), rules (match_specs), presets, units, codecs
+    losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
+    compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
+                 rewrites (Program to Program), kernels (split, remat, differentiate, Inductor), schedule
+                 (instructions, build, passes, verify), lower (the list of stages)
+    runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
+                 over a schedule's instructions
+    analysis/    memory (the ledger), cost, timeline, traffic, flops, hardware: before a step runs
+    step/        step (shard_step), lowered, runner, state, init, shards, agreement, fit
+    checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
+    debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
 
 A change to what a step does is a pass over `compiler.schedule.instructions.instructions`; a new strategy is a
 function in `layout.presets`; a new optimizer an `optim.Optimizer`; a new storage format a codec: none of them
@@ -62,6 +62,7 @@ from fnshard.step.make_step import shard_step
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
 
+__docformat__ = "google"  # how pdoc reads the docstrings
 __version__ = "0.1.0"
 
 __all__ = [
