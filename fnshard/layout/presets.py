@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fnshard import tree
+from fnshard.errors import SpecError
 from fnshard.layout.rules import Rule, check_tree, match_specs
 from fnshard.layout.spec import LayoutSpec, P, is_buffer
 from fnshard.mesh import Mesh
 
 __all__ = [
+    "PRESETS",
     "best_split",
     "full_shard",
     "hybrid_shard",
     "no_shard",
+    "register",
     "shard_grad_op",
     "zero1",
     "zero2",
@@ -130,3 +133,16 @@ PRESETS: dict[str, Callable[..., Any]] = {
     "no_shard": no_shard,
     "hybrid_shard": hybrid_shard,
 }
+
+
+def register(name: str, preset: Callable[..., Any]) -> None:
+    """Add a preset to `PRESETS`, where programs look one up by its name.
+
+    Args:
+        preset: `(params, mesh, **options) -> specs`, a tree of `LayoutSpec` like `params`.
+
+    Raises:
+        SpecError: another preset has the name.
+    """
+    if PRESETS.setdefault(name, preset) is not preset:
+        raise SpecError(f"a preset is called {name!r} already; give yours another name.")

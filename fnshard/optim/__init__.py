@@ -1,7 +1,17 @@
 """Optimizers: the contract, `sgd`, `adamw` and what chains are made of, schedules, loss scaling."""
 
 from fnshard.optim.contract import Optimizer, StepInfo
-from fnshard.optim.optimizers import OPTIMIZERS, adamw, chain, clip_by_global_norm, ema, ema_params, lars, sgd
+from fnshard.optim.optimizers import (
+    OPTIMIZERS,
+    adamw,
+    chain,
+    clip_by_global_norm,
+    ema,
+    ema_params,
+    lars,
+    register,
+    sgd,
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -13,5 +23,6 @@ __all__ = [
     "ema",
     "ema_params",
     "lars",
+    "register",
     "sgd",
 ]

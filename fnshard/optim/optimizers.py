@@ -25,6 +25,7 @@ __all__ = [
     "ema",
     "ema_params",
     "lars",
+    "register",
     "sgd",
 ]
 
@@ -349,7 +350,17 @@ def chain(*transforms: Optimizer) -> Optimizer:
     )
 
 
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "lars": lars}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw, "lars": lars}
+
+
+def register(name: str, make: Callable[..., Optimizer]) -> None:
+    """Add a function that makes an `Optimizer` to `OPTIMIZERS`, where programs look one up by its name.
+
+    Raises:
+        OptimizerError: another optimizer has the name.
+    """
+    if OPTIMIZERS.setdefault(name, make) is not make:
+        raise OptimizerError(f"an optimizer is called {name!r} already; give yours another name.")
 
 
 def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:

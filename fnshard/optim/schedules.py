@@ -19,6 +19,7 @@ __all__ = [
     "SCHEDULES",
     "constant",
     "linear",
+    "register",
     "warmup_cosine",
     "wsd",
 ]
@@ -111,7 +112,22 @@ def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) ->
     return Schedule(text, lambda step: torch.where(step < total - decay, rise(step), fall(step)))
 
 
-SCHEDULES = {"constant": constant, "warmup_cosine": warmup_cosine, "linear": linear, "wsd": wsd}
+SCHEDULES: dict[str, Callable[..., Rate]] = {
+    "constant": constant,
+    "warmup_cosine": warmup_cosine,
+    "linear": linear,
+    "wsd": wsd,
+}
+
+
+def register(name: str, make: Callable[..., Rate]) -> None:
+    """Add a function that makes a rate schedule to `SCHEDULES`, where programs look one up by its name.
+
+    Raises:
+        OptimizerError: another schedule has the name.
+    """
+    if SCHEDULES.setdefault(name, make) is not make:
+        raise OptimizerError(f"a schedule is called {name!r} already; give yours another name.")
 
 
 def as_schedule(rate: Rate) -> Schedule:
