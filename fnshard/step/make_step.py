@@ -13,7 +13,7 @@ from fnshard.losses.objectives import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
-from fnshard.step.options import Backend, Options, UpdateMode
+from fnshard.step.options import Backend, Options, UpdateMode, default_depth
 from fnshard.step.runner import default_mesh
 from fnshard.step.state import LossT, OptimizerT
 from fnshard.step.step import Step
@@ -29,8 +29,8 @@ def shard_step(
     optimizer: OptimizerT = None,
     accumulate: int = 1,
     accumulate_mode: AccumulateMode = "reduce",
-    prefetch: int | tuple[int, int] = (1, 1),
-    overlap: int = 1,
+    prefetch: int | tuple[int, int] | None = None,
+    overlap: int | None = None,
     backend: Backend = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -58,8 +58,9 @@ def shard_step(
         optimizer: see `fnshard.optim`.
         accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
         accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
-        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none.
-        overlap: how many kernels later reductions are waited for.
+        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. None is 1, and 0
+            for CPU ranks that share memory, whose collectives run on the thread that computes.
+        overlap: how many kernels later reductions are waited for; None as with `prefetch`.
         backend: "inductor", or "eager": the same graphs uncompiled.
         mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
             CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
@@ -90,10 +91,13 @@ def shard_step(
     Gradients come in `storage_dtype`; leaves that do not train have None. They are whole with
     `fs.unshard(grads, specs, mesh, layout="gradient")`.
     """
-    depth = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
+    mesh = mesh or default_mesh()
+    usual = default_depth(mesh)
+    ahead, later = usual if prefetch is None else prefetch, usual if overlap is None else overlap
+    depth = (ahead, ahead) if isinstance(ahead, int) else ahead
     chosen = Options(
-        accumulate, accumulate_mode, Passes(depth, overlap, mode == MODE), backend,
+        accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
         inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
         save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update,
     )  # fmt: skip
-    return Step(fn, specs, mesh or default_mesh(), optimizer, chosen)
+    return Step(fn, specs, mesh, optimizer, chosen)

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from fnshard.analysis.transport import kind_of
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.errors import SpecError, report
+from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
@@ -69,6 +71,15 @@ class Options:
     def compiles_update(self, optimizer: Optimizer | None, device_type: str) -> bool:
         """Whether Inductor compiles the optimizer, too, for such a device."""
         return is_compiled(self.update, optimizer, self.backend, device_type)
+
+
+def default_depth(mesh: Mesh) -> int:
+    """How many kernels early a step gathers, and how many later it waits for reductions, if nobody says.
+
+    CPU ranks that share memory move bytes on the thread that computes: nothing would travel beside a kernel,
+    and what waits would only take memory.
+    """
+    return 0 if isinstance(mesh, Mesh) and kind_of(mesh) == "shared" else 1
 
 
 def _counts(values: Any, length: int) -> bool:

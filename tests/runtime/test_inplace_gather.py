@@ -240,15 +240,15 @@ def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
 
 
 def _reduced(rank: int, clip: bool) -> tuple[int, int, int]:
-    """Of two steps that wait for a reduction at once: reductions, those whose sum lies in shared memory, and
-    how many units' slots the group's memory has."""
+    """Of two steps at the default depths of ranks that share memory: reductions, those whose sum lies there,
+    and how many units' slots the group's memory has."""
     model = MODELS["gpt"]()
     mesh = make_mesh(shard=2, device="cpu")
     optimizer = fs.optim.sgd(0.1)
     if clip:
         optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
     specs = sharded.specs_of(model, "full_shard", mesh)
-    step = sharded.make_step(mesh, model, specs, optimizer, overlap=0, prefetch=0)
+    step = sharded.make_step(mesh, model, specs, optimizer)
     endpoint, seen = connection(mesh).endpoint, [0, 0]
 
     def watch(number: int, line: Any, action: Any) -> Any:
