@@ -18,6 +18,7 @@ import torch
 
 from fnshard.analysis.flops import GraphCost, kernel_cost
 from fnshard.analysis.hardware import Hardware, Link
+from fnshard.compiler.ir.values import Kind, ValueName, slots, stored
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
@@ -28,6 +29,7 @@ from fnshard.compiler.schedule.instructions import (
     Gather,
     Instruction,
     Local,
+    Names,
     Norms,
     Publish,
     ReduceScalars,
@@ -126,28 +128,28 @@ class Pricer:
             self._sums[key] = float(sum(numel(p) * dtype(specs[p.path]).itemsize for p in bucket.pieces))
         return self._sums[key]
 
-    def bytes_of(self, names: tuple[str, ...]) -> float:
+    def bytes_of(self, names: Names) -> float:
         """Of values, by name; what cannot be known here (the batch) counts nothing."""
         return sum(self._bytes(n) for n in names)
 
-    def _bytes(self, name: str) -> float:
-        if name in self._sizes or name[:2] not in ("h:", "t:"):
-            return self._sizes.get(name, 0.0)
-        # A copy is as large as what it is a copy of; those on the device are numbered.
-        return self._bytes(name[2:] if name.startswith("h:") else name[2:].rpartition("#")[0])
+    def _bytes(self, name: ValueName) -> float:
+        # A copy is as large as what it is a copy of, but for master parameters.
+        known = name if name in self._sizes else name.original
+        return self._sizes.get(known, 0.0)
 
-    def _value_bytes(self) -> dict[str, float]:
+    def _value_bytes(self) -> dict[ValueName, float]:
         """Of stored shards, slots, kernels' results and reduced gradients."""
-        mesh, sizes = self.schedule.mesh, dict[str, float]()
+        mesh, sizes = self.schedule.mesh, dict[ValueName, float]()
         for path, spec in self.schedule.specs.items():
-            sizes[f"s:{path}"] = (
+            (shard,), (held,) = stored([path]), slots([path])
+            sizes[shard] = (
                 math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
             )
             optimizer = (
                 math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
             )
-            sizes[f"o:{path}"] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
-            sizes[f"h:s:{path}"] = optimizer  # the master copy that the host has updated
+            sizes[held] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
+            sizes[shard.on_host()] = optimizer  # the master copy that the host has updated
         of_kernel: dict[tuple[str, bool], list[float]] = {}
         for line in self.schedule.instructions:
             if isinstance(line, Run):
@@ -162,9 +164,9 @@ class Pricer:
                 sizes[line.writes[0]] = sizes.get(line.reads[0], 0.0)
             elif isinstance(line, Zeros):
                 sizes[line.writes[0]] = math.prod(line.like.shape) * line.like.dtype.itemsize
-            elif isinstance(line, Wait | Local) and line.writes and line.writes[0].startswith("r:"):
+            elif isinstance(line, Wait | Local) and line.writes and line.writes[0].kind is Kind.REDUCED:
                 sizes[line.writes[0]] = float(self.schedule.buckets[line.bucket].row_bytes)
-            elif isinstance(line, Accumulate) and line.writes[0].startswith(("r:", "h:r:")):
+            elif isinstance(line, Accumulate) and line.writes[0].original.kind is Kind.REDUCED:
                 sizes[line.writes[0]] = self.blocks_bytes(self.schedule.buckets[line.bucket], _summed)
         return sizes
 
@@ -214,16 +216,19 @@ class Pricer:
         known = self.bytes_of(line.reads)
         if disk:
             seconds += size * (self.bytes_of(tuple(disk)) / known if known else 1.0) / h.disk_bytes_per_s
-        pageable = bool(disk) or any(self.rests_on_disk(f"o:{n[4:]}") for n in line.reads if n[:4] == "h:s:")
+        pageable = bool(disk) or any(
+            self.rests_on_disk(n)
+            for n in slots(n.path for n in line.reads if n.is_copy(Kind.HOST, Kind.STORED))
+        )
         host = h.instruction_seconds + h.launch_seconds
         return Price(0.0, host, TRANSFER, seconds, blocking=pageable)
 
-    def rests_on_disk(self, name: str) -> bool:
+    def rests_on_disk(self, name: ValueName) -> bool:
         """Whether a state value's home is the disk."""
-        spec = self.schedule.specs.get(name[2:]) if name.startswith(("s:", "o:")) else None
-        if spec is None:
+        if not name.is_state:
             return False
-        return (spec.memory if name.startswith("s:") else spec.optimizer_memory) == "disk"
+        spec = self.schedule.specs[name.path]
+        return (spec.memory if name.kind is Kind.STORED else spec.optimizer_memory) == "disk"
 
     def update_bytes(self, line: Update) -> float:
         """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
@@ -286,7 +291,9 @@ def _reduce_scatter(p: Pricer, line: ReduceScatter) -> Price:
 
 def _all_reduce(p: Pricer, line: AllReduce) -> Price:
     bucket = p.schedule.buckets[line.bucket]
-    packed = 0.0 if line.reads[0].startswith("r:") else p.fulls_bytes(bucket, _computed) + bucket.row_bytes
+    packed = (
+        0.0 if line.reads[0].kind is Kind.REDUCED else p.fulls_bytes(bucket, _computed) + bucket.row_bytes
+    )
     return p.copy(packed, **p.collective("all_reduce", line.axes, bucket.row_bytes))
 
 
@@ -318,7 +325,7 @@ def _local(p: Pricer, line: Local) -> Price:
 
 def _accumulate(p: Pricer, line: Accumulate) -> Price:
     bucket = p.schedule.buckets[line.bucket]
-    size = (p.fulls_bytes if line.writes[0].startswith("a:") else p.blocks_bytes)(bucket, _summed)
+    size = (p.fulls_bytes if line.writes[0].kind is Kind.ACCUMULATED else p.blocks_bytes)(bucket, _summed)
     price = p.streamed((2.0 if line.first else 3.0) * size)
     return _where(p, line, price, (2.0 if line.first else 3.0) * size)
 
@@ -330,7 +337,7 @@ def _norms(p: Pricer, line: Norms) -> Price:
 
 def _where(p: Pricer, line: Instruction, price: Price, size: float) -> Price:
     """The same on the host, if what it reads rests there."""
-    if not any(n.startswith("h:") for n in line.reads):
+    if not any(n.kind is Kind.HOST for n in line.reads):
         return price
     h = p.hardware
     return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)

@@ -18,6 +18,7 @@ from fnshard.analysis import movement
 from fnshard.analysis.footprint import Entry, Footprint, storage_bytes
 from fnshard.analysis.lifetimes import ACTIVATIONS, BUFFERS, GRADIENTS, Held
 from fnshard.analysis.movement import Rank
+from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Add,
@@ -37,7 +38,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
     Zeros,
-    is_lent,
+    is_pooled,
 )
 from fnshard.runtime.executor.update import MASTER
 
@@ -95,7 +96,7 @@ def _call(
     """Arguments die, results appear: the worst moment, then the end."""
     walk = on.walk
     of_number = {number: block for block, number in numbers.items()}
-    category = [GRADIENTS if n.startswith("g:") else ACTIVATIONS for n in line.writes]
+    category = [GRADIENTS if n.kind is Kind.GRADIENT else ACTIVATIONS for n in line.writes]
     first = {o.new: c for o, c in reversed(list(zip(footprint.outputs, category, strict=True)))}
     for number in footprint.freed:
         for held in args:
@@ -115,7 +116,7 @@ def _call(
         if j not in made:
             made[j] = walk.new(size, first[j])
     kernel = walk.schedule.kernels[line.kernel]
-    shared = [i for i in kernel.shared if line.writes[i].startswith("g:")] if line.backward else []
+    shared = [i for i in kernel.shared if line.writes[i].kind is Kind.GRADIENT] if line.backward else []
     for place, (name, (output, block)) in enumerate(zip(line.writes, results, strict=True)):
         home = block if output.new is None else made[output.new]
         held = Held(home, math.prod(output.shape), output.dtype, output.shape, output.stride)
@@ -126,8 +127,9 @@ def _call(
 
 def _free(on: Rank, line: Free) -> None:
     for name in line.drops:
-        if is_lent(name):
-            on.walk.give_host(on.walk.names[name], late=name.startswith("h:r:") and not on.on_cpu)
+        if is_pooled(name):
+            late = name.original.kind is Kind.REDUCED and not on.on_cpu
+            on.walk.give_host(on.walk.names[name], late=late)
         on.walk.drop(name)
 
 
@@ -180,7 +182,7 @@ def _update(on: Rank, line: Update) -> None:
     if on.on_cpu or on.specs[line.paths[0]].updated_on != "host":
         walk.spike(on.update_bytes(on.bucket(line), "scalars" in line.reads))
     for path, out in zip(line.paths, line.writes, strict=False):
-        if out.startswith("h:s:"):
+        if out.is_copy(Kind.HOST, Kind.STORED):
             walk.set(out, walk.names[line.slots[path]].parts[MASTER])
 
 

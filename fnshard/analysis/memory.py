@@ -39,8 +39,9 @@ from fnshard.analysis.lifetimes import (
 from fnshard.analysis.movement import Rank
 from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
 from fnshard.analysis.tables import columns, megabytes
-from fnshard.analysis.transport import Kind, Transport, kind_of
+from fnshard.analysis.transport import Transport, TransportKind, kind_of
 from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.values import SEED, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import Schedule
@@ -207,7 +208,7 @@ class Given:
     batch_bytes: Mapping[str, int]
     optimizer: Optimizer | None = None
     compiled: Compiled | None = None
-    transport: Kind | None = None
+    transport: TransportKind | None = None
     fused_update: bool = False
 
 
@@ -263,17 +264,17 @@ def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
         block = _of_unit(walk, spec.unit, size_of(shape, spec.storage_dtype), PARAMETERS, spec.memory)
-        walk.set(f"s:{path}", Held(block, math.prod(shape), spec.storage_dtype, shape, None))
+        walk.set(ValueName(Kind.STORED, path), Held(block, math.prod(shape), spec.storage_dtype, shape, None))
     for path, held in slots.items():
         spec, parts = schedule.specs[path], {}
         for name, (shape, dtype) in held.items():
             block = _of_unit(walk, spec.unit, size_of(shape, dtype), OPTIMIZER, spec.optimizer_memory)
             parts[name] = Held(block, math.prod(shape), dtype, shape, None)
-        walk.set(f"o:{path}", Parts(parts))
-    whole = {f"batch:{n}": walk.new(size, INPUTS) for n, size in given.batch_bytes.items()}
+        walk.set(ValueName(Kind.SLOTS, path), Parts(parts))
+    whole = {ValueName(Kind.BATCH, n): walk.new(size, INPUTS) for n, size in given.batch_bytes.items()}
     constants = 0
     for node, entry in zip(given.program.placeholders, given.program.inputs, strict=True):
-        value, base = node.meta["val"], f"{entry.kind}:{entry.name}"
+        value, base = node.meta["val"], entry.value_name
         if entry.kind == "leaf":
             continue
         if entry.kind == "constant":
@@ -282,8 +283,8 @@ def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
         for suffix in micros:
             block = whole.get(base)
             block = walk.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block
-            walk.set(base + suffix, Held(block, value.numel(), value.dtype, tuple(value.shape), None))
-    walk.set("seed", walk.tensor(1, torch.float32, INPUTS))
+            walk.set(base.of(suffix), Held(block, value.numel(), value.dtype, tuple(value.shape), None))
+    walk.set(SEED, walk.tensor(1, torch.float32, INPUTS))
     held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
     if held:
         walk.hold(walk.new(held, INPUTS))

@@ -22,6 +22,7 @@ from fnshard.analysis.lifetimes import (
     held_in,
 )
 from fnshard.analysis.transport import Transport
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.buckets import Bucket, Piece, leaf_runs
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
@@ -144,9 +145,7 @@ def to_device(on: Rank, line: ToDevice) -> None:
     if line.into:
         # An accelerator casts on its own side of the link, by way of a temporary in the master's dtype.
         wide = [
-            held.bytes
-            for name, held in _named(walk, line)
-            if held.dtype != on.specs[name.removeprefix("h:s:")].storage_dtype
+            held.bytes for name, held in _named(walk, line) if held.dtype != on.specs[name.path].storage_dtype
         ]
         if wide and not on.on_cpu:
             walk.spike(max(wide), BUFFERS)
@@ -189,11 +188,10 @@ def _copied(value: Any, make: Callable[[Held], Held]) -> Any:
     return Parts({k: make(v) for k, v in value.parts.items()})
 
 
-def _kind(name: str) -> str:
-    plain = name.removeprefix("h:").removeprefix("t:")
-    if plain.startswith("r:"):
+def _kind(name: ValueName) -> str:
+    if name.original.kind is Kind.REDUCED:
         return GRADIENTS
-    return BUFFERS if plain.startswith(("s:", "o:")) else ACTIVATIONS
+    return BUFFERS if name.original.is_state else ACTIVATIONS
 
 
 def wait_transfer(on: Rank, line: Wait) -> None:
@@ -201,7 +199,7 @@ def wait_transfer(on: Rank, line: Wait) -> None:
     walk = on.walk
     result = walk.names[line.reads[0]].result
     for name, value in zip(line.writes, result, strict=False):
-        if not name.startswith(("s:", "o:")):
+        if not name.is_state:
             walk.set(name, value)
     walk.drop(line.reads[0])
 
@@ -248,7 +246,7 @@ def reduce_scatter(on: Rank, line: ReduceScatter) -> None:
 def all_reduce(on: Rank, line: AllReduce) -> None:
     """Pack, or send the row that is there."""
     walk, bucket = on.walk, on.bucket(line)
-    if line.reads[0].startswith("r:"):
+    if line.reads[0].kind is Kind.REDUCED:
         flat = walk.names[line.reads[0]].flat
     else:
         flat = on.transport.send_buffer(walk, bucket.numel, bucket.dtype, line.axes)
@@ -293,12 +291,12 @@ def local(on: Rank, line: Local) -> None:
 def accumulate(on: Rank, line: Accumulate) -> None:
     """The first makes the accumulator, the others add to it."""
     walk, out = on.walk, line.writes[0]
-    whole = out.startswith("a:")
+    whole = out.kind is Kind.ACCUMULATED
     new = _fulls(on, line) if whole else dict(walk.names[line.reads[0]].parts)
     dtype = {p: on.specs[p].sum_dtype for p in new}
-    if line.first or (whole and not any(n.startswith("a:") for n in line.reads)):
+    if line.first or (whole and not any(n.kind is Kind.ACCUMULATED for n in line.reads)):
         value = None if whole else walk.names[line.reads[0]]
-        if out.startswith("h:"):
+        if out.kind is Kind.HOST:
             made = {p: walk.take_host(replace(h, dtype=dtype[p]), GRADIENTS) for p, h in new.items()}
         else:
             copy = whole or value.flat is None
@@ -308,7 +306,7 @@ def accumulate(on: Rank, line: Accumulate) -> None:
             }
         walk.set(out, Parts(made, None))
         return
-    before = next(n for n in line.reads if n.startswith("a:")) if whole else line.reads[1]
+    before = next(n for n in line.reads if n.kind is Kind.ACCUMULATED) if whole else line.reads[1]
     total = walk.names[before]
     if on.on_cpu:  # a CPU adds operands of one dtype
         cast = [h.numel * dtype[p].itemsize for p, h in new.items() if h.dtype != dtype[p]]

@@ -16,6 +16,7 @@ from typing import Any
 
 from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
 from fnshard.analysis.hardware import Hardware, mfu
+from fnshard.compiler.ir.values import SCALARS, Kind
 from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Update, Wait
 from fnshard.runtime.host_worker import PENDING
 
@@ -224,7 +225,7 @@ class _Together(_Clock):
     def _numbers(self, line: Instruction) -> float:
         """When an update on the host has the step's numbers: copied behind all that compute was given so
         far, once before the scalars are there and once after."""
-        summed = "scalars" in line.reads
+        summed = SCALARS in line.reads
         if not isinstance(line, Update) or summed in self.told:
             return 0.0
         self.told.add(summed)
@@ -233,7 +234,7 @@ class _Together(_Clock):
     def _wait(self, line: Wait, there: float) -> None:
         """Compute stands still; not for what the worker has sent, which is waited for where it is read."""
         self.ready |= dict.fromkeys(line.writes, there)
-        if line.of == "to_device" and all(n.startswith("s:") for n in line.writes):
+        if line.of == "to_device" and all(n.kind is Kind.STORED for n in line.writes):
             return
         self._expose(TRANSFER if line.of in ("to_device", "to_host") else COMMUNICATION, there)
         self.free[COMPUTE] = max(self.free[COMPUTE], there)

@@ -21,10 +21,10 @@ from fnshard.runtime.collectives.shared_memory import Shared
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
 
-Kind = Literal["local", "shared", "p2p", "native", "simulated"]
+TransportKind = Literal["local", "shared", "p2p", "native", "simulated"]
 
 
-def kind_of(mesh: Mesh) -> Kind:
+def kind_of(mesh: Mesh) -> TransportKind:
     """How the mesh's ranks will talk: as they do, if connected; else what `connect` will choose.
 
     CPU ranks on one host choose shared memory; where they are spread over hosts, say "p2p". An abstract mesh
@@ -79,7 +79,7 @@ class Transport:
     """One rank's collectives on paper."""
 
     mesh: Mesh
-    kind: Kind
+    kind: TransportKind
     gathers: SharedHeap = field(default_factory=SharedHeap)
     reductions: SharedHeap = field(default_factory=SharedHeap)
     units: dict[tuple[str, ...], SharedHeap] = field(default_factory=dict)  # gathered in place, by axes

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fnshard.compiler.frontend.trace import without_autocast
 from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
 from fnshard.compiler.lower import trace_and_split
 from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
 from fnshard.debug.batch import as_arguments
@@ -196,7 +197,7 @@ class Hunter:
                 continue
             parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
             self.kinds[name] = worst([kind for _, kind in parts.values()])
-            state = name.startswith(("s:", "o:"))
+            state = isinstance(name, ValueName) and name.is_state
             for part, (tensor, kind) in parts.items():
                 if kind and not (_is_mask(tensor, kind) and not state):
                     self.found.append(Arose(kind, -1, "", in_words(name, part), count(tensor), self.rank))
@@ -208,7 +209,7 @@ class Hunter:
         news = []
         for name in line.writes:
             value = env.get(name)
-            if value is None or name.startswith("~"):  # in flight: as what was sent
+            if value is None or name.kind is Kind.FLIGHT:  # in flight: as what was sent
                 self.kinds[name] = before
                 continue
             parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
@@ -255,10 +256,10 @@ def _is_mask(tensor: Tensor, kind: Health) -> bool:
     return kind == "inf" and not bool((tensor == float("inf")).any())
 
 
-def _counts(name: str) -> bool:
+def _counts(name: ValueName) -> bool:
     """Whether a value is of what the step is for: the loss and norms, gradients, the state."""
-    plain = name.removeprefix("t:").removeprefix("h:")
-    return plain == "scalars" or plain.startswith(("r:", "a:", "s:", "o:"))
+    plain = name.original
+    return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
 
 
 def _worse(kind: Health, before: Health) -> bool:

@@ -15,7 +15,6 @@ from fnshard.compiler.schedule.instructions import (
     Run,
     Schedule,
     Wait,
-    leaf_of,
 )
 from fnshard.debug.batch import (
     as_arguments,
@@ -262,7 +261,7 @@ def _finding(
     kind, name, *more = entry.key
     leaf = name if kind not in ("value", "scalar", "gradient of value", "sum") else ""
     if kind == "gradient of leaf":
-        leaf = leaf_of(name)
+        leaf = name.leaf
     if kind == "leaf":
         kind = "leaf as kernels see it"
     what = f"{kind} {leaf or name!r}" if not leaf else f"{kind} {leaf!r}"

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.values import Kind, stored
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Add,
@@ -24,7 +25,6 @@ from fnshard.compiler.schedule.instructions import (
     Schedule,
     Update,
     Wait,
-    leaf_of,
 )
 from fnshard.debug.values import tensors
 from fnshard.errors import CollectiveError
@@ -141,17 +141,17 @@ _Found = Iterator[tuple[Key, Tensor, P | None, str]]
 
 
 def _stored(env: Env, schedule: Schedule) -> _Found:
-    for path, spec in schedule.specs.items():
-        if isinstance(env.get(f"s:{path}"), Tensor):
-            yield ("stored leaf", path), env[f"s:{path}"], spec.storage, ""
+    for name in stored(schedule.specs):
+        if isinstance(env.get(name), Tensor):
+            yield ("stored leaf", name.path), env[name], schedule.specs[name.path].storage, ""
 
 
 def _before(line: Instruction, env: Env) -> _Found:
     """Leaves that a kernel reads as they are stored: nothing was gathered or cast."""
     if isinstance(line, Run):
         for name in line.reads:
-            if name.removeprefix("t:").startswith("s:") and isinstance(env.get(name), Tensor):
-                yield ("leaf", leaf_of(name)), env[name], None, ""
+            if name.original.kind is Kind.STORED and isinstance(env.get(name), Tensor):
+                yield ("leaf", name.leaf), env[name], None, ""
 
 
 def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
@@ -161,7 +161,7 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield ("sum", line.writes[0]), env[line.writes[0]], None, ""
     elif isinstance(line, Cast) or (isinstance(line, Wait) and line.of == "gather"):
         for name in line.writes:
-            yield ("leaf", leaf_of(name)), env[name], None, name.rpartition("#")[2]
+            yield ("leaf", name.leaf), env[name], None, name.version[1:]
     elif isinstance(line, Wait) and line.of == "reduce_scalars":
         for name, tensor in tensors(env[line.writes[0]]):
             if name in ("loss", "norm", "count"):
@@ -172,14 +172,14 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield from _of_update(line, env, schedule)
     if isinstance(line, Wait) and line.of == "publish":
         for name in line.writes:
-            yield ("updated leaf", leaf_of(name)), env[name], schedule.specs[leaf_of(name)].storage, ""
+            yield ("updated leaf", name.leaf), env[name], schedule.specs[name.leaf].storage, ""
 
 
 def _of_run(line: Run, env: Env, schedule: Schedule) -> _Found:
     count = len(line.writes) if line.backward else len(schedule.kernels[line.kernel].source.outputs)
     for name in line.writes[:count]:
         if line.backward:
-            path = leaf_of(name)
+            path = name.leaf
             yield ("gradient of leaf" if path else "gradient of value", name), env[name], None, ""
         else:
             yield ("value", name), env[name], None, ""
@@ -187,13 +187,13 @@ def _of_run(line: Run, env: Env, schedule: Schedule) -> _Found:
 
 def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule) -> _Found:
     """A leaf's gradient that all ranks have summed; of what is summed in two stages, the second."""
-    name = line.writes[0] if line.writes else ""
+    name = next(iter(line.writes), None)
     value = env.get(name)
-    if not name.startswith("r:") or name.endswith(".") or not isinstance(value, Reduced):
+    if not isinstance(value, Reduced) or name.kind is not Kind.REDUCED or name.version.endswith("."):
         return
-    last = name in {n.removeprefix("h:") for n in schedule.reduced.values()}
+    last = name in {n.original for n in schedule.reduced.values()}
     kind = "accumulated gradient" if isinstance(line, Accumulate) else "gradient of a micro-batch"
-    micro = name.rpartition("+" if isinstance(line, Accumulate) else "#")[2]
+    micro = name.version[1:]
     for path, block in value.blocks.items():
         key = ("reduced gradient", path) if last else (kind, path, micro)
         yield key, block, schedule.specs[path].gradient, ""

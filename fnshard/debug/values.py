@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fnshard.compiler.schedule.instructions import leaf_of
+from fnshard.compiler.ir.values import SCALARS, SEED, Kind, ValueName
 from fnshard.runtime.executor.context import Reduced
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
@@ -61,26 +61,25 @@ def count(tensor: Tensor) -> str:
 
 
 _WORDS = {
-    "s": "stored leaf", "p": "gathered leaf", "g": "gradient of leaf", "o": "optimizer state of leaf",
-    "r": "reduced gradient", "d": "gradient of value", "n": "squared norms", "x": "saved value",
+    Kind.STORED: "stored leaf", Kind.GATHERED: "gathered leaf", Kind.GRADIENT: "gradient of leaf",
+    Kind.SLOTS: "optimizer state of leaf", Kind.ACCUMULATED: "accumulated gradient of leaf",
+    Kind.BATCH: "batch leaf", Kind.CONSTANT: "constant", Kind.TANGENT: "gradient of value",
+    Kind.NORMS: "squared norms", Kind.KEY: "random key",
 }  # fmt: skip
 
 
 def in_words(name: str, part: str = "") -> str:
     """`gathered leaf 'layers.0.w'`, for a value's name and which part of it."""
-    plain = name.removeprefix("t:").removeprefix("h:")
-    kind, colon, rest = plain.partition(":")
-    path = leaf_of(name)
-    if path:
-        return f"{_WORDS[kind]} {path!r}" + (f", slot {part!r}" if part else "")
-    if colon and kind == "r":
-        return f"reduced gradient of leaf {part!r}" if part else f"reduced gradients {rest!r}"
-    if colon and kind == "a":
-        return f"accumulated gradient of leaf {part!r}"
-    if colon and kind in ("batch", "constant"):
-        return f"{'batch leaf' if kind == 'batch' else 'constant'} {rest!r}"
-    if colon and kind in _WORDS:
-        return f"{_WORDS[kind]} {rest!r}" + (f", {part}" if part else "")
-    if plain == "scalars":
+    plain = name.original if isinstance(name, ValueName) else ValueName(Kind.VALUE, name)
+    text = plain.path + plain.version
+    if plain.leaf:
+        return f"{_WORDS[plain.kind]} {plain.leaf!r}" + (f", slot {part!r}" if part else "")
+    if plain.kind is Kind.REDUCED:
+        return f"reduced gradient of leaf {part!r}" if part else f"reduced gradients {text!r}"
+    if plain.kind is Kind.ACCUMULATED:
+        return f"{_WORDS[plain.kind]} {part!r}"
+    if plain.kind in _WORDS:
+        return f"{_WORDS[plain.kind]} {text!r}" + (f", {part}" if part else "")
+    if plain == SCALARS:
         return f"the step's {part}"
-    return {"seed": "the loss scale"}.get(plain, f"value {plain!r}")
+    return "the loss scale" if plain == SEED else f"value {plain!r}"

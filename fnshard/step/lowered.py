@@ -15,7 +15,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
-from fnshard.analysis.transport import Kind
+from fnshard.analysis.transport import TransportKind
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.ir.program import Program
@@ -90,7 +90,7 @@ class Lowered:
         """The schedule, a line per instruction."""
         return self.schedule.as_text()
 
-    def memory_analysis(self, *, transport: Kind | None = None) -> MemoryAnalysis:
+    def memory_analysis(self, *, transport: TransportKind | None = None) -> MemoryAnalysis:
         """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by unit and leaf.
 
         After `compile` with Inductor its generated code is counted, fusion and all; before, or with the
@@ -104,15 +104,14 @@ class Lowered:
         """
         return self._ledger(transport).analysis
 
-    def memory_timeline(self, *, transport: Kind | None = None) -> MemoryTimeline:
+    def memory_timeline(self, *, transport: TransportKind | None = None) -> MemoryTimeline:
         """Bytes by category at every instruction of the schedule, each at its worst moment."""
         return self._ledger(transport).timeline
 
-    def _ledger(self, transport: Kind | None = None) -> Ledger:
-        if transport is not None and transport not in get_args(Kind):
-            raise SpecError(
-                report(f"transport={transport!r}: one of {', '.join(map(repr, get_args(Kind)))}, or None.")
-            )
+    def _ledger(self, transport: TransportKind | None = None) -> Ledger:
+        kinds = get_args(TransportKind)
+        if transport is not None and transport not in kinds:
+            raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
         given = Given(
             self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
         )

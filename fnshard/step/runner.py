@@ -15,6 +15,7 @@ from fnshard.compiler.frontend.random import derive_keys
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.graph import graph_length
 from fnshard.losses.objectives import Whole
 from fnshard.mesh import Mesh, make_mesh
@@ -232,15 +233,16 @@ class Runner:
         values = {n: send(v, mesh.device).contiguous() for n, v in named.items()}
         env: dict[str, Any] = {}
         for micro, part in enumerate(cut_batch(values, whole, parts)):
-            env |= {f"batch:{n}{f'#{micro}' * (parts > 1)}": v for n, v in part.items()}
-        env |= {f"s:{p}": b for p, b in blocks.items()}
-        env |= {f"constant:{n}": v for n, v in program.constants.items()}
+            version = f"#{micro}" if parts > 1 else ""
+            env |= {ValueName(Kind.BATCH, n, version): v for n, v in part.items()}
+        env |= {n: blocks[n.path] for n in lowered.schedule.inputs if n.kind is Kind.STORED}
+        env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
         for micro in range(parts if names["key"] else 0):
-            suffix = f"#{micro}" if parts > 1 else ""
+            version = f"#{micro}" if parts > 1 else ""
             keys = send(
                 derive_keys(seed, step, data_rank(mesh), micro, len(names["key"])), mesh.device
             ).unbind(0)
-            env |= {f"key:{n}{suffix}": k for n, k in zip(names["key"], keys, strict=True)}
+            env |= {ValueName(Kind.KEY, n, version): k for n, k in zip(names["key"], keys, strict=True)}
         return env
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.analysis.slots import Slots, check_slots, slots_of
 from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.values import SCALARS, SEED, slots
 from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, leaves, report
 from fnshard.functional import make_functional
@@ -207,13 +208,13 @@ class Step(Generic[OptimizerT, LossT]):
         loss = program.results[program.outputs.loss].meta["val"]
         divisor = self._divisor(program)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
-        env["seed"] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
+        env[SEED] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
         env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
         env["rescale"] = lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device)
         if not training:
             return self._gradients(bound, bound.run(env))
         state = state.consume()
-        env |= {f"o:{path}": slots for path, slots in state.opt_state.items()}
+        env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
         env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
         updates = self._scale.updates(number, state.loss_scale)
         bound.updater.start(env, torch.tensor(updates))
@@ -335,7 +336,7 @@ class Step(Generic[OptimizerT, LossT]):
     # -------------------------------------------------------------- results
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
-        summary: Summary = env["scalars"]
+        summary: Summary = env[SCALARS]
         self._runner.rank.finished({}, summary.flags)
         factor = env["rescale"](summary)
         blocks: dict[str, Tensor] = {}
@@ -347,13 +348,13 @@ class Step(Generic[OptimizerT, LossT]):
             if block is not None and factor is not None:
                 block = block * factor.to(block.device)
             grads.append(None if block is None else block.to(spec.storage_dtype))
-        loss = summary.loss.to(env["seed"].dtype)
+        loss = summary.loss.to(env[SEED].dtype)
         aux = bound.scalars.aux_tree(summary, env)
         structure = self._lowering.structure.of_gradients
         return (loss if aux is None else (loss, aux)), tree.unflatten(grads, structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
-        summary: Summary = env["scalars"]
+        summary: Summary = env[SCALARS]
         loss_scale = self._scale.after(state.loss_scale, env["skip"])
         metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:

@@ -15,6 +15,7 @@ from toys import WIDTH, chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, ScheduleError
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels import differentiate
 from fnshard.compiler.schedule import instructions
 from fnshard.compiler.schedule.instructions import (
@@ -459,7 +460,7 @@ def broken(name: str) -> tuple[Schedule, str]:
         return plan.with_instructions(found), "reads .*, which is not alive"
     if name == "never waited":
         line = found[at(Gather)]
-        found.insert(0, replace(line, writes=("~lost",)))
+        found.insert(0, replace(line, writes=(ValueName(Kind.FLIGHT, "lost"),)))
         return plan.with_instructions(found), "~lost is never waited for"
     if name == "waited for twice":
         found.insert(at(Wait) + 1, found[at(Wait)])
@@ -504,10 +505,11 @@ def _extra_gather(found: list[Any]) -> list[Instruction]:
     """The first gather once more, under names that nobody reads."""
     gather = next(i for i in found if isinstance(i, Gather))
     wait = next(i for i in found if isinstance(i, Wait) and i.of == "gather")
-    names = tuple(f"{n}!" for n in wait.writes)
+    names = tuple(n.of(f"{n.version}!") for n in wait.writes)
+    extra = ValueName(Kind.FLIGHT, "extra")
     return [
-        replace(gather, writes=("~extra",)),
-        replace(wait, reads=("~extra",), writes=names, drops=("~extra",)),
+        replace(gather, writes=(extra,)),
+        replace(wait, reads=(extra,), writes=names, drops=(extra,)),
         Free(gather.unit, "forward", drops=names),
     ]
 

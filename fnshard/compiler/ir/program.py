@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from fnshard.compiler.ir.guard import Guard
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.tree import TreeDef
 
 
@@ -26,6 +27,11 @@ class Input:
 
     kind: str
     name: str
+
+    @property
+    def value_name(self) -> ValueName:
+        """What segments and schedules call it."""
+        return ValueName(Kind(f"{self.kind}:"), self.name)
 
 
 @dataclass(frozen=True)

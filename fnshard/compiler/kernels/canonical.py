@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import Input, describe, replay, short_dtype
+from fnshard.compiler.ir.values import Kind, ValueName
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def extract(
     outputs: Sequence[fx.Node],
     lazy: set[fx.Node],
     placeholders: Mapping[fx.Node, Input],
-) -> tuple[Source, tuple[str, ...]]:
+) -> tuple[Source, tuple[ValueName, ...]]:
     """The source of a segment of main `nodes`, and the program names of its inputs in order."""
     inside = set(nodes)
     copied: dict[fx.Node, fx.Node] = {}
@@ -88,7 +89,7 @@ def extract(
     body.output([copied[n] for n in outputs])
     graph = _renumber(body)
     names = tuple(
-        f"{placeholders[n].kind}:{placeholders[n].name}" if n in placeholders else n.name for n in inputs
+        placeholders[n].value_name if n in placeholders else ValueName(Kind.VALUE, n.name) for n in inputs
     )
     ins = tuple(Argument.of(n.meta["val"], kind) for n, kind in inputs.items())
     outs = tuple(Argument.of(n.meta["val"], "value") for n in outputs)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import Input, Program, describe, storage_id
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source, extract
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.layout.spec import LayoutSpec
@@ -27,20 +28,20 @@ from fnshard.layout.spec import LayoutSpec
 class Segment:
     """One run of the program.
 
-    `inputs`, `outputs`: value names ("leaf:layers.0.w", "batch:0", "key:key0", "mul_3"); `source`:
+    `inputs`, `outputs`: printed as "leaf:layers.0.w", "batch:0", "key:key0", "mul_3"; `source`:
     key of the distinct code; `units`: whose leaves it reads (those that are gathered or reduced).
     """
 
     index: int
     units: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[ValueName, ...]
+    outputs: tuple[ValueName, ...]
     source: str
 
     @property
     def leaves(self) -> tuple[str, ...]:
         """Paths of the leaves it reads."""
-        return tuple(n.removeprefix("leaf:") for n in self.inputs if n.startswith("leaf:"))
+        return tuple(n.path for n in self.inputs if n.kind is Kind.LEAF)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Segments:
 
     segments: tuple[Segment, ...]
     sources: Mapping[str, Source]
-    results: tuple[str, ...]
+    results: tuple[ValueName, ...]
     values: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
 
     def as_text(self) -> str:
@@ -58,7 +59,7 @@ class Segments:
         lines = []
         for s in self.segments:
             out = ", ".join(f"{o} {describe(self.values[o])}" for o in s.outputs)
-            reads = ", ".join(i for i in s.inputs if not i.startswith("leaf:"))
+            reads = ", ".join(i for i in s.inputs if i.kind is not Kind.LEAF)
             lines.append(f"{s.index}: {names[s.source]}[{'+'.join(s.units)}]({reads}) -> {out}")
         return "\n".join(lines)
 
@@ -351,10 +352,10 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
         outs = [n for n in nodes if n in crossing]
         source, inputs = extract(nodes, outs, facts.lazy, facts.inputs)
         sources.setdefault(source.key, source)
-        names = tuple(n.name for n in outs)
+        names = tuple(ValueName(Kind.VALUE, n.name) for n in outs)
         segments.append(Segment(i, units, inputs, names, source.key))
     values = {n.name: n.meta["val"] for n in [*crossing, *extra]}
-    results = tuple(n.name for n in program.results)
+    results = tuple(ValueName(Kind.VALUE, n.name) for n in program.results)
     return Segments(tuple(segments), sources, results, values)
 
 

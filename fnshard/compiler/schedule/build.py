@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.values import SCALARS, SEED, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.split import Segment, Segments
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets
@@ -38,6 +39,7 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
 AccumulateMode = Literal["reduce", "local"]
+_SCALARS_FLIGHT = ValueName(Kind.FLIGHT, "scalars")
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class _Builder:
         self.reduce_of = {p: b for b in self.reduces for p in b.paths}
         self.active = self._active()
         self.complete = self._completion()
-        self.reduced: dict[str, str] = {}
-        self.local: dict[str, str] = {}
+        self.reduced: dict[str, ValueName] = {}
+        self.local: dict[str, ValueName] = {}
 
     def _is_alias(self, path: str) -> bool:
         """Whether the stored leaf is what `fn` sees: nothing to gather, nothing to cast."""
@@ -154,8 +156,8 @@ class _Builder:
             if segment.index in self.active:
                 for i in self.kernels[segment.index].grads:
                     name = segment.inputs[i]
-                    if name.startswith("leaf:"):
-                        first.setdefault(name.removeprefix("leaf:"), segment.index)
+                    if name.kind is Kind.LEAF:
+                        first.setdefault(name.path, segment.index)
         return {b.name: min((first[p] for p in b.paths if p in first), default=None) for b in self.reduces}
 
     # -------------------------------------------------------------- names
@@ -163,28 +165,29 @@ class _Builder:
     def phase(self, name: str, micro: int) -> str:
         return f"{name}.{micro}" if self.plan.accumulate > 1 else name
 
-    def value(self, name: str, micro: int) -> str:
-        if name.startswith("constant:") or self.plan.accumulate == 1:
-            return name
-        return f"{name}#{micro}"
+    def value(self, name: ValueName, micro: int) -> ValueName:
+        return name if name.kind is Kind.CONSTANT else name.of(self.version(micro))
+
+    def version(self, micro: int) -> str:
+        return f"#{micro}" if self.plan.accumulate > 1 else ""
 
     def unit(self, segment: Segment) -> str:
         return "+".join(segment.units) or "-"
 
     # -------------------------------------------------------------- leaves
 
-    def fetch(self, segment: Segment, paths: Sequence[str], phase: str, version: str) -> dict[str, str]:
+    def fetch(self, segment: Segment, paths: Sequence[str], phase: str, version: str) -> dict[str, ValueName]:
         """Gather the buckets that hold `paths`; returns the name each leaf goes by."""
-        names = {p: f"s:{p}" for p in paths if p not in self.gather_of}
+        names = {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
-            stored = tuple(f"s:{p}" for p in bucket.paths)
-            fresh = tuple(f"p:{p}#{version}" for p in bucket.paths)
+            shards = stored(bucket.paths)
+            fresh = tuple(ValueName(Kind.GATHERED, p, f"#{version}") for p in bucket.paths)
             if bucket.axes:
-                flight = f"~{bucket.name}#{version}"
-                self.lines.append(Gather(bucket.unit, phase, stored, (flight,), bucket=bucket.name))
+                flight = ValueName(Kind.FLIGHT, bucket.name, f"#{version}")
+                self.lines.append(Gather(bucket.unit, phase, shards, (flight,), bucket=bucket.name))
                 self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of="gather"))
             else:
-                self.lines.append(Cast(bucket.unit, phase, stored, fresh, bucket=bucket.name))
+                self.lines.append(Cast(bucket.unit, phase, shards, fresh, bucket=bucket.name))
             names |= dict(zip(bucket.paths, fresh, strict=True))
         return names
 
@@ -198,7 +201,8 @@ class _Builder:
             reads = tuple(self.read(n, names, micro) for n in segment.inputs)
             saved = self.saved(segment, micro) if segment.index in self.active else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
-            writes += tuple(f"_{n}" for n in self.saved(segment, micro)) if not saved else ()
+            unread = (ValueName(Kind.VALUE, f"_{n.path}", n.version) for n in self.saved(segment, micro))
+            writes += () if saved else tuple(unread)
             self.lines.append(
                 Run(
                     self.unit(segment), phase, reads, writes,
@@ -206,21 +210,19 @@ class _Builder:
                 )
             )  # fmt: skip
 
-    def read(self, name: str, leaves: Mapping[str, str], micro: int) -> str:
-        if name.startswith("leaf:"):
-            return leaves[name.removeprefix("leaf:")]
-        return self.value(name, micro)
+    def read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
+        return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
 
-    def saved(self, segment: Segment, micro: int) -> tuple[str, ...]:
-        kernel = self.kernels[segment.index]
-        return tuple(self.value(f"x{segment.index}.{i}", micro) for i in range(len(kernel.saved)))
+    def saved(self, segment: Segment, micro: int) -> Names:
+        count, version = len(self.kernels[segment.index].saved), self.version(micro)
+        return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", version) for i in range(count))
 
     # -------------------------------------------------------------- backward
 
     def backward(self, micro: int) -> None:
         phase = self.phase("backward", micro)
-        tangents = {self.segments.results[self.outputs.loss]: "seed"}
-        grads: dict[str, str] = {}
+        tangents = {self.segments.results[self.outputs.loss]: SEED}
+        grads: dict[str, ValueName] = {}
         for segment in reversed(self.segments.segments):
             if segment.index in self.active:
                 self.backward_of(segment, micro, phase, tangents, grads)
@@ -231,18 +233,23 @@ class _Builder:
                 self.scalars_wait()
         for bucket in self.reduces:
             if self.complete[bucket.name] is None and micro == self.plan.accumulate - 1:
-                name = f"r:{bucket.name}"
+                name = ValueName(Kind.REDUCED, bucket.name)
                 self.lines.append(Local(bucket.unit, phase, (), (name,), bucket=bucket.name))
                 self.reduced[bucket.name] = name
 
     def backward_of(
-        self, segment: Segment, micro: int, phase: str, tangents: dict[str, str], grads: dict[str, str]
+        self,
+        segment: Segment,
+        micro: int,
+        phase: str,
+        tangents: dict[ValueName, ValueName],
+        grads: dict[str, ValueName],
     ) -> None:
         kernel = self.kernels[segment.index]
         unit = self.unit(segment)
         saved = self.saved(segment, micro)
         read = [segment.inputs[r.index] for r in kernel.backward_inputs if r.kind == "input"]
-        paths = [n.removeprefix("leaf:") for n in read if n.startswith("leaf:")]
+        paths = [n.path for n in read if n.kind is Kind.LEAF]
         names = self.fetch(segment, paths, phase, f"b{micro}.{segment.index}")
         reads = []
         for ref in kernel.backward_inputs:
@@ -257,16 +264,17 @@ class _Builder:
         writes, adds = [], []
         for index in kernel.grads:
             name = segment.inputs[index]
-            held, prefix = (grads, "g:") if name.startswith("leaf:") else (tangents, "d:")
-            plain = name.removeprefix("leaf:")
-            fresh = f"{self.value(prefix + plain, micro)}@{segment.index}"
+            of_leaf = name.kind is Kind.LEAF
+            known, key = (grads, name.path) if of_leaf else (tangents, name)
+            kind = Kind.GRADIENT if of_leaf else Kind.TANGENT
+            fresh = ValueName(kind, name.path, f"{self.version(micro)}@{segment.index}")
             writes.append(fresh)
-            if plain in held:
-                total = f"{fresh}+"
-                owned = held[plain].endswith("+")
-                adds.append(Add(unit, phase, (held[plain], fresh), (total,), owned=owned))
+            if key in known:
+                total = fresh.of(f"{fresh.version}+")
+                owned = known[key].version.endswith("+")
+                adds.append(Add(unit, phase, (known[key], fresh), (total,), owned=owned))
                 fresh = total
-            held[plain] = fresh
+            known[key] = fresh
         self.lines.append(
             Run(
                 unit,
@@ -282,11 +290,17 @@ class _Builder:
         self.lines.extend(adds)
 
     def tangent(
-        self, segment: Segment, index: int, unit: str, phase: str, micro: int, tangents: dict[str, str]
-    ) -> str:
+        self,
+        segment: Segment,
+        index: int,
+        unit: str,
+        phase: str,
+        micro: int,
+        tangents: dict[ValueName, ValueName],
+    ) -> ValueName:
         name = segment.outputs[index]
         if name not in tangents:
-            zero = self.value(f"d:{name}", micro)
+            zero = ValueName(Kind.TANGENT, name.path, self.version(micro))
             like = self.kernels[segment.index].source.outputs[index]
             self.lines.append(Zeros(unit, phase, (), (zero,), like=like))
             tangents[name] = zero
@@ -294,13 +308,13 @@ class _Builder:
 
     # -------------------------------------------------------------- gradients
 
-    def reduce(self, bucket: Bucket, micro: int, phase: str, grads: Mapping[str, str]) -> None:
+    def reduce(self, bucket: Bucket, micro: int, phase: str, grads: Mapping[str, ValueName]) -> None:
         last = micro == self.plan.accumulate - 1
         paths = tuple(p for p in bucket.paths if p in grads)
         reads = tuple(grads[p] for p in paths)
         if self.plan.accumulate > 1 and self.plan.accumulate_mode == "local":
             before = self.local.get(bucket.name)
-            name = f"a:{bucket.name}#{micro}"
+            name = ValueName(Kind.ACCUMULATED, bucket.name, f"#{micro}")
             reads += (before,) if before else ()
             self.lines.append(
                 Accumulate(
@@ -314,7 +328,7 @@ class _Builder:
         name = self.sum_over_ranks(bucket, phase, reads, paths, micro)
         if self.plan.accumulate > 1 and self.plan.accumulate_mode == "reduce":
             before = self.reduced.get(bucket.name)
-            total = f"r:{bucket.name}+{micro}"
+            total = ValueName(Kind.REDUCED, bucket.name, f"+{micro}")
             self.lines.append(
                 Accumulate(
                     bucket.unit, phase, (name, before) if before else (name,), (total,),
@@ -324,15 +338,18 @@ class _Builder:
             name = total
         self.reduced[bucket.name] = name
 
-    def sum_over_ranks(self, bucket: Bucket, phase: str, reads: Names, paths: Names, micro: int) -> str:
+    def sum_over_ranks(
+        self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
+    ) -> ValueName:
         """ReduceScatter over the gradient's own axes, AllReduce over the other data axes."""
         rest = tuple(a for a in self.mesh.ordered(self.mesh.data_axes) if a not in bucket.axes)
-        name = f"r:{bucket.name}#{micro}"
+        name = ValueName(Kind.REDUCED, bucket.name, f"#{micro}")
+        flight = ValueName(Kind.FLIGHT, bucket.name, name.version)
         if not bucket.axes and not rest:
             self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
             return name
         if bucket.axes:
-            flight, part = f"~{bucket.name}#{micro}", f"{name}." if rest else name
+            part = name.of(f"{name.version}.") if rest else name  # summed over a part of the ranks
             self.lines.append(
                 ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
             )
@@ -341,7 +358,7 @@ class _Builder:
             )
             reads, paths = (part,), ()
         if rest:
-            flight = f"~{bucket.name}#{micro}.sum"
+            flight = flight.of(f"{name.version}.sum")
             self.lines.append(
                 AllReduce(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths, axes=rest)
             )
@@ -356,17 +373,17 @@ class _Builder:
         """Numbers that `fn` returns and ranks sum."""
         return len(self.outputs.summed) if self.plan.differentiate else 0
 
-    def scalar_reads(self) -> tuple[str, ...]:
+    def scalar_reads(self) -> Names:
         names = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
         return tuple(self.value(n, m) for m in range(self.plan.accumulate) for n in names)
 
-    def scalars_issue(self, extra: tuple[str, ...] = ()) -> None:
+    def scalars_issue(self, extra: Names = ()) -> None:
         reads = self.scalar_reads() + extra
-        self.lines.append(ReduceScalars("-", "update", reads, ("~scalars",)))
+        self.lines.append(ReduceScalars("-", "update", reads, (_SCALARS_FLIGHT,)))
 
     def scalars_wait(self) -> None:
         """Once: behind the first reduction, which leaves before the host blocks."""
-        wait = Wait("-", "update", ("~scalars",), ("scalars",), of="reduce_scalars")
+        wait = Wait("-", "update", (_SCALARS_FLIGHT,), (SCALARS,), of="reduce_scalars")
         if wait not in self.lines:
             self.lines.append(wait)
 
@@ -374,7 +391,7 @@ class _Builder:
         if self.plan.barrier or self.plan.norms:
             norms = []
             for bucket in self.reduces:
-                name = f"n:{bucket.name}"
+                name = ValueName(Kind.NORMS, bucket.name)
                 if self.plan.norms:
                     reads = (self.reduced[bucket.name],)
                     self.lines.append(Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name))
@@ -387,29 +404,27 @@ class _Builder:
         self.scalars_wait()
 
     def updates(self) -> None:
-        scalars = ("scalars",) if self.plan.barrier or self.plan.counted else ()
+        scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
         for bucket in sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0)):
             spec = self.specs[bucket.paths[0]]
-            stored = tuple(f"s:{p}" for p in bucket.paths)
-            slots = tuple(f"o:{p}" for p in bucket.paths)
+            shards, held = stored(bucket.paths), slots(bucket.paths)
             # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
-            params = () if spec.updated_on == "host" and spec.memory == "device" else stored
+            params = () if spec.updated_on == "host" and spec.memory == "device" else shards
             self.lines.append(
                 Update(
                     bucket.unit,
                     "update",
-                    (self.reduced[bucket.name], *params, *slots, *scalars),
-                    (*stored, *slots),
+                    (self.reduced[bucket.name], *params, *held, *scalars),
+                    (*shards, *held),
                     bucket=bucket.name,
                     paths=bucket.paths,
                 )
             )
         for bucket in self.publishes:
-            stored = tuple(f"s:{p}" for p in bucket.paths)
-            flight = f"~{bucket.name}"
-            self.lines.append(Publish(bucket.unit, "update", stored, (flight,), bucket=bucket.name))
+            shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
+            self.lines.append(Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name))
             self.lines.append(
-                Wait(bucket.unit, "update", (flight,), stored, bucket=bucket.name, of="publish")
+                Wait(bucket.unit, "update", (flight,), shards, bucket=bucket.name, of="publish")
             )
 
     def schedule(self) -> Schedule:
@@ -418,13 +433,14 @@ class _Builder:
         aux = [self.segments.results[i] for kind, *rest in self.outputs.aux if kind in local for i in rest]
         outputs = [self.value(n, last) for n in aux]
         if self.plan.differentiate:
-            outputs.append("scalars")
+            outputs.append(SCALARS)
         if self.plan.differentiate and not self.plan.update:
             outputs += self.reduced.values()
         named = {n for line in self.lines for n in line.reads}
         made = {n for line in self.lines for n in line.writes}
-        inputs = [f"s:{p}" for p in self.specs] + [
-            n for n in named if (n not in made or n.startswith("o:")) and not n.startswith("s:")
+        inputs = [
+            *stored(self.specs),
+            *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
         buckets = {b.name: b for b in (*self.gathers, *self.reduces, *self.publishes)}
         return Schedule(

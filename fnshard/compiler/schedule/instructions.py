@@ -1,10 +1,7 @@
 """Schedule: the ordered instructions of one step, as data a person can read, check, price and change.
 
-Values are named: `s:path` a stored shard (state), `o:path` a leaf's optimizer slots (state), `p:path` a
-gathered leaf, `g:path` a full gradient, `r:bucket` reduced gradients, `d:value` a tangent, `x2.0` the first
-value that segment 2 saves, `~bucket` a collective or a transfer in flight; anything else is a value of the
-program. A `#` tells versions of one name apart (micro-batch, forward or backward). `h:name` is a copy of a
-value on the host, `t:name#n` one on the device of what rests on the host or on disk.
+Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
+gradients; `x2.0` is the first value that segment 2 saves.
 """
 
 from __future__ import annotations
@@ -14,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fnshard.compiler.ir.program import short_dtype
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
-Names = tuple[str, ...]
+Names = tuple[ValueName, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Instruction:
 @dataclass(frozen=True)
 class _OfBucket(Instruction):
     bucket: str = ""
-    paths: Names = ()  # of the leaves whose full gradients are read, in the order of `reads`
+    paths: tuple[str, ...] = ()  # of the leaves whose full gradients are read, in the order of `reads`
 
     @property
     def detail(self) -> str:
@@ -135,15 +133,15 @@ class Run(Instruction):
     kernel: str = ""
     backward: bool = False
     segment: int = 0
-    units: Names = ()
+    units: tuple[str, ...] = ()
 
     @property
     def detail(self) -> str:
         def shown(names: Names) -> str:
-            leaves = [n for n in names if n.startswith(("p:", "s:", "g:"))]
+            leaves = [n for n in names if n.kind in (Kind.GATHERED, Kind.STORED, Kind.GRADIENT)]
             rest = [n for n in names if n not in leaves]
-            kinds = sorted({n[0] for n in leaves})
-            return ", ".join(rest + [f"{sum(n[0] == k for n in leaves)} {k}:" for k in kinds])
+            kinds = sorted({n.kind for n in leaves})
+            return ", ".join(rest + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
 
         way = "bwd" if self.backward else "fwd"
         return f"{self.kernel}.{way}({shown(self.reads)}) -> {shown(self.writes)}"
@@ -155,15 +153,15 @@ class Free(Instruction):
 
     @property
     def detail(self) -> str:
-        kinds = {
-            "p:": "gathered leaves",
-            "g:": "full gradients",
-            "t:s:": "loaded shards",
-            "t:o:": "loaded slots",
+        words = {
+            (Kind.GATHERED, Kind.GATHERED): "gathered leaves",
+            (Kind.GRADIENT, Kind.GRADIENT): "full gradients",
+            (Kind.LOADED, Kind.STORED): "loaded shards",
+            (Kind.LOADED, Kind.SLOTS): "loaded slots",
         }
-        many = {k: sum(n.startswith(k) for n in self.drops) for k in kinds}
-        rest = [n for n in self.drops if not n.startswith(tuple(kinds))]
-        return ", ".join(rest + [f"{count} {kinds[k]}" for k, count in many.items() if count])
+        kinds = [(n.kind, n.original.kind) for n in self.drops]
+        rest = [n for n, kind in zip(self.drops, kinds, strict=True) if kind not in words]
+        return ", ".join(rest + [f"{count} {words[k]}" for k in words if (count := kinds.count(k))])
 
 
 @dataclass(frozen=True)
@@ -204,39 +202,23 @@ class Update(_OfBucket):
     """
 
     @property
-    def slots(self) -> dict[str, str]:
+    def slots(self) -> dict[str, ValueName]:
         """By path, the name its slots go by."""
-        return dict(zip(self.paths, self._starting("o:"), strict=True))
+        return {n.path: n for n in self.reads[1:] if n.original.kind is Kind.SLOTS}
 
     @property
-    def params(self) -> dict[str, str]:
+    def params(self) -> dict[str, ValueName]:
         """By path, the name its stored shard goes by; none where master copies are updated."""
-        return dict(zip(self.paths, self._starting("s:"), strict=False))
-
-    def _starting(self, prefix: str) -> list[str]:
-        return [n for n in self.reads[1:] if n.removeprefix("t:").startswith(prefix)]
+        return {n.path: n for n in self.reads[1:] if n.original.kind is Kind.STORED}
 
 
 def _shortened(names: Names) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def leaf_of(name: str) -> str:
-    """The path of the leaf that a value's name speaks of; "" where it is none."""
-    if name.startswith("t:"):  # a numbered copy
-        name = name[2:].rpartition("#")[0]
-    kind, _, rest = name.removeprefix("h:").partition(":")
-    if kind not in ("s", "p", "g", "o"):
-        return ""
-    path = rest.rstrip("+") if kind == "g" else rest
-    for mark in {"p": "#", "g": "@#"}.get(kind, ""):
-        path = path.rpartition(mark)[0] or path
-    return path
-
-
-def is_lent(name: str) -> bool:
-    """Whether a value lies in a host buffer that goes back to the pool: all copies but masters (`h:s:`)."""
-    return name.startswith("h:") and not name.startswith("h:s:")
+def is_pooled(name: ValueName) -> bool:
+    """Whether a value lies in a host buffer that goes back to the pool: all copies but master parameters."""
+    return name.kind is Kind.HOST and name.original.kind is not Kind.STORED
 
 
 def in_place_if_shared(line: Instruction, schedule: Schedule) -> bool:
@@ -246,7 +228,7 @@ def in_place_if_shared(line: Instruction, schedule: Schedule) -> bool:
     """
     bucket = schedule.buckets[line.bucket]
     as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
-    return isinstance(line, Gather) and as_sent and all(n.startswith("s:") for n in line.reads)
+    return isinstance(line, Gather) and as_sent and all(n.kind is Kind.STORED for n in line.reads)
 
 
 def keeps_own_row(line: Instruction, schedule: Schedule) -> bool:
@@ -256,7 +238,7 @@ def keeps_own_row(line: Instruction, schedule: Schedule) -> bool:
     """
     bucket = schedule.buckets[line.bucket]
     as_made = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
-    whole = set(line.paths) == set(bucket.paths) and all(n.startswith("g:") for n in line.reads)
+    whole = set(line.paths) == set(bucket.paths) and all(n.kind is Kind.GRADIENT for n in line.reads)
     return isinstance(line, ReduceScatter) and as_made and whole
 
 
@@ -274,10 +256,11 @@ def updated_at_once(line: ReduceScatter, schedule: Schedule) -> bool:
     )
 
 
-def taken_over(line: Instruction) -> tuple[str, ...]:
+def taken_over(line: Instruction) -> Names:
     """What an instruction reads last, as it may write to it: reduced gradients, scaled or summed in place."""
-    taken = ("r:", "h:r:", "t:r:")
-    return tuple(n for n in line.reads if n.startswith(taken)) if isinstance(line, Update | AllReduce) else ()
+    if not isinstance(line, Update | AllReduce):
+        return ()
+    return tuple(n for n in line.reads if n.original.kind is Kind.REDUCED)
 
 
 COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, ReduceScalars)
@@ -304,7 +287,7 @@ class Schedule:
     accumulate: int = 1
     planned: int = 1
     scalars: int = 0
-    reduced: Mapping[str, str] = field(default_factory=dict)
+    reduced: Mapping[str, ValueName] = field(default_factory=dict)
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
         """The same schedule with other lines."""

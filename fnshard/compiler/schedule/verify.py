@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
@@ -20,12 +21,9 @@ from fnshard.compiler.schedule.instructions import (
     Run,
     Schedule,
     Wait,
-    leaf_of,
     taken_over,
 )
 from fnshard.errors import ScheduleError, report
-
-_STATE = ("s:", "o:", "t:s:", "t:o:")  # written in place
 
 
 @dataclass
@@ -91,17 +89,25 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
     if isinstance(line, Free) and not line.drops:
         walk.problems.append(f"{here}: frees nothing")
     for name in line.writes:
-        if name in walk.live and not name.startswith(_STATE):
+        if name in walk.live and not _written_in_place(name):
             walk.problems.append(f"{here}: writes {name} again")
     walk.live |= set(line.writes)
     walk.live -= set(line.drops)
 
 
-def _copied(issue: Instruction, name: str) -> bool:
+def _written_in_place(name: ValueName) -> bool:
+    return name.is_state or name.is_copy(Kind.LOADED, Kind.STORED, Kind.SLOTS)
+
+
+def _copied(issue: Instruction, name: ValueName) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
     if isinstance(issue, TRANSFERS):
         return False
-    return name.startswith(("g:", "a:", "n:", "r:", "t:s:")) or issue.verb == "reduce_scalars"
+    return (
+        name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
+        or name.is_copy(Kind.LOADED, Kind.STORED)
+        or issue.verb == "reduce_scalars"
+    )
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:
@@ -121,8 +127,8 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            read = [n for run in runs[: schedule.planned] for n in run.reads if n.startswith("p:")]
-            wanted = {schedule.specs[leaf_of(n)].unit for n in read}
+            read = [n for run in runs[: schedule.planned] for n in run.reads if n.kind is Kind.GATHERED]
+            wanted = {schedule.specs[n.path].unit for n in read}
             runs.pop(0)
             if not units <= wanted:
                 problems.append(
@@ -140,7 +146,7 @@ def _double_gathers(schedule: Schedule) -> list[str]:
     unread: dict[str, int] = {}
     problems = []
     for number, line in enumerate(schedule.instructions):
-        for name in {n for n in line.reads if n in alive and n.startswith("p:")}:
+        for name in {n for n in line.reads if n in alive and n.kind is Kind.GATHERED}:
             unread.pop(alive[name], None)
         if isinstance(line, Gather | Cast):
             if line.bucket in alive.values():
@@ -166,7 +172,7 @@ def _kept_leaves(schedule: Schedule) -> list[str]:
     for line in [r for r in runs if not r.backward]:
         kernel = schedule.kernels[line.kernel]
         inputs = zip(kernel.source.inputs, line.reads, strict=True)
-        units = [schedule.specs[leaf_of(n)].unit for a, n in inputs if a.kind == "leaf"]
+        units = [schedule.specs[n.leaf].unit for a, n in inputs if a.kind == "leaf"]
         alike = tuple(units.index(u) for u in units)  # which leaves are of one unit: the same in equal blocks
         handed_on = tuple(i for i, n in enumerate(line.writes[: len(kernel.source.outputs)]) if n in read)
         if (kernel.name, alike, handed_on) in known:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
@@ -64,9 +65,9 @@ def on_host(line: Instruction, schedule: Schedule) -> bool:
     if isinstance(line, Update):
         return schedule.specs[line.paths[0]].updated_on == "host"
     if isinstance(line, Norms | Accumulate):
-        return line.reads[0].startswith("h:")
+        return line.reads[0].kind is Kind.HOST
     restored = line.into if isinstance(line, ToDevice) else line.writes if isinstance(line, Wait) else ()
-    return bool(restored) and all(n.startswith("s:") for n in restored) and line.verb != "to_host"
+    return bool(restored) and all(n.kind is Kind.STORED for n in restored) and line.verb != "to_host"
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.values import SEED, Kind, kind_of
 from fnshard.compiler.schedule.instructions import TRANSFERS, Schedule
 from fnshard.errors import SpecError, leaves, report
 from fnshard.runtime.executor.context import Env
 
 MODE = "reduce-overhead"  # of `shard_step`
 WARM_steps = 2
-STATIC = ("batch:", "key:")  # and the seed: copied to the graph's own tensors
-IN_PLACE = ("s:", "constant:")  # read where they lie
+STATIC = (Kind.BATCH, Kind.KEY)  # and the seed: copied to the graph's own tensors
+IN_PLACE = (Kind.STORED, Kind.CONSTANT)  # read where they lie
 Run = Callable[[Env], Env]
 
 
@@ -105,7 +106,7 @@ class Graphed:
         self.calls += 1
         if self.calls <= WARM_steps:
             return self.last(self.first(env))
-        read = tuple((v.data_ptr(), v.stride()) for n, v in env.items() if n.startswith(IN_PLACE))
+        read = tuple((v.data_ptr(), v.stride()) for n, v in env.items() if kind_of(n) in IN_PLACE)
         if self.graph is None or read != self.read:
             self._capture(env)
             self.read = read
@@ -119,8 +120,8 @@ class Graphed:
 
     def _capture(self, env: Env) -> None:
         self.graph, self.made = None, {}  # its memory is wanted
-        self.static = {n: v.clone() for n, v in env.items() if n.startswith(STATIC) or n == "seed"}
-        flag = torch.zeros((), dtype=torch.float64, device=self.static["seed"].device)
+        self.static = {n: v.clone() for n, v in env.items() if kind_of(n) in STATIC or n == SEED}
+        flag = torch.zeros((), dtype=torch.float64, device=self.static[SEED].device)
         self.flags = {name: flag.clone() for name in self.flag_names}
         inside = env | self.static | {"flags": self.flags}
         graph = CudaGraph()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Add,
@@ -34,7 +35,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
     Zeros,
-    is_lent,
+    is_pooled,
     keeps_own_row,
     updated_at_once,
 )
@@ -95,13 +96,13 @@ def _meets_worker(schedule: Schedule) -> list[bool]:
     """By line, whether it reads what the worker may still make, or changes what that may still read."""
     out, made, read = [], set(), set()
     for line in schedule.instructions:
-        arrives = isinstance(line, Wait) and any(n.startswith("h:r:") for n in line.writes)
+        arrives = isinstance(line, Wait) and any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in line.writes)
         if not arrives and on_host(line, schedule):
             made |= set(line.writes)
             read |= set(line.reads)
             out.append(False)
             continue
-        gone = {n for n in getattr(line, "drops", ()) if not n.startswith(WORKERS)}
+        gone = {n for n in getattr(line, "drops", ()) if not _is_workers(n)}
         out.append(bool(made & {*line.reads, *line.writes, *gone} or read & {*line.writes, *gone}))
         if out[-1]:
             made, read = set(), set()
@@ -110,7 +111,9 @@ def _meets_worker(schedule: Schedule) -> list[bool]:
     return out
 
 
-WORKERS = ("h:r:", "h:s:")  # values that the worker drops itself
+def _is_workers(name: ValueName) -> bool:
+    """Whether the worker drops the value itself: gradients and masters on the host."""
+    return name.is_copy(Kind.HOST, Kind.REDUCED, Kind.STORED)
 
 
 def _named(monitor: Any, number: int, line: Instruction, action: Action) -> Action:
@@ -139,7 +142,7 @@ def _run(line: Run, context: Context) -> Action:
     fn = pair[1] if line.backward else pair[0]
     reads, writes, drops, freed = line.reads, line.writes, line.drops, context.freed
     strides = kernel.tangent_strides if line.backward else ()
-    shared = [i for i in kernel.shared if writes[i].startswith("g:")] if line.backward else []
+    shared = [i for i in kernel.shared if writes[i].kind is Kind.GRADIENT] if line.backward else []
 
     def run(env: Env) -> None:
         args = [env[n] for n in reads]
@@ -166,16 +169,16 @@ def _run(line: Run, context: Context) -> Action:
 
 def _free(line: Free, context: Context) -> Action:
     drops, freed, transfers = line.drops, context.freed, context.transfers
-    lent = {n for n in drops if is_lent(n)}
-    read_on_host = [n for n in drops if n.startswith(WORKERS)]
+    pooled = {n for n in drops if is_pooled(n)}
+    read_on_host = [n for n in drops if _is_workers(n)]
     others, later = [n for n in drops if n not in read_on_host], context.later(line)
 
-    def let_go(env: Env, names: Sequence[str]) -> None:
+    def let_go(env: Env, names: Sequence[ValueName]) -> None:
         for n in names:
             value = env.pop(n)
             if freed:
                 freed(n, value)
-            if n in lent:
+            if n in pooled:
                 transfers.give(value)
 
     def run(env: Env) -> None:
@@ -240,7 +243,7 @@ def _reduce_scatter(line: ReduceScatter, context: Context) -> Action:
 def _all_reduce(line: AllReduce, context: Context) -> Action:
     bucket, packer, comm = context.schedule.buckets[line.bucket], context.packer(line.bucket), context.comm
     (flight,), axes = line.writes, line.axes
-    if line.reads[0].startswith("r:"):
+    if line.reads[0].kind is Kind.REDUCED:
         (name,) = line.reads
 
         def run(env: Env) -> None:
@@ -295,10 +298,10 @@ def _local(line: Local, context: Context) -> Action:
 
 def _accumulate(line: Accumulate, context: Context) -> Action:
     specs, (out,), first = context.schedule.specs, line.writes, line.first
-    if out.startswith("a:"):
+    if out.kind is Kind.ACCUMULATED:
         return _accumulate_local(line, context)
     new, *before = line.reads
-    take = context.transfers.take if out.startswith("h:") else None
+    take = context.transfers.take if out.kind is Kind.HOST else None
     later = context.later(line)
 
     def add(env: Env) -> None:
@@ -323,7 +326,7 @@ def _accumulate(line: Accumulate, context: Context) -> Action:
 def _accumulate_local(line: Accumulate, context: Context) -> Action:
     specs, (out,) = context.schedule.specs, line.writes
     fulls = _fulls(line)
-    before = next((n for n in line.reads if n.startswith("a:")), None)
+    before = next((n for n in line.reads if n.kind is Kind.ACCUMULATED), None)
 
     def run(env: Env) -> None:
         new = fulls(env)
@@ -354,7 +357,7 @@ def _norms(line: Norms, context: Context) -> Action:
 def _reduce_scalars(line: ReduceScalars, context: Context) -> Action:
     axes = context.mesh.ordered(context.mesh.data_axes)
     (flight,) = line.writes
-    norms = [n for n in line.reads if n.startswith("n:")]
+    norms = [n for n in line.reads if n.kind is Kind.NORMS]
 
     def run(env: Env) -> None:
         vector = context.scalars.pack(env, [env[n] for n in norms])

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.buckets import leaf_runs
 from fnshard.compiler.schedule.instructions import (
     Cast,
@@ -127,10 +128,10 @@ def to_device(line: ToDevice, context: Context) -> Action:
 def _restore(line: ToDevice, context: Context) -> Action:
     """Master copies that the host has updated -> the stored shards on the device, cast there."""
     reads, (flight,), transfers, updater = line.reads, line.writes, context.transfers, context.updater
-    paths, later = [n.removeprefix("s:") for n in line.into], context.later(line)
+    into, later = line.into, context.later(line)
 
     def run(env: Env) -> None:
-        stored = [updater.stored_part(p, env[f"s:{p}"]) for p in paths]
+        stored = [updater.stored_part(n.path, env[n]) for n in into]
         read_last = transfers.mark()
 
         def call() -> None:
@@ -154,10 +155,10 @@ def to_host(line: ToHost, context: Context) -> Action:
 def wait_transfer(line: Wait, context: Context) -> Action:
     """What was sent is there; gradients that the host reads, for the host too, or for its worker."""
     (flight,), writes, worker = line.reads, line.writes, context.worker
-    read_there = any(n.startswith("h:r:") for n in writes)
+    read_there = any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in writes)
     if worker is not None and on_host(line, context.schedule):  # the end of the step waits for it
         return lambda env: worker.submit(lambda: env.pop(flight))
-    state = {n for n in writes if n.startswith(("s:", "o:"))}
+    state = {n for n in writes if n.is_state}
 
     def run(env: Env) -> None:
         handle = env.pop(flight)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.values import stored as stored_names
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -86,7 +87,7 @@ class Scalars:
         if self.leaf_norms:
             replicas = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
             # Each norm is taken where its piece lies.
-            stored = _squares([env[f"s:{p}"] for p in bucket.paths]).to(grads.device)
+            stored = _squares([env[n] for n in stored_names(bucket.paths)]).to(grads.device)
             stored = torch.stack(torch._foreach_div(stored.unbind(), replicas))
             out |= zip(bucket.paths, torch.stack([stored, grads], dim=1), strict=True)
         return out

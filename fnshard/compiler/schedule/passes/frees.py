@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     TRANSFERS,
     Accumulate,
@@ -23,13 +24,13 @@ def insert_frees(schedule: Schedule) -> Schedule:
     """
     sent = {line.writes[0]: line.reads for line in schedule.instructions if isinstance(line, TRANSFERS)}
     keep = set(schedule.inputs) | set(schedule.outputs)
-    last: dict[str, int] = {}
+    last: dict[ValueName, int] = {}
     for index, line in enumerate(schedule.instructions):
         behind = sent.get(line.reads[0], ()) if isinstance(line, Wait) else ()
         for name in (*line.writes, *line.reads, *behind):
             if name not in keep:
                 last[name] = index
-    dying: dict[int, list[str]] = {}
+    dying: dict[int, list[ValueName]] = {}
     for name, index in last.items():
         dying.setdefault(index, []).append(name)
     out: list[Instruction] = []
@@ -43,7 +44,7 @@ def insert_frees(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _dies_inside(name: str, line: Instruction) -> bool:
+def _dies_inside(name: ValueName, line: Instruction) -> bool:
     """Whether the instruction itself lets go of it: kernels, waits, sums that hand their accumulator on."""
     handed_on = isinstance(line, Accumulate) and not line.first and name == line.reads[-1]
-    return isinstance(line, Run) or name.startswith("~") or handed_on
+    return isinstance(line, Run) or name.kind is Kind.FLIGHT or handed_on

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
@@ -23,23 +24,6 @@ from fnshard.compiler.schedule.instructions import (
     ToHost,
     Update,
     Wait,
-)
-
-_OF_THE_STEP = (
-    "s:",
-    "o:",
-    "p:",
-    "g:",
-    "d:",
-    "r:",
-    "a:",
-    "n:",
-    "t:",
-    "h:",
-    "batch:",
-    "constant:",
-    "key:",
-    "~",
 )
 
 
@@ -75,9 +59,9 @@ class _State:
 
     schedule: Schedule
     out: list[Instruction] = field(default_factory=list)
-    host: dict[str, str] = field(default_factory=dict)
-    loaded: dict[str, tuple[str, int, str, int]] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
+    host: dict[ValueName, ValueName] = field(default_factory=dict)
+    loaded: dict[ValueName, tuple[ValueName, int, str, int]] = field(default_factory=dict)
+    written: dict[ValueName, int] = field(default_factory=dict)
     runs: int = 0
     made: int = 0
 
@@ -88,7 +72,7 @@ class _State:
         finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
             self.schedule.outputs
         )
-        self.finals = {n for n in finals if n.startswith("r:")}
+        self.finals = {n for n in finals if n.kind is Kind.REDUCED}
 
     def rests(self, bucket: str) -> bool:
         """Whether the bucket's gradient shards lie on the host until they are used."""
@@ -102,15 +86,15 @@ class _State:
         """Where the instruction runs."""
         if isinstance(line, Update):
             return self.schedule.specs[line.paths[0]].updated_on == "host"
-        local = isinstance(line, Accumulate) and line.writes[0].startswith("a:")
+        local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
         return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
 
-    def home(self, name: str) -> str:
+    def home(self, name: ValueName) -> str:
         """The tier that a state value rests on."""
-        spec = self.schedule.specs.get(name[2:]) if name.startswith(("s:", "o:")) else None
-        if spec is None:
+        if not name.is_state:
             return "device"
-        return spec.memory if name.startswith("s:") else spec.optimizer_memory
+        spec = self.schedule.specs[name.path]
+        return spec.memory if name.kind is Kind.STORED else spec.optimizer_memory
 
     def add(self, line: Instruction) -> None:
         self.runs += isinstance(line, Run)
@@ -118,18 +102,18 @@ class _State:
             self.add_on_host(line)
         else:
             self.add_on_device(line)
-        self.written |= {n: len(self.out) for n in line.writes if n.startswith("s:")}
+        self.written |= {n: len(self.out) for n in line.writes if n.kind is Kind.STORED}
 
     def add_on_host(self, line: Instruction) -> None:
         """Gradients were sent before; what it writes of the device's is sent behind it."""
         reads = tuple(self.host.get(n, n) for n in line.reads)
-        moved = [n for n in line.writes if n.startswith("s:") and self.home(n) == "device"]
-        gradients = {n: f"h:{n}" for n in line.writes if n.startswith("r:")}
+        moved = [n for n in line.writes if n.kind is Kind.STORED and self.home(n) == "device"]
+        gradients = {n: n.on_host() for n in line.writes if n.kind is Kind.REDUCED}
         self.host |= gradients
-        names = gradients | {n: f"h:{n}" for n in moved}
+        names = gradients | {n: n.on_host() for n in moved}
         self.out.append(replace(line, reads=reads, writes=tuple(names.get(n, n) for n in line.writes)))
         if moved:
-            self.transfer(ToDevice, line, [f"h:{n}" for n in moved], moved, into=True)
+            self.transfer(ToDevice, line, [n.on_host() for n in moved], moved, into=True)
 
     def add_on_device(self, line: Instruction) -> None:
         """Load what it reads from elsewhere; send back what it writes of that, and gradients that rest."""
@@ -151,12 +135,12 @@ class _State:
             self.transfer(ToHost, line, [names[n] for n in back], back, into=True)
         for n in line.writes:
             if n in self.finals and self.rests(line.bucket):
-                self.host[n] = f"h:{n}"
+                self.host[n] = n.on_host()
                 self.transfer(ToHost, line, [n], [self.host[n]])
 
-    def load(self, line: Instruction, names: Sequence[str]) -> None:
+    def load(self, line: Instruction, names: Sequence[ValueName]) -> None:
         fresh = [n for n in names if not self.still_there(n, line)]
-        copies = [f"t:{n.removeprefix('h:')}#{self.made}" for n in fresh]
+        copies = [n.loaded(self.made) for n in fresh]
         if fresh:
             self.made += 1
             self.transfer(ToDevice, line, fresh, copies)
@@ -164,19 +148,24 @@ class _State:
                 n: (c, self.runs, line.phase, len(self.out)) for n, c in zip(fresh, copies, strict=True)
             }
 
-    def still_there(self, name: str, line: Instruction) -> bool:
+    def still_there(self, name: ValueName, line: Instruction) -> bool:
         """Whether an earlier copy can be read again: no kernel has run since, or its unit is kept."""
-        if name not in self.loaded or not name.startswith("s:"):
+        if name not in self.loaded or name.kind is not Kind.STORED:
             return False
         _, last, phase, at = self.loaded[name]
         kept = (
-            not self.schedule.specs[name[2:]].reshard and phase.replace("forward", "backward") == line.phase
+            not self.schedule.specs[name.path].reshard and phase.replace("forward", "backward") == line.phase
         )
         fresh = self.written.get(name, -1) < at
         return (last >= self.runs - isinstance(line, Run) or kept) and fresh
 
     def transfer(
-        self, kind: type, line: Instruction, reads: Sequence[str], writes: Sequence[str], into: bool = False
+        self,
+        kind: type,
+        line: Instruction,
+        reads: Sequence[ValueName],
+        writes: Sequence[ValueName],
+        into: bool = False,
     ) -> None:
         self.out += _moved(kind, line, getattr(line, "bucket", ""), reads, writes, into)
 
@@ -185,12 +174,12 @@ def _moved(
     kind: type,
     line: Instruction,
     bucket: str,
-    reads: Sequence[str],
-    writes: Sequence[str],
+    reads: Sequence[ValueName],
+    writes: Sequence[ValueName],
     into: bool = False,
 ) -> tuple[Instruction, Instruction]:
     """Issue and Wait of one transfer, beside `line`."""
-    flight = f"~{kind.__name__} {reads[0]} {writes[0]}"
+    flight = ValueName(Kind.FLIGHT, f"{kind.__name__} {reads[0]} {writes[0]}")
     given = tuple(writes) if into else ()
     issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=given)
     return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=issue.verb)
@@ -205,13 +194,13 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     """
     lines = list(schedule.instructions)
     known = _described(lines, schedule)
-    readers: dict[str, list[int]] = {}
+    readers: dict[ValueName, list[int]] = {}
     for index, line in enumerate(lines):
         for name in line.reads:
             readers.setdefault(name, []).append(index)
     made = {n: i for i, line in enumerate(lines) for n in line.writes}
-    after: dict[int, list[str]] = {}
-    wanted: dict[int, list[str]] = {}
+    after: dict[int, list[ValueName]] = {}
+    wanted: dict[int, list[ValueName]] = {}
     for name, argument in known.items():
         backward = [i for i in readers.get(name, ()) if _is_backward(lines[i])]
         others = [i for i in readers.get(name, ()) if i not in backward]
@@ -228,19 +217,21 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
 
 
 def _with_transfers(
-    lines: Sequence[Instruction], after: Mapping[int, Sequence[str]], wanted: Mapping[int, Sequence[str]]
+    lines: Sequence[Instruction],
+    after: Mapping[int, Sequence[ValueName]],
+    wanted: Mapping[int, Sequence[ValueName]],
 ) -> list[Instruction]:
     out: list[Instruction] = []
     for index, line in enumerate(lines):
         if index in wanted:
             names = wanted[index]
-            copies = {n: f"t:{n}#{index}" for n in names}
-            out += _moved(ToDevice, line, "", [f"h:{n}" for n in names], list(copies.values()))
+            copies = {n: n.loaded(index) for n in names}
+            out += _moved(ToDevice, line, "", [n.on_host() for n in names], list(copies.values()))
             line = replace(line, reads=tuple(copies.get(n, n) for n in line.reads))
         out.append(line)
         if index in after:
             names = after[index]
-            out += _moved(ToHost, line, "", names, [f"h:{n}" for n in names])
+            out += _moved(ToHost, line, "", names, [n.on_host() for n in names])
     return out
 
 
@@ -248,14 +239,14 @@ def _is_backward(line: Instruction) -> bool:
     return isinstance(line, Run) and line.backward
 
 
-def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[str, Argument]:
+def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:
     """What forward kernels hand on or save."""
-    out: dict[str, Argument] = {}
+    out: dict[ValueName, Argument] = {}
     for line in lines:
         if isinstance(line, Run) and not line.backward:
             kernel = schedule.kernels[line.kernel]
             named = zip(line.writes, (*kernel.source.outputs, *kernel.saved), strict=True)
-            out |= {n: a for n, a in named if not n.startswith(_OF_THE_STEP)}
+            out |= {n: a for n, a in named if n.kind is Kind.VALUE}
     return out
 
 

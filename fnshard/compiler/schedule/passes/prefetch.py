@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import Gather, Instruction, Run, Schedule, ToDevice, Wait
 
 
@@ -20,7 +21,7 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
         depth = forward if line.phase.startswith("forward") else backward
         moving = _moving(line, sent)
         if moving and depth:
-            extra = isinstance(line, ToDevice) and any(n.startswith("s:") for n in line.reads)
+            extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
             out.insert(_place(out, line, depth + extra), line)
         else:
             out.append(line)
@@ -40,8 +41,13 @@ def _place(lines: list[Instruction], moved: Instruction, depth: int) -> int:
     before: two versions of a leaf are never alive at once.
     """
     reads = set(moved.reads)
-    versions = tuple(f"p:{n[2:].removeprefix('s:').split('#')[0]}#" for n in moved.reads if n[0] in "st")
-    versions += tuple(f"t:{n}#" for n in moved.reads if n.startswith("s:"))
+    leaves = {n.path for n in moved.reads if n.original.kind is Kind.STORED}
+    loaded = {n for n in moved.reads if n.kind is Kind.STORED}
+
+    def earlier(name: ValueName) -> bool:
+        gathered = name.kind is Kind.GATHERED and name.path in leaves
+        return gathered or (name.kind is Kind.LOADED and name.source in loaded)
+
     place = len(lines)
     for index in range(len(lines) - 1, -1, -1):
         line = lines[index]
@@ -50,7 +56,7 @@ def _place(lines: list[Instruction], moved: Instruction, depth: int) -> int:
         if overtakes or reads.intersection(line.writes):
             break
         if isinstance(line, Run):
-            if depth == 0 or any(n.startswith(versions) for n in line.reads):
+            if depth == 0 or any(earlier(n) for n in line.reads):
                 break
             depth -= 1
             place = index

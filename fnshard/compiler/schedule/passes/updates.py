@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.instructions import (
     COLLECTIVES,
     Instruction,
@@ -37,7 +38,7 @@ def _earliest(lines: list[Instruction], line: Instruction) -> int:
     A collective touches what it reads until it has been waited for.
     """
     reads = set(line.reads)
-    changes = {n for n in (*line.writes, *taken_over(line)) if n.startswith(("s:", "r:"))}
+    changes = {n for n in (*line.writes, *taken_over(line)) if n.kind in (Kind.STORED, Kind.REDUCED)}
     issued = {i.writes[0]: i.reads for i in lines if isinstance(i, COLLECTIVES)}
     for index in range(len(lines) - 1, -1, -1):
         other = lines[index]

@@ -1,0 +1,114 @@
+"""Values: the names of what a program's segments and a schedule's instructions read and write.
+
+A name is a `str`, so that it prints, hashes and is looked up as one, and knows its parts. A schedule prints
+`s:path` for a stored shard, `r:bucket#0` for the reduced gradients of micro-batch 0, `h:s:path` for a copy of
+the former on the host: only this module puts such texts together or takes them apart. It stands beneath
+`schedule` as segments name their inputs by it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, Self
+
+
+class Kind(StrEnum):
+    """What a name stands for; the value is how the name begins."""
+
+    LEAF = "leaf:"  # an input of a program: in a schedule it is STORED or GATHERED
+    BATCH = "batch:"
+    KEY = "key:"
+    CONSTANT = "constant:"
+    STORED = "s:"  # a leaf's shard (state)
+    SLOTS = "o:"  # a leaf's optimizer state
+    GATHERED = "p:"  # a leaf, whole, in compute dtype
+    GRADIENT = "g:"  # of a leaf, whole
+    TANGENT = "d:"  # the gradient of a value of the program
+    REDUCED = "r:"  # a bucket's gradients, summed over ranks
+    ACCUMULATED = "a:"  # a bucket's whole gradients, summed over micro-batches
+    NORMS = "n:"  # of a bucket's gradients
+    FLIGHT = "~"  # a collective or transfer that is not waited for yet
+    HOST = "h:"  # a copy on the host
+    LOADED = "t:"  # a copy on the device of what rests on the host or on disk
+    VALUE = ""  # of the program, or of the step ("scalars", "seed")
+
+
+class ValueName(str):
+    """A value's name.
+
+    Args:
+        kind: what it stands for.
+        path: the leaf's or bucket's, or the value's own name.
+        version: what tells this value from others of the path, as it is printed: micro-batch, segment.
+        source: of a copy, the name it is a copy of; `path` and `version` are then the source's.
+
+    >>> stored = ValueName(Kind.STORED, "layers.0.w")
+    >>> stored, stored.on_host(), stored.loaded(3)
+    ('s:layers.0.w', 'h:s:layers.0.w', 't:s:layers.0.w#3')
+    >>> stored.loaded(3).original is stored
+    True
+    """
+
+    __slots__ = ("kind", "path", "source", "version")
+
+    def __new__(cls, kind: Kind, path: str, version: str = "", *, source: ValueName | None = None) -> Self:
+        """Put the text together."""
+        name = str.__new__(cls, kind + (path if source is None else source) + version)
+        name.kind, name.version, name.source = kind, version, source
+        name.path = path if source is None else source.path
+        return name
+
+    def __getnewargs_ex__(self) -> tuple[Any, ...]:
+        return (self.kind, self.path, self.version), {"source": self.source}
+
+    @property
+    def original(self) -> ValueName:
+        """What this is a copy of, or the name itself."""
+        return self if self.source is None else self.source
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a stored shard or optimizer state, where that rests."""
+        return self.kind in (Kind.STORED, Kind.SLOTS)
+
+    @property
+    def leaf(self) -> str:
+        """The path of the leaf that this is a shard, the slots, a gathered form or a gradient of, or ""."""
+        return self.path if self.original.kind in _OF_LEAVES else ""
+
+    def of(self, version: str) -> ValueName:
+        """Another version of the same value."""
+        return ValueName(self.kind, self.path, version)
+
+    def on_host(self) -> ValueName:
+        """A copy of it on the host."""
+        return ValueName(Kind.HOST, self.path, source=self)
+
+    def loaded(self, number: int) -> ValueName:
+        """A copy of it, or of what it is itself a copy of, on the device."""
+        return ValueName(Kind.LOADED, self.path, f"#{number}", source=self.original)
+
+    def is_copy(self, kind: Kind, *of: Kind) -> bool:
+        """Whether it is a HOST or LOADED copy of one of the kinds."""
+        return self.kind is kind and self.source.kind in of
+
+
+_OF_LEAVES = (Kind.STORED, Kind.SLOTS, Kind.GATHERED, Kind.GRADIENT)
+SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
+SEED = ValueName(Kind.VALUE, "seed")  # the tangent of the loss
+
+
+def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:
+    """The stored shards of leaves."""
+    return tuple([ValueName(Kind.STORED, p) for p in paths])
+
+
+def slots(paths: Iterable[str]) -> tuple[ValueName, ...]:
+    """The optimizer state of leaves."""
+    return tuple([ValueName(Kind.SLOTS, p) for p in paths])
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a key of an environment, which holds what has no `ValueName` too."""
+    return name.kind if isinstance(name, ValueName) else Kind.VALUE
