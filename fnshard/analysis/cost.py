@@ -39,6 +39,7 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
+    UpdateGather,
     Wait,
     Zeros,
 )
@@ -275,10 +276,11 @@ def _summed(spec: Any) -> torch.dtype:
     return spec.sum_dtype
 
 
-def _gather(p: Pricer, line: Gather | Publish) -> Price:
+def _gather(p: Pricer, line: Gather | Publish | UpdateGather) -> Price:
     bucket = p.schedule.buckets[line.bucket]
     rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
-    packed = p.blocks_bytes(bucket, _storage) + bucket.row_bytes
+    sent = bucket.row_bytes if isinstance(line, UpdateGather) else p.blocks_bytes(bucket, _storage)
+    packed = sent + bucket.row_bytes
     return p.copy(packed, **p.collective("gather", bucket.axes, rows))
 
 
@@ -304,10 +306,12 @@ def _reduce_scalars(p: Pricer, line: ReduceScalars) -> Price:
 
 
 def _wait(p: Pricer, line: Wait) -> Price:
-    if line.of not in ("gather", "publish"):
+    if line.of not in ("gather", "publish", "update_gather"):
         return p.compute(0.0, 0.0)
     bucket = p.schedule.buckets[line.bucket]
     rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
+    if line.of == "update_gather":
+        return p.copy(2 * rows)
     return p.copy(rows + p.fulls_bytes(bucket, _computed if line.of == "gather" else _storage))
 
 
@@ -344,10 +348,10 @@ def _where(p: Pricer, line: Instruction, price: Price, size: float) -> Price:
 
 
 _PRICES: Mapping[type, Callable[[Pricer, Any], Price]] = {
-    Run: Pricer.kernel, Gather: _gather, Publish: _gather, ReduceScatter: _reduce_scatter,
-    AllReduce: _all_reduce, ReduceScalars: _reduce_scalars, Wait: _wait, Cast: _cast, Local: _local,
-    Accumulate: _accumulate, Norms: _norms, Update: Pricer.update, ToDevice: Pricer.transfer,
-    ToHost: Pricer.transfer,
+    Run: Pricer.kernel, Gather: _gather, Publish: _gather, UpdateGather: _gather,
+    ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, ReduceScalars: _reduce_scalars,
+    Wait: _wait, Cast: _cast, Local: _local, Accumulate: _accumulate, Norms: _norms,
+    Update: Pricer.update, ToDevice: Pricer.transfer, ToHost: Pricer.transfer,
     Add: lambda p, line: p.streamed(3 * p.bytes_of(line.reads[:1])),
     Zeros: lambda p, line: p.streamed(p.bytes_of(line.writes)),
     Free: lambda p, line: p.compute(0.0, 0.0),

@@ -16,7 +16,7 @@ import torch
 
 from fnshard.analysis import movement
 from fnshard.analysis.footprint import Entry, Footprint, storage_bytes
-from fnshard.analysis.lifetimes import ACTIVATIONS, BUFFERS, GRADIENTS, Held
+from fnshard.analysis.lifetimes import ACTIVATIONS, BUFFERS, GRADIENTS, Held, Parts
 from fnshard.analysis.movement import Rank
 from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.instructions import (
@@ -36,6 +36,7 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
+    UpdateGather,
     Wait,
     Zeros,
     is_pooled,
@@ -186,12 +187,30 @@ def _update(on: Rank, line: Update) -> None:
             walk.set(out, walk.names[line.slots[path]].parts[MASTER])
 
 
+def _update_gather(on: Rank, line: UpdateGather) -> None:
+    """The optimizer up to its gather; pack; issue."""
+    walk, bucket = on.walk, on.bucket(line)
+    if on.on_cpu or on.specs[line.paths[0]].updated_on != "host":
+        walk.spike(bucket.row_bytes)  # what is sent, before it is packed
+    flat = on.transport.send_buffer(walk, bucket.numel, bucket.dtype, bucket.axes)
+    walk.set(line.writes[0], on.transport.all_gather(walk, flat, bucket.axes))
+
+
+def _wait_update_gather(on: Rank, line: Wait) -> None:
+    walk, bucket = on.walk, on.bucket(line)
+    made = {p.path: walk.tensor(math.prod(p.shape), bucket.dtype, BUFFERS) for p in bucket.pieces}
+    walk.set(line.writes[0], Parts(made))
+    on.transport.release(walk.names[line.reads[0]])
+    walk.drop(line.reads[0])
+
+
 _WAITS: dict[str, Callable[[Rank, Wait], None]] = {
     "gather": movement.wait_gather,
     "publish": movement.wait_publish,
     "reduce_scatter": movement.wait_reduced,
     "all_reduce": movement.wait_reduced,
     "reduce_scalars": _wait_scalars,
+    "update_gather": _wait_update_gather,
     "to_device": movement.wait_transfer,
     "to_host": movement.wait_transfer,
 }
@@ -199,6 +218,6 @@ _EFFECTS: dict[type, Callable[[Rank, Any], None]] = {
     Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: movement.cast, Gather: movement.gather,
     Publish: movement.gather, Wait: lambda on, line: _WAITS[line.of](on, line), Local: movement.local,
     ReduceScatter: movement.reduce_scatter, AllReduce: movement.all_reduce, Accumulate: movement.accumulate,
-    Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update, ToDevice: movement.to_device,
-    ToHost: movement.to_host,
+    Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update, UpdateGather: _update_gather,
+    ToDevice: movement.to_device, ToHost: movement.to_host,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.analysis.footprint import Entry, Watch
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import Schedule
-from fnshard.errors import StateError, leaves, report
+from fnshard.errors import OptimizerError, StateError, leaves, report
 from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
@@ -82,26 +82,51 @@ def check_slots(
         )
 
 
-class _Comm:
-    """Collectives on fakes: what an optimizer that gathers would be given."""
+def gathers_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> dict[str, tuple[torch.dtype, ...]]:
+    """By path, the dtypes of what the optimizer gathers of a leaf in one update, in its order.
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+    Raises:
+        OptimizerError: it needs a gather, and its code cannot run without data.
+    """
+    if "gather" not in optimizer.needs:
+        return {}
+    out: dict[str, tuple[torch.dtype, ...]] = {}
+    known: dict[Any, tuple[torch.dtype, ...]] = {}
+    for path, spec in specs.items():
+        key = replace(spec, unit="-"), optimizer.settings(path)
+        if spec.trainable and key not in known:
+            try:
+                known[key] = _gathered(optimizer, path, spec)
+            except Exception as error:  # an optimizer of the user's: any may come
+                raise OptimizerError(
+                    report(
+                        f"{optimizer} gathers params[{path!r}], and does not run on fake tensors, which tell "
+                        f"what it gathers ({type(error).__name__}: {error})",
+                        fix="write its `leaf` without float(), .item() and branches on values.",
+                    )
+                ) from error
+        if spec.trainable:
+            out[path] = known[key]
+    return out
 
-    def all_gather(self, flat: torch.Tensor, axes: Sequence[str]) -> Any:
-        rows = [torch.empty_like(flat) for _ in range(self.mesh.axes_size(axes))]
-        return _Row(rows)
 
+def _gathered(optimizer: Optimizer, path: str, spec: LayoutSpec) -> tuple[torch.dtype, ...]:
+    """Of one leaf, run whole: what it gathers depends on nothing of the mesh."""
+    found: list[torch.dtype] = []
 
-@dataclass(frozen=True)
-class _Row:
-    rows: list[torch.Tensor]
+    def gather(path: str, shard: torch.Tensor) -> torch.Tensor:
+        found.append(shard.dtype)
+        return shard
 
-    def wait(self) -> list[torch.Tensor]:
-        return self.rows
-
-    def release(self) -> None:
-        pass
+    with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+        scalar = torch.zeros((), dtype=torch.float64)
+        norms = {path: LeafNorms(scalar, scalar)} if "leaf_norms" in optimizer.needs else None
+        info = StepInfo(torch.tensor(0), global_norm=scalar, leaf_norms=norms)
+        info = info.with_gather(gather, lambda path, whole: whole)
+        param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
+        slots = optimizer.init_leaf(param)
+        optimizer.update_leaf(path, param, slots, param, optimizer.given(path, info), info.grad_scale)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -149,10 +174,15 @@ class Updates:
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
         with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
-            updater = Updater(self.optimizer, specs, mesh, mesh.rank, _Comm(mesh))
+            updater = Updater(self.optimizer, specs, mesh, mesh.rank)
             update = updater.bind(bucket)
             env = self._env(updater, barrier, device)
             blocks, held, params = {}, {}, {}
+            gathers = gathers_of(self.optimizer, {p: specs[p] for p in bucket.paths})
+            wholes = {
+                p: [torch.empty(specs[p].shape, dtype=d, device=device) for d in dtypes]
+                for p, dtypes in gathers.items()
+            }
             for path in bucket.paths:
                 spec, dtype = specs[path], bucket.dtype
                 if self.schedule.accumulate > 1:
@@ -167,10 +197,16 @@ class Updates:
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
             watch = Watch(mesh.device_type)
             slots = [v for parts in held.values() for v in parts.values()]
-            for number, value in enumerate([*blocks.values(), *params.values(), *slots]):
+            there = [
+                *blocks.values(),
+                *params.values(),
+                *slots,
+                *(w for some in wholes.values() for w in some),
+            ]
+            for number, value in enumerate(there):
                 watch.adopt(value, Entry(number))
             with watch:
-                update(blocks, held, params, env)
+                update(blocks, held, params, wholes, env)
         return max(watch.peak, 0)
 
     def _env(self, updater: Updater, barrier: bool, device: torch.device) -> dict[str, Any]:

@@ -23,8 +23,11 @@ from fnshard.compiler.schedule.instructions import (
     ReduceScalars,
     ReduceScatter,
     Schedule,
+    UpdateGather,
     wire_bytes,
 )
+
+ONE_WAY = (Gather, ReduceScatter, Publish, UpdateGather)  # each rank's row goes to every other rank once
 
 
 @dataclass(frozen=True)
@@ -158,4 +161,4 @@ def sent_bytes(line: Instruction, size: int, ranks: int) -> int:
     """What one rank of a group sends of a buffer of `size` bytes."""
     if isinstance(line, AllReduce):
         return int(Fraction(2 * (ranks - 1), ranks) * size)
-    return int(Fraction(ranks - 1, ranks) * size) if isinstance(line, Gather | ReduceScatter | Publish) else 0
+    return int(Fraction(ranks - 1, ranks) * size) if isinstance(line, ONE_WAY) else 0

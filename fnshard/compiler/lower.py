@@ -15,7 +15,7 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.split import Segments, split
-from fnshard.compiler.schedule.build import Plan, build
+from fnshard.compiler.schedule.build import build
 from fnshard.compiler.schedule.instructions import Schedule
 from fnshard.compiler.schedule.passes import (
     insert_frees,
@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.passes import (
     update_in_backward,
     updates_last,
 )
+from fnshard.compiler.schedule.plan import Plan
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import TraceError
 from fnshard.layout.spec import LayoutSpec

@@ -47,8 +47,9 @@ class StepInfo:
         global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
         leaf_norms: by path; where the optimizer needs it.
         grad_scale: all gradients are multiplied by it first. The norms are those of the product.
-        gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. A collective:
-            every rank must call it for the same leaves in the same order.
+        gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. The schedule has an
+            instruction for every call, which runs the leaf up to it: how often a leaf calls it, and with what
+            dtype, may not depend on values.
         cut: `(path, whole) -> shard`, the inverse; comes with `gather`.
     """
 
@@ -89,6 +90,12 @@ class StepInfo:
             leaf_norms=norms,
             grad_scale=factor if self.grad_scale is None else self.grad_scale * factor,
         )
+
+    def with_gather(
+        self, gather: Callable[[str, Tensor], Tensor], cut: Callable[[str, Tensor], Tensor]
+    ) -> StepInfo:
+        """The same step for an update that looks at whole leaves."""
+        return replace(self, gather=gather, cut=cut)
 
     def to(self, device: torch.device) -> StepInfo:
         """The same step for leaves on another device (host optimizer state). Nobody waits: on the host its

@@ -11,7 +11,7 @@ from fnshard.analysis.transport import kind_of
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
-from fnshard.compiler.schedule.build import AccumulateMode
+from fnshard.compiler.schedule.plan import AccumulateMode
 from fnshard.errors import SpecError, report
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer

@@ -165,7 +165,7 @@ class Runner:
         mesh = self.lowering.mesh
         updater = None
         if self.optimizer is not None:
-            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, rank.comm, self._fused)
+            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, self._fused)
         context = Context(
             lowered.schedule,
             lowered.compiled,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.analysis.slots import Slots, check_slots, slots_of
+from fnshard.analysis.slots import Slots, check_slots, gathers_of, slots_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import SCALARS, SEED, slots
-from fnshard.compiler.schedule.build import Plan
+from fnshard.compiler.schedule.plan import Plan
 from fnshard.errors import StateError, leaves, report
 from fnshard.functional import make_functional
 from fnshard.mesh import Mesh
@@ -282,6 +282,7 @@ class Step(Generic[OptimizerT, LossT]):
             scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
             barrier=stands_between or (counted and norms),
             counted=counted and not norms,
+            gathers=gathers_of(self.optimizer, self._lowering.specs) if self.optimizer else {},
         )
 
     @property

@@ -48,9 +48,7 @@ def test_copies_are_told_by_what_they_are_of() -> None:
 def test_only_this_module_knows_the_prefixes() -> None:
     """Whoever needs a name's kind asks it; a prefix in another module is a second grammar."""
     kinds = "|".join(k for k in map(str, Kind) if len(k) > 1)
-    prefix = re.compile(
-        rf"""(?:\bf|(?<!\w))["'](t:|h:)?({kinds})(\{{|["'])"""
-    )  # a whole text, or one that a value follows
+    prefix = re.compile(rf"""(?:\bf|(?<!\w))["'](t:|h:)?({kinds})(\{{|["'])""")
     root = Path(fnshard.__file__).parent
     found = [
         f"{path.relative_to(root)}:{number}"

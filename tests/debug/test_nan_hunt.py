@@ -256,8 +256,8 @@ def test_nan_hunt_of_an_update() -> None:
         def bind(bucket: Any) -> Any:
             update = right(bucket)
 
-            def wrong(blocks: Any, slots: Any, params: Any, env: Any) -> None:
-                update(blocks, slots, params, env)
+            def wrong(blocks: Any, slots: Any, params: Any, *rest: Any) -> None:
+                update(blocks, slots, params, *rest)
                 for path, stored in params.items():
                     if path == "layers.0.w":
                         stored.div_(0.0)

@@ -3,6 +3,7 @@
 import os
 import threading
 
+import pytest
 import torch
 
 import fnshard as fs
@@ -70,3 +71,73 @@ def close_and_go_on(rank):
 
 def test_a_mesh_whose_connection_was_closed_connects_anew(ranks):
     assert ranks(2).run(close_and_go_on) == [(True, 1)] * 2
+
+
+# ------------------------------------------------------------------ an optimizer's gathers are instructions
+
+
+def momentum_over_norm(lr):
+    """Gathers its momentum, and then what rests on that: two gathers a leaf, one behind the other."""
+
+    def leaf(path, grad, slots, param, info):
+        momentum = 0.9 * slots["m"] + grad
+        whole = info.require("gather")(path, momentum)
+        scaled = info.require("gather")(path, grad / whole.norm())
+        return -lr * info.require("cut")(path, whole * scaled.norm()), {"m": momentum}
+
+    slots = {"m": torch.zeros_like}
+    return Optimizer("momentum_over_norm", leaf, slots=slots, needs=frozenset({"gather"}), elementwise=False)
+
+
+def gathering_step(ranks, optimizer, **policy):
+    mesh = fs.make_mesh(shard=ranks, device="cpu", simulated=True)
+    params = {"l.0.w": torch.arange(1.0, 7.0).double().reshape(3, 2), "l.1.w": torch.ones(5).double()}
+    specs = fs.presets.full_shard(params, mesh, **policy)
+    loss = lambda p, x: (p["l.0.w"].pow(2).sum() + p["l.1.w"].pow(3).sum()) * x.mean()  # noqa: E731
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+    lowered = step.lower(params, torch.ones(1).double())
+
+    def run(rank):
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, torch.ones(1).double())
+        return fs.unshard(state.params, specs, mesh)
+
+    return lowered, fs.simulate(mesh, run)[0]
+
+
+def test_nothing_communicates_inside_an_update():
+    lowered, _ = gathering_step(2, momentum_over_norm(0.01))
+    lines = [i for i in lowered.schedule.instructions if i.unit == "l.0" and i.phase == "update"]
+    assert [i.verb for i in lines] == [*["update_gather", "wait"] * 2, "update", "free"]
+    assert [n for n in lines[4].reads if n.startswith("w:")] == ["w:update/l.0", "w:update/l.0.1"]
+    assert lines[2].reads[-1] == "w:update/l.0"  # the second rests on the first
+    # Blocks of [3, 1] and of 3, each twice, of two ranks, in fp64.
+    assert lowered.comm_analysis()["update_gather"] == {"count": 4, "bytes": 2 * 2 * (3 + 3) * 8}
+    assert sum(c.startswith("update_gather") for c in lowered.schedule.communication()) == 4
+    plain, _ = gathering_step(2, fs.optim.sgd(0.01))
+    assert plain.schedule.fingerprint() != lowered.schedule.fingerprint()
+    alone, _ = gathering_step(1, momentum_over_norm(0.01))
+    assert "update_gather" not in alone.schedule.counts()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("place", ["device", "host", "streamed"])
+def test_an_optimizer_that_gathers_is_the_same_on_any_mesh(ranks, place):
+    tiers = {
+        "host": {"optimizer_memory": "host", "update_on": "host"},
+        "streamed": {"optimizer_memory": "host"},
+    }
+    make = lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.5), momentum_over_norm(0.01))  # noqa: E731
+    _, expected = gathering_step(1, make())
+    _, got = gathering_step(ranks, make(), **tiers.get(place, {}))
+    assert all((got[p] - expected[p]).abs().max() < 1e-12 for p in got)
+
+
+def test_an_optimizer_whose_gathers_depend_on_values_is_refused():
+    def leaf(path, grad, slots, param, info):
+        return (-info.require("gather")(path, grad)[:1] if float(grad.sum()) > 0 else grad), {}
+
+    optimizer = Optimizer("fickle()", leaf, needs=frozenset({"gather"}), elementwise=False)
+    with pytest.raises(fs.OptimizerError, match=r"fickle.*does not run on fake tensors"):
+        gathering_step(2, optimizer)

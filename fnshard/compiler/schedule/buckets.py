@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -120,3 +120,30 @@ def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
         end = at + size
         at = -(-end // step) * step
     return starts, at if end > step else end
+
+
+def update_buckets(
+    reduced: Bucket,
+    dtypes: Mapping[str, tuple[torch.dtype, ...]],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+) -> list[Bucket]:
+    """What is gathered for the update of a bucket's leaves, in order: a leaf's second rests on its first.
+
+    Args:
+        dtypes: by path, of all that the optimizer gathers of a leaf.
+    """
+    out: list[Bucket] = []
+    for number in range(max((len(dtypes.get(p, ())) for p in reduced.paths), default=0)):
+        left = {p: dtypes[p][number] for p in reduced.paths if number < len(dtypes.get(p, ()))}
+        for dtype in dict.fromkeys(left.values()):
+            some = {p: specs[p] for p, d in left.items() if d == dtype}
+            made = make_buckets(some, mesh, lambda s: s.optimizer, lambda s, d=dtype: d, "update")
+            out += [b for b in made if b.axes]  # a leaf that is whole on every rank needs no gather
+    first = reduced.name.replace("reduce", "update", 1)
+    return [replace(b, name=f"{first}.{n}" if n else first) for n, b in enumerate(out)]
+
+
+def wire_dtype(spec: LayoutSpec) -> torch.dtype:
+    """What a gathered leaf travels as: the narrower of storage and compute."""
+    return min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

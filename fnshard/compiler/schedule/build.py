@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import SCALARS, SEED, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.split import Segment, Segments
-from fnshard.compiler.schedule.buckets import Bucket, make_buckets
+from fnshard.compiler.schedule.buckets import Bucket, make_buckets, update_buckets, wire_dtype
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Add,
@@ -32,41 +31,15 @@ from fnshard.compiler.schedule.instructions import (
     Run,
     Schedule,
     Update,
+    UpdateGather,
     Wait,
     Zeros,
 )
+from fnshard.compiler.schedule.plan import Plan
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
-AccumulateMode = Literal["reduce", "local"]
 _SCALARS_FLIGHT = ValueName(Kind.FLIGHT, "scalars")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the step is to do beside running `fn`.
-
-    Args:
-        accumulate: micro-batches in one step.
-        accumulate_mode: "reduce" each micro-batch's gradients into the sharded accumulator, or
-            accumulate "local" full gradients and reduce once.
-        update: run the optimizer (else return the gradients).
-        norms: reduce squared norms with the scalars.
-        scalars: how many numbers ride on ReduceScalars beside what `fn` returns.
-        barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
-            last of them and the first update.
-        counted: updates need the scalars of the forward (a Mean's count), which are summed before the
-            backward, so that updates stay in it.
-    """
-
-    accumulate: int = 1
-    accumulate_mode: AccumulateMode = "reduce"
-    update: bool = True
-    norms: bool = False
-    barrier: bool = False
-    counted: bool = False
-    scalars: int = 0
-    differentiate: bool = True
 
 
 def build(
@@ -119,6 +92,9 @@ class _Builder:
         self.publishes = make_buckets(
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
         )
+        self.update_gathers = {
+            b.name: update_buckets(b, self.plan.gathers, self.specs, self.mesh) for b in self.reduces
+        }
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
         self.reduce_of = {p: b for b in self.reduces for p in b.paths}
         self.active = self._active()
@@ -410,15 +386,16 @@ class _Builder:
             shards, held = stored(bucket.paths), slots(bucket.paths)
             # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
             params = () if spec.updated_on == "host" and spec.memory == "device" else shards
+            reads = (self.reduced[bucket.name], *params, *held, *scalars)
+            for sent in self.update_gathers[bucket.name]:
+                flight, whole = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.WHOLE))
+                self.lines += [
+                    UpdateGather(bucket.unit, "update", reads, (flight,), bucket=sent.name, paths=sent.paths),
+                    Wait(bucket.unit, "update", (flight,), (whole,), bucket=sent.name, of="update_gather"),
+                ]
+                reads += (whole,)
             self.lines.append(
-                Update(
-                    bucket.unit,
-                    "update",
-                    (self.reduced[bucket.name], *params, *held, *scalars),
-                    (*shards, *held),
-                    bucket=bucket.name,
-                    paths=bucket.paths,
-                )
+                Update(bucket.unit, "update", reads, (*shards, *held), bucket=bucket.name, paths=bucket.paths)
             )
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
@@ -442,7 +419,8 @@ class _Builder:
             *stored(self.specs),
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
-        buckets = {b.name: b for b in (*self.gathers, *self.reduces, *self.publishes)}
+        of_updates = (b for some in self.update_gathers.values() for b in some)
+        buckets = {b.name: b for b in (*self.gathers, *self.reduces, *self.publishes, *of_updates)}
         return Schedule(
             tuple(self.lines),
             {k.name: k for k in self.kernels},
@@ -455,8 +433,3 @@ class _Builder:
             scalars=self.scalars_wanted() + self.plan.scalars,
             reduced=dict(self.reduced),
         )
-
-
-def wire_dtype(spec: LayoutSpec):
-    """What a gathered leaf travels as: the narrower of storage and compute."""
-    return min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

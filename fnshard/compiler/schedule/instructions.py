@@ -85,6 +85,15 @@ class Publish(_OfBucket):
 
 
 @dataclass(frozen=True)
+class UpdateGather(_OfBucket):
+    """Issue: the next thing that the optimizer gathers of the leaves in `paths` -> every rank's blocks of it.
+
+    Reads what their Update reads: the optimizer is pure, so it is run up to that gather. What earlier ones
+    brought is among `reads`.
+    """
+
+
+@dataclass(frozen=True)
 class Wait(_OfBucket):
     """Until the collective is done; `of` is its verb."""
 
@@ -198,7 +207,8 @@ class ReduceScalars(Instruction):
 @dataclass(frozen=True)
 class Update(_OfBucket):
     """The optimizer on one bucket's leaves, in place: reads the gradients, the parameters (but where the host
-    updates its master copies), slots, and the scalars it must wait for; in the order of `paths`.
+    updates its master copies), slots, the scalars it must wait for, and what an UpdateGather brought; in the
+    order of `paths`.
     """
 
     @property
@@ -263,7 +273,7 @@ def taken_over(line: Instruction) -> Names:
     return tuple(n for n in line.reads if n.original.kind is Kind.REDUCED)
 
 
-COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, ReduceScalars)
+COLLECTIVES = (Gather, ReduceScatter, AllReduce, Publish, UpdateGather, ReduceScalars)
 TRANSFERS = (ToDevice, ToHost)
 
 
@@ -348,7 +358,7 @@ class Schedule:
 
 def wire_bytes(schedule: Schedule, instruction: Instruction) -> int:
     """Size of what a collective moves as a whole: all rows of a gather or scatter, the flat of a sum."""
-    if isinstance(instruction, Gather | ReduceScatter | Publish):
+    if isinstance(instruction, Gather | ReduceScatter | Publish | UpdateGather):
         bucket = schedule.buckets[instruction.bucket]
         return bucket.row_bytes * schedule.mesh.axes_size(bucket.axes)
     if isinstance(instruction, AllReduce):

@@ -18,8 +18,10 @@ from fnshard.compiler.schedule.instructions import (
     Free,
     Gather,
     Instruction,
+    ReduceScalars,
     Run,
     Schedule,
+    UpdateGather,
     Wait,
     taken_over,
 )
@@ -106,7 +108,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
-        or issue.verb == "reduce_scalars"
+        or isinstance(issue, ReduceScalars | UpdateGather)
     )
 
 

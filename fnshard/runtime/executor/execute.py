@@ -33,6 +33,7 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
+    UpdateGather,
     Wait,
     Zeros,
     is_pooled,
@@ -40,9 +41,8 @@ from fnshard.compiler.schedule.instructions import (
     updated_at_once,
 )
 from fnshard.errors import CollectiveError
-from fnshard.runtime.executor import movement
+from fnshard.runtime.executor import movement, optimizer_step
 from fnshard.runtime.executor.context import Action, Context, Env, Reduced, on_host
-from fnshard.runtime.executor.update import MASTER
 
 
 def bind(context: Context, part: slice = slice(None)) -> Callable[[Env], Env]:
@@ -341,65 +341,7 @@ def _accumulate_local(line: Accumulate, context: Context) -> Action:
     return run
 
 
-# ------------------------------------------------------------------ scalars and updates
-
-
-def _norms(line: Norms, context: Context) -> Action:
-    (name,), (out,), bucket = line.reads, line.writes, context.schedule.buckets[line.bucket]
-    later = context.later(line)
-
-    def norm(env: Env) -> None:
-        env[out] = context.scalars.squares(bucket, env[name].blocks, env)
-
-    return lambda env: later(lambda: norm(env))
-
-
-def _reduce_scalars(line: ReduceScalars, context: Context) -> Action:
-    axes = context.mesh.ordered(context.mesh.data_axes)
-    (flight,) = line.writes
-    norms = [n for n in line.reads if n.kind is Kind.NORMS]
-
-    def run(env: Env) -> None:
-        vector = context.scalars.pack(env, [env[n] for n in norms])
-        env[flight] = context.comm.all_reduce(vector, axes)
-
-    return run
-
-
-def _wait_scalars(line: Wait, context: Context) -> Action:
-    (flight,), (out,) = line.reads, line.writes
-
-    def run(env: Env) -> None:
-        handle = env.pop(flight)
-        env[out] = context.scalars.unpack(handle.wait())
-        handle.release()
-        if context.updater is not None:
-            context.updater.scalars_arrived(env, env[out])
-
-    return run
-
-
-def _update(line: Update, context: Context) -> Action:
-    bucket, name, count = context.schedule.buckets[line.bucket], line.reads[0], len(line.paths)
-    update = context.updater.bind(bucket)
-    slots, params = line.slots, line.params
-    masters = {} if params else dict(zip(line.paths, line.writes[:count], strict=True))
-    later = context.later(line)
-
-    def run(env: Env) -> None:
-        numbers, there = context.updater.numbers(env, bucket)
-
-        def call() -> None:
-            if there is not None:
-                there.synchronize()
-            held = {p: env[n] for p, n in slots.items()}
-            update(env[name].blocks, held, {p: env[n] for p, n in params.items()}, numbers)
-            for path, out in masters.items():
-                env[out] = context.updater.valid_part(path, held[path][MASTER])
-
-        later(call)
-
-    return run
+# ------------------------------------------------------------------ the table
 
 
 def _wait(line: Wait, context: Context) -> Action:
@@ -411,7 +353,8 @@ _WAITS: dict[str, Callable[[Wait, Context], Action]] = {
     "publish": movement.wait_publish,
     "reduce_scatter": _wait_reduced,
     "all_reduce": _wait_reduced,
-    "reduce_scalars": _wait_scalars,
+    "reduce_scalars": optimizer_step.wait_scalars,
+    "update_gather": optimizer_step.wait_update_gather,
     "to_device": movement.wait_transfer,
     "to_host": movement.wait_transfer,
 }
@@ -419,7 +362,8 @@ _BIND: dict[type, Callable[[Any, Context], Action]] = {
     Run: _run, Free: _free, Add: _add, Zeros: _zeros, Cast: movement.cast, Gather: movement.gather,
     Publish: movement.gather, ToDevice: movement.to_device, ToHost: movement.to_host,
     Wait: _wait, ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, Local: _local,
-    Accumulate: _accumulate, Norms: _norms, ReduceScalars: _reduce_scalars, Update: _update,
+    Accumulate: _accumulate, Norms: optimizer_step.norms, ReduceScalars: optimizer_step.reduce_scalars,
+    UpdateGather: optimizer_step.update_gather, Update: optimizer_step.update,
 }  # fmt: skip
 
 

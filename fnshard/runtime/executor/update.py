@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,26 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.errors import OptimizerError
 from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
-from fnshard.runtime.collectives.base import Collectives, Done
 from fnshard.runtime.executor.fused_update import FusedUpdates
 from fnshard.runtime.executor.scalars import Summary
 from fnshard.runtime.tiers import rest
 
 MASTER = "master"
-UpdateOf = Callable[[Tensors, Slots, Tensors, dict[str, Any]], None]  # gradients, slots, parameters, env
+# gradients, slots, parameters, what was gathered of each leaf in order, and the step's numbers
+Gathered = Mapping[str, list[Tensor]]
+UpdateOf = Callable[[Tensors, Slots, Tensors, Gathered, dict[str, Any]], None]
+SendOf = Callable[[Tensors, Slots, Tensors, Gathered, dict[str, Any]], dict[str, Tensor]]
+
+
+class _Reached(Exception):
+    """An optimizer's `leaf` has come to a gather whose result is not there yet."""
+
+    def __init__(self, shard: Tensor):
+        self.shard = shard
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,6 @@ class Updater:
     specs: Mapping[str, LayoutSpec]
     mesh: Mesh
     rank: int
-    comm: Collectives
     fused: FusedUpdates | None = None
     places: dict[str, Place] = field(default_factory=dict)
 
@@ -69,54 +78,103 @@ class Updater:
         """Fill in what the update reads of the whole step: norms, the factor, whether to skip."""
         factor = env["rescale"](summary)
         norms, leaf_norms = summary.norm, summary.leaf_norms
-        info = StepInfo(
-            env["info"].step, global_norm=norms, leaf_norms=leaf_norms or None, **self._moves(env)
-        )
+        info = StepInfo(env["info"].step, global_norm=norms, leaf_norms=leaf_norms or None)
         env["info"] = info if factor is None else info.scaled(factor)
         env["skip"] = env["skip_if"] is not None and env["skip_if"](summary)
 
-    def _moves(self, env: dict[str, Any]) -> dict[str, Any]:
-        if "gather" not in self.optimizer.needs:
-            return {}
-        return {"gather": self._gather, "cut": self._cut}
-
     def start(self, env: dict[str, Any], step: Tensor) -> None:
         """At the beginning of a step."""
-        info, factor = StepInfo(step, **self._moves(env)), env["rescale"](None)
+        info, factor = StepInfo(step), env["rescale"](None)
         env["info"] = info if factor is None else info.scaled(factor)
         env["skip"] = False
 
     def bind(self, bucket: Bucket) -> UpdateOf:
         """A function that updates the bucket's leaves from their reduced blocks, where these lie."""
-        for path in bucket.paths:
-            self.places[path] = place(self.specs[path], self.mesh, self.rank)
         paths = bucket.paths
+        self._locate(paths)
         if self.fused is not None and self.specs[paths[0]].updated_on == "device":
             return self._bind_fused(paths)
         if all(self._plain(p) for p in paths):
 
-            def update_plain(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+            def update_plain(
+                blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+            ) -> None:
                 if not env["skip"]:
-                    self.optimizer.apply(blocks, slots, params, env["info"])
+                    self.optimizer.apply(blocks, slots, params, self._info(env, gathered))
 
             return update_plain
 
-        def update(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+        def update(
+            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+        ) -> None:
             if env["skip"]:
                 return
-            grads, held, targets = {}, {}, {}
-            for path in paths:
-                where = self.places[path]
-                grads[path] = _cut(blocks[path], where.gradient)
-                held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
-                master = held[path].pop(MASTER, None)
-                targets[path] = _cut(params[path], where.stored) if master is None else master
-            self.optimizer.apply(grads, held, targets, env["info"])
+            grads, held, targets = self._parts(paths, blocks, slots, params)
+            self.optimizer.apply(grads, held, targets, self._info(env, gathered))
             for path in paths:
                 if MASTER in slots[path] and path in params:
                     _cut(params[path], self.places[path].stored).copy_(targets[path])
 
         return update
+
+    def bind_send(self, bucket: Bucket) -> SendOf:
+        """A function that runs an UpdateGather's leaves up to their next gather: padded blocks to send."""
+        paths = bucket.paths
+        self._locate(paths)
+
+        def send(
+            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+        ) -> dict[str, Tensor]:
+            grads, held, targets = self._parts(paths, blocks, slots, params)
+            out = {}
+            for piece in bucket.pieces:
+                info = self._info(env, {piece.path: gathered.get(piece.path, [])})
+                shard = next_gathered(
+                    self.optimizer, piece.path, grads[piece.path], held[piece.path], targets[piece.path], info
+                )
+                if shard is None:
+                    raise OptimizerError(
+                        f"{self.optimizer} gathers less of params[{piece.path!r}] than when the step was "
+                        "lowered: what it gathers may not depend on values."
+                    )
+                out[piece.path] = shard.new_zeros(piece.block)
+                _cut(out[piece.path], self.places[piece.path].valid).copy_(shard)
+            return out
+
+        return send
+
+    def _locate(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.places[path] = place(self.specs[path], self.mesh, self.rank)
+
+    def _parts(
+        self, paths: Sequence[str], blocks: Tensors, slots: Slots, params: Tensors
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+        """Gradients, slots and what is updated (parameters or their masters), padding cut off."""
+        grads, held, targets = {}, {}, {}
+        for path in paths:
+            where = self.places[path]
+            grads[path] = _cut(blocks[path], where.gradient)
+            held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
+            master = held[path].pop(MASTER, None)
+            targets[path] = _cut(params[path], where.stored) if master is None else master
+        return grads, held, targets
+
+    def _info(self, env: dict[str, Any], gathered: Gathered) -> StepInfo:
+        """The step, with what was gathered for this update in the place of a collective."""
+        if "gather" not in self.optimizer.needs:
+            return env["info"]
+        taken: dict[str, int] = {}
+
+        def gather(path: str, shard: Tensor) -> Tensor:
+            number = taken[path] = taken.get(path, -1) + 1
+            if not self.mesh.ordered(self.specs[path].optimizer.axes):
+                return shard
+            if number >= len(gathered.get(path, ())):
+                raise _Reached(shard)
+            return gathered[path][number].to(shard.device)
+
+        return env["info"].with_gather(gather, self._cut_shard)
 
     def numbers(self, env: dict[str, Any], bucket: Bucket) -> tuple[dict[str, Any], Any]:
         """What the bucket's update reads of the whole step, and the event that it is there behind, if any.
@@ -152,7 +210,9 @@ class Updater:
                 own.insert(0, _cut(held[MASTER], where.valid))
             return [_cut(blocks[path], where.gradient), *own, *(_cut(held[n], where.valid) for n in names)]
 
-        def update(blocks: Tensors, slots: Slots, params: Tensors, env: dict[str, Any]) -> None:
+        def update(
+            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+        ) -> None:
             if env["skip"]:
                 return
             for mine, run in parts:
@@ -174,28 +234,24 @@ class Updater:
         one_dtype = spec.storage_dtype == spec.optimizer_dtype == spec.reduce_dtype
         return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
 
-    def _gather(self, path: str, shard: Tensor) -> Tensor:
-        """The whole leaf from optimizer blocks (padding cut off); a collective."""
-        spec = self.specs[path]
-        axes = self.mesh.ordered(spec.optimizer.axes)
-        block = block_shape(spec.shape, spec.optimizer, self.mesh)
-        flat = torch.zeros(block, dtype=shard.dtype, device=self.mesh.device)
-        flat[tuple(slice(0, n) for n in shard.shape)] = shard.to(self.mesh.device)
-        handle = self.comm.all_gather(flat.flatten(), axes) if axes else Done([flat.flatten()])
-        full = shard.new_empty(spec.shape)
-        for rank, row in zip(self.mesh.group_ranks(axes, self.rank), handle.wait(), strict=True):
-            slices = block_slices(spec.shape, spec.optimizer, self.mesh, self.mesh.coordinate(rank))
-            full[slices] = row.view(block)[tuple(slice(0, s.stop - s.start) for s in slices)]
-        handle.release()
-        return full
-
-    def _cut(self, path: str, whole: Tensor) -> Tensor:
+    def _cut_shard(self, path: str, whole: Tensor) -> Tensor:
         spec = self.specs[path]
         return whole[block_slices(spec.shape, spec.optimizer, self.mesh, self.mesh.coordinate(self.rank))]
 
 
 def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
     return tensor if slices is None else tensor[slices]
+
+
+def next_gathered(
+    optimizer: Optimizer, path: str, grad: Tensor, slots: Tensors, param: Tensor, info: StepInfo
+) -> Tensor | None:
+    """The shard that a leaf's update gathers next, or None where it comes to its end without."""
+    try:
+        optimizer.update_leaf(path, grad, slots, param, optimizer.given(path, info), info.grad_scale)
+    except _Reached as reached:
+        return reached.shard
+    return None
 
 
 def init_slots(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from fnshard.compiler.schedule.instructions import TRANSFERS, Instruction, Publish, Schedule, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    TRANSFERS,
+    Instruction,
+    Publish,
+    Schedule,
+    Update,
+    UpdateGather,
+    Wait,
+)
 
 
 def updates_last(schedule: Schedule) -> Schedule:
@@ -21,8 +29,8 @@ def updates_last(schedule: Schedule) -> Schedule:
 
 def of_host(line: Instruction) -> bool:
     """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
-    waits = isinstance(line, Wait) and line.of in ("reduce_scalars", "publish")
-    return waits or isinstance(line, Update | Publish)
+    waits = isinstance(line, Wait) and line.of in ("reduce_scalars", "publish", "update_gather")
+    return waits or isinstance(line, UpdateGather | Update | Publish)
 
 
 def graph_length(schedule: Schedule) -> int:

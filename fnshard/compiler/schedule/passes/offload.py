@@ -23,6 +23,7 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
+    UpdateGather,
     Wait,
 )
 
@@ -84,7 +85,7 @@ class _State:
 
     def on_host(self, line: Instruction) -> bool:
         """Where the instruction runs."""
-        if isinstance(line, Update):
+        if isinstance(line, UpdateGather | Update):
             return self.schedule.specs[line.paths[0]].updated_on == "host"
         local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
         return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)

@@ -10,6 +10,7 @@ from fnshard.compiler.schedule.instructions import (
     Publish,
     Schedule,
     Update,
+    UpdateGather,
     Wait,
     taken_over,
 )
@@ -29,7 +30,8 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    return isinstance(line, Norms | Update | Publish) or (isinstance(line, Wait) and line.of == "publish")
+    waits = isinstance(line, Wait) and line.of in ("publish", "update_gather")
+    return waits or isinstance(line, Norms | UpdateGather | Update | Publish)
 
 
 def _earliest(lines: list[Instruction], line: Instruction) -> int:
