@@ -30,7 +30,7 @@ Parts = Mapping[str, tuple[Shape, torch.dtype]]
 
 @dataclass(frozen=True)
 class Codec:
-    """How a frozen leaf is coded; `register` makes it known to `LayoutSpec(codec=name)`.
+    """How a frozen leaf is encoded and decoded; `register` adds it for `LayoutSpec(codec=name)`.
 
     Args:
         name: what specs call it.
@@ -68,7 +68,7 @@ PAIRS = [(NF4[byte >> 4], NF4[byte & 15]) for byte in range(256)]
 
 
 def _columns(shape: Shape) -> tuple[int, int]:
-    """Blocks and groups of a row."""
+    """The number of blocks and of groups in a row."""
     blocks = -(-math.prod(shape[1:]) // BLOCK)
     return blocks, -(-blocks // GROUP)
 
@@ -102,7 +102,7 @@ def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:
 
 
 def _int8(values: Tensor) -> Tensor:
-    """Rounded. Of denormals a 127th is so coarse that more than 127 of it may be asked for."""
+    """Round to int8. The scale of denormals is so coarse that quotients may exceed 127."""
     return values.round().clamp(-127, 127).to(torch.int8)
 
 
@@ -158,7 +158,7 @@ def _nf4_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -
 
 
 def _nf4_levels(codes: Tensor) -> Tensor:
-    """Both of every byte at once: where nothing is fused, decoding takes 8 bytes a weight and not 16."""
+    """Decode both codes of a byte at once: unfused, decoding takes 8 bytes per weight instead of 16."""
     return torch.tensor(PAIRS, device=codes.device).index_select(0, codes.flatten().int())
 
 
@@ -172,7 +172,7 @@ CODECS: dict[str, Codec] = {
 
 
 def register(codec: Codec) -> None:
-    """Make a codec known by its name, on every rank before specs that name it are used.
+    """Add a codec, by its name, on every rank before specs that name it are used.
 
     Raises:
         SpecError: no `Codec`, another of that name, or one whose functions do not agree with each other.
@@ -213,7 +213,7 @@ def _disagreements(codec: Codec, shape: Shape) -> list[str]:
 
 
 def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
-    """Refuse, all at once, the leaves that cannot take their codec.
+    """Check that all leaves can take their codecs.
 
     Raises:
         SpecError: an unknown codec; a leaf that trains, is no float or has less than two dims; a layout that
@@ -228,7 +228,7 @@ def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
 
 
 def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
-    """Why a leaf cannot take its codec, and the way out."""
+    """Why a leaf cannot take its codec, and the fix; None if it can."""
     if spec.codec not in CODECS:
         known = ", ".join(map(repr, CODECS))
         return f"codec={spec.codec!r}", f"one of {known}, or your own by fs.codecs.register."
@@ -250,12 +250,12 @@ def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
 
 @dataclass
 class Unfit:
-    """Leaves whose values no code can hold: noted one by one, on their way in, and told together."""
+    """Collects leaves with values that no code can represent, to report all of them in one error."""
 
     lines: list[str] = field(default_factory=list)
 
     def look(self, path: str, spec: LayoutSpec, values: Tensor) -> None:
-        """Note a leaf, or a run of its rows, that is to be coded and is not finite in fp32."""
+        """Add a leaf to be encoded, or rows of it, if it is not finite in fp32."""
         if not is_coded(spec) or values.is_meta:
             return
         finite = (int(values[run].detach().float().isfinite().sum()) for run in _runs(values))
@@ -265,7 +265,7 @@ class Unfit:
             self.lines.append(f"{of}: {count} of {values.numel()} values")
 
     def refuse(self) -> None:
-        """Tell of all that were noted.
+        """Raise an error for all leaves that were added.
 
         Raises:
             StateError: there are any.
@@ -277,7 +277,7 @@ class Unfit:
 
 
 def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
-    """The specs of a coded leaf's parts: they go where the leaf would, in their own dtypes."""
+    """The specs of a coded leaf's parts: the leaf's layout, in their own dtypes."""
     rows = P(*spec.storage.parts[:1])
     return {
         name: replace(
@@ -298,17 +298,17 @@ def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
 
 
 def stored_specs(specs: Any) -> Any:
-    """The spec tree of what is stored: a dict of its parts in the place of each coded leaf."""
+    """The spec tree of the stored tensors: each coded leaf is replaced by a dict of its parts."""
     return tree.map(lambda s: parts_of(s) if is_coded(s) else s, specs, is_leaf=is_spec)
 
 
 def is_coded(spec: Any) -> bool:
-    """Whether a leaf is stored as something else than itself."""
+    """Whether a leaf is stored as the parts of a codec."""
     return is_spec(spec) and spec.codec is not None and spec.shape is not None
 
 
 def encoded(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
-    """The parts of a block of rows, coded a run of them at a time: on the way, a weight takes 16 bytes."""
+    """Encode a block of rows, some of them at a time: the temporaries take 16 bytes per weight."""
     codec, runs, block = CODECS[spec.codec], _runs(block), block.detach()
     if len(runs) < 2:
         return codec.encode(block)

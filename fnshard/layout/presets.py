@@ -1,4 +1,4 @@
-"""Presets: the strategies people know by name. Each is a function to specs, and nothing but specs."""
+"""Presets: the common strategies by name. Each is a function from parameters and a mesh to specs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
 
 
 def _first_match(params: Any, rules: list[Rule], given: int, units: Any) -> Any:
-    """`match_specs`, where the preset's own rules may be shadowed by the caller's."""
+    """`match_specs`, where the caller's rules may leave rules of the preset unused."""
     import fnmatch
 
     named = tree.flatten_with_paths(params)[0]

@@ -1,4 +1,4 @@
-"""Rules: globs on paths -> a spec for every leaf. What nobody used, and what is left over, is an error."""
+"""Rules: globs on paths give every leaf a spec. An unused rule, or a leaf without a rule, is an error."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str
 
 
 def check_tree(named: Mapping[str, Any]) -> None:
-    """Refuse what is often passed for a parameter tree: a module, or `model.parameters()`.
+    """Raise for what is often passed instead of a parameter tree: a module, or `model.parameters()`.
 
     Raises:
         SpecError: says what makes a tree of it.

@@ -95,7 +95,7 @@ class P:
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """One leaf's whole policy: how it is stored, cast, moved and reduced.
+    """How one leaf is stored, cast, gathered, reduced and updated.
 
     Fields left None take their default from the leaf or from `storage` when `match_specs` (or
     `resolve`) sees the leaf. dtypes: `storage_dtype` the leaf's own; `compute_dtype` storage's;
@@ -240,7 +240,7 @@ def is_buffer(leaf: Any) -> bool:
 
 
 def is_spec(value: Any) -> bool:
-    """Leaf test for spec trees."""
+    """Whether a value is a LayoutSpec: the leaf test of spec trees."""
     return isinstance(value, LayoutSpec)
 
 
@@ -260,7 +260,7 @@ def block_shape(shape: Sequence[int], layout: P, mesh: Mesh) -> tuple[int, ...]:
 def block_slices(
     shape: Sequence[int], layout: P, mesh: Mesh, coordinate: Mapping[str, int] | None = None
 ) -> tuple[slice, ...]:
-    """Where a rank's block lies in the full tensor, padding left out (slices may be empty)."""
+    """The slices of the full tensor that a rank's block holds, without padding (they may be empty)."""
     here = mesh.coordinate() if coordinate is None else coordinate
     out = []
     for dim, (size, block) in enumerate(zip(shape, block_shape(shape, layout, mesh), strict=True)):
@@ -273,7 +273,7 @@ def block_slices(
 
 
 def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
-    """Refuse, all at once, the leaves whose spec does not fit the mesh.
+    """Check that all specs fit the mesh; one error lists all that do not.
 
     Raises:
         SpecError: an unknown axis, a `P` longer than the tensor, a tensor axis, layouts of
@@ -299,7 +299,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 
 
 def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
-    """(what is wrong, the way out) of one leaf."""
+    """(problem, fix) of one leaf."""
     return _unfit_layouts(spec, mesh) or [*_unfit_policy(spec), *_unjoined_layouts(spec)]
 
 

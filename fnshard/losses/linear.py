@@ -1,4 +1,4 @@
-"""Fused: a linear layer and the cross-entropy behind it as one operator, a run of tokens at a time.
+"""Fused linear cross-entropy: a linear layer and its cross-entropy as one operator, in chunks of tokens.
 
 Logits over a vocabulary of 128k are by far the largest tensor of a language model, and are needed for one
 number a token. Here at most `chunk` tokens' logits exist at once; the backward computes them again from what
@@ -20,7 +20,7 @@ RUN_numbers = 1 << 22  # of a half type's gradient at once, where it is added by
 
 
 def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
-    """How many tokens at once: as asked for, or as many as `CHUNK_bytes` of logits are.
+    """The number of tokens at once: `chunk`, or as many as have `CHUNK_bytes` of logits.
 
     >>> [chunk_of(8192, 32_768, 0, torch.bfloat16, device) for device in ("cpu", "cuda")]
     [682, 5461]
@@ -30,17 +30,17 @@ def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, devic
 
 
 def sums_wide(dtype: torch.dtype, device: str) -> bool:
-    """Whether products of half types can be given, and added, in fp32 as they are summed: by cuBLAS."""
+    """Whether a product of half-precision matrices can be returned, and accumulated, in fp32 (cuBLAS)."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def logit_bytes(dtype: torch.dtype) -> int:
-    """Of one logit, as it comes and as it is normalised."""
+    """Bytes of one logit: in the dtype of the softmax, and in that of the product where it differs."""
     return wide(dtype).itemsize + (dtype.itemsize if dtype != wide(dtype) else 0)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What logits are normalised in."""
+    """The dtype of the softmax: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -66,7 +66,7 @@ def token_losses(
 
 
 def _of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """Its logits are gone before those of the next are made."""
+    """One chunk: its logits are freed before those of the next chunk are made."""
     logits = _logits(hidden, weight)
     sums, counted = torch.logsumexp(logits, 1), targets != ignore
     chosen = logits.gather(1, torch.where(counted, targets, 0).unsqueeze(1)).squeeze(1)
@@ -74,7 +74,7 @@ def _of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> t
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """In fp32 or fp64."""
+    """The logits of a chunk, in fp32 or fp64."""
     if sums_wide(hidden.dtype, hidden.device.type):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).to(wide(hidden.dtype))
@@ -119,7 +119,7 @@ def token_losses_backward(
 def _slopes(
     gradient: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int
 ) -> Tensor:
-    """The gradient of a chunk's logits, in the dtype they came in."""
+    """The gradient of a chunk's logits, in the dtype of the product."""
     counted = targets != ignore
     slope = torch.where(counted, gradient, 0.0).to(sums.dtype).unsqueeze(1)
     logits = _logits(hidden, weight)
@@ -129,7 +129,7 @@ def _slopes(
 
 
 def run_of(columns: int) -> int:
-    """How many rows of a half type's gradient at once."""
+    """The number of rows of a half-precision gradient to compute at once."""
     return max(1, RUN_numbers // max(columns, 1))
 
 

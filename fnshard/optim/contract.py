@@ -37,7 +37,7 @@ class LeafNorms:
 
 @dataclass(frozen=True, eq=False)
 class StepInfo:
-    """What one update knows beyond its leaves; make a new one for every step.
+    """The inputs of an update beside its leaves; make a new one for every step.
 
     All tensors are 0-d and, but for the step, on the device of the leaves (`to` moves them).
 
@@ -68,7 +68,7 @@ class StepInfo:
         return self._memo[key]
 
     def require(self, name: str) -> Any:
-        """The field `name`, or an error that says who should have filled it."""
+        """The field `name`; an OptimizerError if this step does not have it."""
         value = getattr(self, name)
         if value is None:
             raise OptimizerError(
@@ -199,7 +199,7 @@ class Optimizer:
     def update(
         self, grads: Tensors, slots: Slots, params: Tensors, info: StepInfo
     ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """`updates, slots` of the leaves in `grads`, in their dtypes; nothing given is changed."""
+        """`updates, slots` of the leaves in `grads`, in their dtypes; the arguments are not changed."""
         updates, new = {}, {}
         for path, grad in grads.items():
             updates[path], new[path] = self.update_leaf(
@@ -236,16 +236,16 @@ class Optimizer:
             self.kernel(some, given, state_lists, settings, info)
 
     def metrics(self, info: StepInfo) -> dict[str, Tensor]:
-        """0-d tensors worth a place in the step's metrics: `lr`, `grad_norm`."""
+        """0-d tensors for the step's metrics, such as `lr` and `grad_norm`."""
         return self.values(info)
 
     @property
     def compilable(self) -> bool:
-        """Whether all that the update reads of the step are `numbers`."""
+        """Whether the update reads nothing of the step but `numbers`, so that it can be compiled."""
         return self.numbers is not None and all(m.compilable for m in self.members)
 
     def given(self, path: str, info: StepInfo) -> Any:
-        """What `leaf` takes of the step: its numbers, or the whole of it."""
+        """The last argument of `leaf`: its numbers, or the StepInfo."""
         return info if self.numbers is None else self.numbers(path, info)
 
     def update_leaf(
@@ -268,7 +268,7 @@ class Optimizer:
 
 
 def check_kind(optimizer: object) -> None:
-    """Refuse what is neither None nor an optimizer of this library's.
+    """Check that `optimizer` is None or an `Optimizer`.
 
     Raises:
         OptimizerError: says what it is, and what takes its place.
@@ -281,7 +281,7 @@ def check_kind(optimizer: object) -> None:
 
 
 def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:
-    """Refuse an optimizer that would treat a shard as if it were the leaf.
+    """Check that an optimizer of sharded leaves does not treat a shard as the leaf.
 
     Raises:
         OptimizerError: it is not elementwise, does not need norms or a gather, and leaves are sharded.

@@ -91,11 +91,11 @@ class LossScale:
         )
 
     def updates(self, step: int, state: State) -> int:
-        """How many of `step` steps were updates."""
+        """The number of updates among `step` steps."""
         return step - int(state["skipped_steps"]) if self.dynamic else step
 
     def after(self, state: State, skipped: bool) -> dict[str, Tensor]:
-        """The state behind a step."""
+        """The scale's state after a step."""
         if not self.dynamic:
             return dict(state)
         if skipped:
@@ -110,7 +110,7 @@ class LossScale:
         return {"scale": scale, "good_steps": good, "skipped_steps": state["skipped_steps"]}
 
     def metrics(self, state: State) -> dict[str, Tensor]:
-        """What a step's metrics say of it."""
+        """The scale's entries of a step's metrics."""
         if not self.dynamic:
             return {}
         return {"loss_scale": state["scale"], "skipped_steps": state["skipped_steps"]}

@@ -1,4 +1,4 @@
-"""Optimizers: `sgd`, `adamw`, `lars`, and what chains are made of. The contract is `fnshard.optim.contract`.
+"""Optimizers: `sgd`, `adamw`, `lars`, clipping, averages and chains; contract: `fnshard.optim.contract`.
 
 Inside are torch's own fused kernels where torch has them and they are right; the mathematics of one
 leaf, in plain ops, is beside each and says the same.
@@ -280,7 +280,7 @@ def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
-    """One after another, as Optax's: each takes the update of the one before as its gradient.
+    """Apply transforms in order, as Optax does: each takes the update of the one before as its gradient.
 
     A slot name that is taken gets a number: the second `ema` keeps "ema_2".
 
@@ -307,7 +307,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     names = _slot_names(members)
 
     def views(info: StepInfo) -> list[StepInfo]:
-        """What each member may know: norms are those of its own input, or absent."""
+        """The StepInfo of each member: norms are those of its own input, or None."""
         out = []
         for member in members:
             out.append(info)
@@ -384,7 +384,7 @@ def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
 
 
 def _slot_names(members: Sequence[Optimizer]) -> list[dict[str, str]]:
-    """For each member, its own slot names to the chain's."""
+    """For each member, a map from its slot names to the chain's."""
     count: dict[str, int] = {}
     out = []
     for member in members:

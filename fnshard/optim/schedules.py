@@ -31,7 +31,7 @@ ByPath = float | Sequence[tuple[str, float]]
 
 
 def call_text(name: str, **arguments: object) -> str:
-    """The call that reads back.
+    """The text of a call, which evaluates to the same object.
 
     >>> call_text("constant", value=0.1)
     'constant(value=0.1)'
@@ -148,7 +148,7 @@ def as_schedule(rate: Rate) -> Schedule:
 
 
 def counterpart(value: object) -> str:
-    """The way out of an object of torch's where this library has another, or of one that is not meant."""
+    """The fix for an object of torch's that has a counterpart here, or for one of a wrong kind."""
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return (
             "a rate is a function of the step: fs.optim.adamw(fs.schedules.warmup_cosine(3e-4, warmup=100, "
@@ -162,7 +162,7 @@ def counterpart(value: object) -> str:
 
 
 def rate_first(make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """An optimizer that says what is wrong where it is called as torch's are, with parameters first."""
+    """Decorator: an error with the fix for a call in torch's order, with parameters first."""
 
     @functools.wraps(make)
     def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
@@ -234,7 +234,7 @@ class PathRules:
         return value
 
     def check(self, paths: Iterable[str]) -> None:
-        """Refuse rules and leaves that do not meet. `paths`: *all* leaves that are trained.
+        """Check that every rule matches a leaf and every leaf a rule. `paths`: *all* trained leaves.
 
         Raises:
             OptimizerError: a rule that decides for no leaf, or a leaf without a rule.

@@ -1,4 +1,4 @@
-"""Blocks: how a leaf is cut and which ranks hold which piece; how a mesh is laid out in rows."""
+"""Blocks: how a leaf is split and which ranks hold which block; how a mesh is laid out in rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Grid:
 
 
 def grid_of(layout: P, shape: Sequence[int], mesh: Mesh) -> Grid:
-    """How a layout cuts a shape.
+    """Compute the blocks into which a layout splits a shape, and the ranks that hold each.
 
     >>> from fnshard.mesh import make_mesh
     >>> grid = grid_of(P("shard"), (10, 4), make_mesh(shard=4, abstract=True))
@@ -104,7 +104,7 @@ def _spans(
 
 
 def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[P, str], tuple[int, ...]]:
-    """What to draw of a spec, by layout: the fields that it is of; and the shape.
+    """The layouts of a spec with the names of the fields that have each, and the leaf's shape.
 
     Raises:
         SpecError: neither a spec nor a P; no shape.
@@ -140,7 +140,7 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
 
 
 def padding_text(grid: Grid) -> str:
-    """What is padding, in words; empty where nothing is."""
+    """The amount of padding as text; empty if there is none."""
     size, padded = grid.size, grid.padded
     count = padded[0] * padded[1] - size[0] * size[1]
     if not count:
@@ -160,14 +160,14 @@ def _empty(grid: Grid, i: int, j: int) -> bool:
 
 
 def mesh_rows(mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Ranks in rows, the last axis across, each with what its other axes are; one axis alone is wrapped.
+    """Ranks in rows along the last axis, each named by its other coordinates; a single axis is wrapped.
 
     >>> from fnshard.mesh import make_mesh
     >>> mesh_rows(make_mesh(replicate=2, shard=2, abstract=True))
     [('replicate 0', (0, 1)), ('replicate 1', (2, 3))]
 
     Raises:
-        SpecError: something else than a mesh.
+        SpecError: `mesh` is no Mesh.
     """
     if not isinstance(mesh, Mesh):
         raise SpecError(f"a mesh is what fs.make_mesh makes, not {type(mesh).__name__}.")
@@ -196,7 +196,7 @@ def node_rows(mesh: Mesh, ranks_per_node: int) -> list[tuple[str, tuple[int, ...
     ['ranks 0-127', 'ranks 128-255']
 
     Raises:
-        SpecError: something other than a mesh.
+        SpecError: `mesh` is no Mesh.
     """
     rows = mesh_rows(mesh)
     if len(mesh.names) > 1 and mesh.sizes[-1] % ranks_per_node == 0:

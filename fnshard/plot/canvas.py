@@ -14,7 +14,7 @@ FORMATS = {".png": "png", ".svg": "svg"}
 
 
 def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    """A figure of so many inches, and its axes: one, or an array of them.
+    """Make a figure of a size in inches, and its axes: one, or an array of them.
 
     Raises:
         MissingExtraError: no matplotlib.
@@ -38,7 +38,7 @@ def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **gr
 
 
 def legend(axes: Any, colours: Mapping[str, str]) -> None:
-    """What colours mean, beside the axes."""
+    """Draw a legend of named colours beside the axes."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
@@ -47,14 +47,14 @@ def legend(axes: Any, colours: Mapping[str, str]) -> None:
 
 
 def colour_map(name: str) -> Any:
-    """One of matplotlib's."""
+    """A colour map of matplotlib by its name."""
     from matplotlib import colormaps
 
     return colormaps[name]
 
 
 def text_on(colour: Any) -> str:
-    """Black or white, whichever is read better on a colour."""
+    """Black or white, whichever has more contrast with a colour."""
     from matplotlib.colors import to_rgb
 
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
@@ -63,7 +63,7 @@ def text_on(colour: Any) -> str:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a figure, by the end of its name: ".png" or ".svg"; its folder is made.
+    """Write a figure as .png or .svg, by the suffix of its path, and create the folder.
 
     Raises:
         SpecError: another ending.

@@ -22,7 +22,7 @@ LANE_VERBS = {
 
 
 def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None = None) -> Path:
-    """A step's lanes as a Gantt picture: what runs when, and where compute stands still.
+    """Draw a step's lanes as a Gantt chart: what runs when, and where compute waits.
 
     Args:
         timeline: of `lowered.timeline(hardware)`.
@@ -53,10 +53,10 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
 
 
 def check(timeline: Any) -> Timeline:
-    """Itself, if it is one.
+    """Return `timeline`.
 
     Raises:
-        SpecError: it is not.
+        SpecError: it is no Timeline.
     """
     if not hasattr(timeline, "spans"):
         raise SpecError(
@@ -69,12 +69,12 @@ def check(timeline: Any) -> Timeline:
 
 
 def busy_lanes(timeline: Timeline) -> list[str]:
-    """Those on which anything happens."""
+    """The lanes that have any work."""
     return [lane for lane, seconds in timeline.busy_seconds.items() if seconds]
 
 
 def headline(timeline: Timeline) -> str:
-    """A step in one line."""
+    """Ranks, hardware, step time, MFU and waiting time in one line."""
     told = f"{timeline.ranks} × {timeline.hardware}, {time_text(timeline.step_seconds)} a step"
     if timeline.mfu:
         told += f", MFU {timeline.mfu:.0%}"
@@ -87,7 +87,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def what(span: Span) -> str:
-    """What a span is called in legends: a verb, or the phase of a kernel."""
+    """The name of a span in legends: its verb, or the phase of a kernel."""
     if span.lane != "compute":
         return span.verb.replace("_", " ")
     phase = span.phase.split(".")[0]
@@ -101,7 +101,7 @@ def _colour(span: Span) -> str:
 
 
 def _draw(axes: Any, timeline: Timeline, lanes: list[str], scale: float, longest: float) -> Mapping[str, str]:
-    """Bars of all lanes, on an axis of `longest` seconds; what their colours mean."""
+    """Draw the bars of all lanes on an axis of `longest` seconds; return the colours by name."""
     colours: dict[str, str] = {}
     thin = longest * scale / 200
     for place, lane in enumerate(lanes):

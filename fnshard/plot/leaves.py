@@ -1,4 +1,4 @@
-"""Leaves: what of a tree is stored how, in bytes: leaf by leaf, or equal ones of all layers together."""
+"""Leaves: the stored bytes of a tree, leaf by leaf, or with equal leaves of all layers together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Leaf:
 
 
 def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
-    """All leaves of a spec tree; of coded ones what is stored of them.
+    """All stored leaves of a spec tree; a coded leaf is replaced by its parts.
 
     Args:
         params: for specs that were written by hand, and know no shapes yet.
@@ -61,7 +61,7 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
 
 
 def label_of(spec: LayoutSpec) -> str:
-    """A spec in a few words: what is not said is as it is by default.
+    """A spec in a few words, without fields that have their defaults.
 
     >>> from fnshard.layout.spec import P
     >>> import torch
@@ -87,7 +87,7 @@ def label_of(spec: LayoutSpec) -> str:
 
 
 def equal_units(leaves: Sequence[Leaf]) -> list[tuple[str, list[Leaf], int]]:
-    """Units in order, equal ones once: a name, the leaves of one such unit, and how many there are.
+    """Units in order, equal ones once: name, leaves of one unit, number of equal units.
 
     Units are equal if their leaves are, but for numbers in their paths: the blocks of a model.
     """

@@ -1,4 +1,4 @@
-"""Scales: the unit in which bytes and seconds are read, and ranks in few characters."""
+"""Scales: units for bytes and seconds, and ranks in few characters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ RUNS = 3  # of ranks that are named before the rest is left out
 
 
 def byte_unit(size: float) -> tuple[float, str]:
-    """What to multiply bytes by, and its name, for sizes up to `size`."""
+    """The factor from bytes to a unit, and the unit's name, for sizes up to `size`."""
     least, unit = next((row for row in BYTES if size >= row[0]), BYTES[-1])
     return 1 / least, unit
 
 
 def byte_text(size: float) -> str:
-    """A size in the unit that shows some digits.
+    """A size as text, in a unit that leaves few digits.
 
     >>> byte_text(69_851_020_000), byte_text(512), byte_text(0)
     ('69.85 GB', '512 B', '0 B')
@@ -26,12 +26,12 @@ def byte_text(size: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """What to multiply seconds by, and its name, for times up to `seconds`."""
+    """The factor from seconds to a unit, and the unit's name, for times up to `seconds`."""
     return next((times, unit) for least, times, unit in SECONDS if seconds >= least)
 
 
 def time_text(seconds: float) -> str:
-    """A time in the unit that shows some digits.
+    """A time as text, in a unit that leaves few digits.
 
     >>> time_text(3.095), time_text(42), time_text(0.00002)
     ('3,095 ms', '42 s', '20 µs')
@@ -41,7 +41,7 @@ def time_text(seconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Four digits, never as a power of ten.
+    """A number as text with four significant digits, without an exponent.
 
     >>> digits(0.0321), digits(3.14159), digits(123456.7), digits(0)
     ('0.0321', '3.142', '123,457', '0')
@@ -50,7 +50,7 @@ def digits(value: float) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Rising ranks, runs of neighbours joined, steps of one size and long lists cut short.
+    """Ascending ranks as text: consecutive ranks are joined, long lists are shortened.
 
     >>> ranks_text([0, 1, 2, 3]), ranks_text([5]), ranks_text([0, 4])
     ('0-3', '5', '0, 4')

@@ -107,7 +107,7 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[
 
 
 def _draw(axes: Any, grid: Grid) -> bool:
-    """Blocks where they lie in the padded leaf; whether there was room for their ranks' names."""
+    """Draw the blocks of a padded leaf; return whether there was room for the names of their ranks."""
     down, across = grid.block
     whole, inches = grid.padded, (3.9, 4.6)  # about what the axes have
     shades = _shades(len(grid.ranks))
@@ -160,7 +160,7 @@ def _say(axes: Any, box: tuple[float, ...], colour: Any, text: str, size: float)
 
 
 def _hatch(axes: Any, box: tuple[float, ...], held: tuple[int, int]) -> None:
-    """Mark what of a block is padding."""
+    """Hatch the padding of a block."""
     from matplotlib.patches import Rectangle
 
     left, top, width, height = box
@@ -175,7 +175,7 @@ def _hatch(axes: Any, box: tuple[float, ...], held: tuple[int, int]) -> None:
 
 
 def _shades(count: int) -> list[Any]:
-    """Colours of so many things in order: apart where they are few."""
+    """`count` colours in order: distinct hues if they are few, else a gradient."""
     if count <= FEW:
         few = colour_map("tab20")
         return [few((2 * i + 1) % 20 if i < 10 else 2 * (i - 10)) for i in range(count)]  # pale ones first

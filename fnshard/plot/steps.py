@@ -1,4 +1,4 @@
-"""Steps: what a schedule holds and moves: memory over its instructions, traffic by collective."""
+"""Steps: a schedule's memory over its instructions, and its traffic by collective."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TRANSFERRED = ("to_device", "to_host")  # which go over a rank's own link, not f
 
 
 def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path:
-    """Bytes by category over the schedule, stacked; phases and the peak are marked.
+    """Draw bytes by category over the schedule, stacked, with phases and the peak.
 
     Args:
         memory: a `Lowered`, its `memory_timeline()`, or that as a dict: bytes at each instruction by
             category, and under "lines" the text of each instruction.
         path: of the picture, .png or .svg; its folder is made.
-        limit: bytes that there are; a dashed line.
+        limit: bytes of the device; drawn as a dashed line.
     """
     phases, series = memory_series(memory)
     totals = totals_of(series)
@@ -68,8 +68,8 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
 
 
 def traffic(comm: Any, path: str | Path) -> Path:
-    """Bytes that one rank sends to others, by collective; below them, hatched, those that transfers move
-    over its host link.
+    """Draw the bytes that one rank sends to others, by collective; below them, hatched, the bytes of
+    transfers over its host link.
 
     Args:
         comm: a `Lowered`, its `comm_analysis()`, or `{verb: {"sent_bytes": b, "count": n}}`; of the
@@ -106,7 +106,7 @@ def traffic(comm: Any, path: str | Path) -> Path:
 
 
 def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-    """Phases by instruction, and bytes by category and instruction."""
+    """The phase of each instruction, and the bytes of each category by instruction."""
     if hasattr(memory, "memory_timeline"):
         memory = memory.memory_timeline()
     values = memory.as_dict() if hasattr(memory, "as_dict") else dict(memory)
@@ -115,12 +115,12 @@ def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[flo
 
 
 def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
-    """Bytes by instruction."""
+    """Bytes of all categories by instruction."""
     return [sum(values) for values in zip(*series.values(), strict=True)]
 
 
 def traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
-    """Verb, bytes and count: collectives by what one rank sends, then transfers by what they move."""
+    """Verb, bytes and count: collectives with the bytes one rank sends, then transfers."""
     if hasattr(comm, "comm_analysis"):
         comm = comm.comm_analysis()
     values = comm.as_dict() if hasattr(comm, "as_dict") else comm
@@ -140,7 +140,7 @@ def traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
 
 
 def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Phase, first instruction and the one behind its last; updates strewn into a phase count to it."""
+    """Phase, first instruction, and the one behind its last; updates within a phase belong to it."""
     plain = [p.replace(".", " ") for p in phases]
     last_of = {p: i for i, p in enumerate(plain)}
     runs: list[tuple[str, int, int]] = []
@@ -155,7 +155,7 @@ def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def _mark_phases(axes: Any, phases: Sequence[str]) -> None:
-    """A line and a name where the schedule turns from one phase to the next."""
+    """Draw a line and a name where a phase of the schedule begins."""
     for name, start, end in phase_runs(phases):
         if end - start >= max(3, len(phases) / 30):  # or its name would not fit
             axes.text(

@@ -1,4 +1,4 @@
-"""Text: the same pictures in characters, for a terminal; each function returns a string.
+"""Text: the pictures of `fnshard.plot` in characters, for a terminal; each function returns a string.
 
 >>> import torch, fnshard as fs
 >>> mesh = fs.make_mesh(shard=4, abstract=True)
@@ -42,7 +42,7 @@ LETTERS = {
 
 
 def mesh(mesh: Mesh) -> str:
-    """The mesh's ranks on its axes, the last one across.
+    """Show a mesh's ranks on its axes, the last axis across.
 
     >>> from fnshard import make_mesh
     >>> from fnshard.plot import text
@@ -64,7 +64,7 @@ def mesh(mesh: Mesh) -> str:
 
 
 def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None) -> str:
-    """Which rank holds which rows and columns of a leaf, by layout of its storage, gradient and optimizer.
+    """Show which rank holds which rows and columns of a leaf: its storage, gradient and optimizer state.
 
     >>> from fnshard import P, make_mesh
     >>> from fnshard.plot import text
@@ -95,7 +95,7 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None
 
 
 def _table(grid: Grid) -> list[str]:
-    """A grid in a frame."""
+    """The lines of a grid with borders."""
     down, across = (_cut(list(range(len(s))), n, -1) for s, n in (
         (grid.rows, MOST_ROWS), (grid.columns, MOST_COLUMNS)))  # fmt: skip
     cells = [["⋮" if i < 0 else "…" if j < 0 else ranks_text(grid.ranks[i, j]) for j in across] for i in down]
@@ -120,7 +120,7 @@ def _span(span: tuple[int, int]) -> str:
 
 
 def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
-    """The whole tree's layout by bytes; leaves whose paths differ in numbers alone are on one line.
+    """Show a tree's layout by bytes; leaves whose paths differ in numbers alone share a line.
 
     Args:
         specs: a tree of LayoutSpecs.
@@ -150,7 +150,7 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
 
 
 def traffic(comm: Any, *, width: int = 32) -> str:
-    """Bytes that one rank sends to others in a step, by collective, then those that transfers move.
+    """Show the bytes that one rank sends to others in a step, by collective, then those of transfers.
 
     >>> from fnshard.plot import text
     >>> print(text.traffic({"gather": {"sent_bytes": 4e9, "count": 2}, "all_reduce": {"sent_bytes": 1e9}}))
@@ -168,7 +168,7 @@ def traffic(comm: Any, *, width: int = 32) -> str:
 
 
 def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
-    """Bytes on one rank's device over the schedule, with phases and the peak.
+    """Show the bytes on one rank's device over the schedule, with phases and the peak.
 
     Args:
         memory: a `Lowered`, its `memory_timeline()`, or that as a dict, as `fs.plot.memory` takes it.
@@ -211,7 +211,7 @@ def _lines_of(memory: Any) -> Sequence[str]:
 
 
 def _phase_line(phases: Sequence[str], count: int, width: int) -> str:
-    """Names of phases below where they begin, cut short where they have no room."""
+    """The names of phases at the columns where they begin, shortened to fit."""
     out = ""
     for name, start, end in phase_runs(phases):
         at, until = width * start // count, width * end // count
@@ -221,7 +221,7 @@ def _phase_line(phases: Sequence[str], count: int, width: int) -> str:
 
 
 def timeline(timeline: Any, *, measured: Any = None, width: int = 72) -> str:
-    """A step's lanes as rows of letters, each for an equal part of the step; predicted above measured.
+    """Show a step's lanes as rows of letters, one per equal part of the step; predicted above measured.
 
     Args:
         timeline: of `lowered.timeline(hardware)`.
@@ -248,7 +248,7 @@ def timeline(timeline: Any, *, measured: Any = None, width: int = 72) -> str:
 
 
 def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
-    """What takes most of each part of a lane."""
+    """One letter per part of a lane: the work that takes most of that part."""
     parts: list[dict[str, float]] = [{} for _ in range(width)]
     each = longest / width or 1.0
     for span in spans:
@@ -273,7 +273,7 @@ def _letter(name: str) -> str:
 
 
 def _cut(items: list[Any], most: int, gap: Any = "…") -> list[Any]:
-    """Of a long list its beginning and its end."""
+    """A list shortened to its beginning and its end."""
     return items if len(items) <= most else [*items[: most - 3], gap, *items[-2:]]
 
 

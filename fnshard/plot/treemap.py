@@ -53,7 +53,7 @@ def tree(specs: Any, mesh: Mesh, path: str | Path, *, params: Any = None) -> Pat
 
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
-    """Boxes of these areas that fill a box, as square as can be, largest first at the left and top.
+    """Divide a box into boxes of these areas, as square as possible, the largest at the left and top.
 
     Squarified treemaps (Bruls, Huizing and van Wijk, 2000). Boxes come in the order of `sizes`.
 
@@ -88,7 +88,7 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
 
 
 def _strip(areas: Sequence[float], side: float) -> int:
-    """How many of these, largest first, to lay in one strip along `side`."""
+    """The number of areas, largest first, to place in one strip along `side`."""
     worst = _worst(areas[:1], side)
     for count in range(1, len(areas)):
         more = _worst(areas[: count + 1], side)
@@ -99,7 +99,7 @@ def _strip(areas: Sequence[float], side: float) -> int:
 
 
 def _worst(areas: Sequence[float], side: float) -> float:
-    """The most oblong of boxes of these areas in one strip along `side`."""
+    """The largest aspect ratio of boxes of these areas in one strip along `side`."""
     total, least, most = sum(areas), min(areas), max(areas)
     if not least or not side:
         return float("inf")
@@ -107,7 +107,7 @@ def _worst(areas: Sequence[float], side: float) -> float:
 
 
 def _draw_unit(axes: Any, unit: str, leaves: Sequence[Leaf], box: Box, colours: dict[str, str]) -> None:
-    """Its leaves, and a frame around them with its name."""
+    """Draw a unit's leaves, and a frame with its name around them."""
     from matplotlib.patches import Rectangle
 
     left, bottom, width, height = box
@@ -127,7 +127,7 @@ def _draw_unit(axes: Any, unit: str, leaves: Sequence[Leaf], box: Box, colours: 
 
 
 def _name(axes: Any, leaf: Leaf, box: Box, colour: str, *, within: bool) -> None:
-    """The longest of a leaf's names that fits into its box, or none."""
+    """Write the longest form of a leaf's name that fits into its box, if any does."""
     left, bottom, width, height = box
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
     short = leaf.path.removeprefix(f"{leaf.unit}.") if within else leaf.path
@@ -145,7 +145,7 @@ def _name(axes: Any, leaf: Leaf, box: Box, colour: str, *, within: bool) -> None
 
 
 def _tails(path: str) -> list[str]:
-    """A path's ends, the longest first."""
+    """The suffixes of a dotted path, the longest first."""
     return [path.split(".", n)[-1] for n in range(path.count(".") + 1)]
 
 
