@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experiments.cli.command_spec import Form, Help, Job
+from experiments.cli.command_spec import CommandSpec, Help, Job
 from experiments.cli.main import main
 from experiments.configs.train import TrainConfig
 
@@ -45,7 +45,7 @@ HELP = Help(
         ),
     },
 )
-FORM = Form("train", TrainConfig, HELP)
+SPEC = CommandSpec("train", TrainConfig, HELP)
 
 
 def prepare(config: TrainConfig) -> TrainConfig:
@@ -67,7 +67,7 @@ def work(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) 
     train(config, run, overrides, stop)
 
 
-JOB = Job(FORM, "experiments.train", work, prepare)
+JOB = Job(SPEC, "experiments.train", work, prepare)
 
 if __name__ == "__main__":
     main(JOB)

@@ -13,7 +13,7 @@ from commands import readmes
 
 import fnshard as fs
 from experiments import train
-from experiments.cli.validate import ask
+from experiments.cli.validation import validate
 from experiments.finetune import job as finetune
 
 README = Path(__file__).parent.parent / "README.md"
@@ -72,7 +72,7 @@ def test_every_row_of_coming_from_runs(here: str, after_quickstart: Any) -> None
         run(here, fresh(after_quickstart))
         return
     _, _, module, *overrides = shlex.split(here)
-    assert ask(JOBS[module].form, overrides).config is not None
+    assert validate(JOBS[module].spec, overrides).config is not None
 
 
 def test_all_the_systems_are_there() -> None:

@@ -22,7 +22,7 @@ from commands import ROOT, Warm, commands, readmes
 from experiments import train
 from experiments.bench import form as bench
 from experiments.chaos import config as chaos
-from experiments.cli.validate import ask
+from experiments.cli.validation import validate
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
@@ -49,15 +49,15 @@ class Row:
     patches: tuple[tuple[str, Any], ...] = ()
 
 
-FORMS = {
-    "experiments.train": train.FORM,
-    "experiments.micro.loader_speed": train.FORM,
-    "experiments.finetune": finetune.JOB.form,
-    "experiments.explain": explain.FORM,
-    "experiments.bench": bench.FORM,
-    "experiments.memory": memory.FORM,
-    "experiments.chaos": chaos.FORM,
-    "experiments.tokenize": tokenize.FORM,
+SPECS = {
+    "experiments.train": train.SPEC,
+    "experiments.micro.loader_speed": train.SPEC,
+    "experiments.finetune": finetune.JOB.spec,
+    "experiments.explain": explain.SPEC,
+    "experiments.bench": bench.SPEC,
+    "experiments.memory": memory.SPEC,
+    "experiments.chaos": chaos.SPEC,
+    "experiments.tokenize": tokenize.SPEC,
 }
 SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
 BRIEF = f"{SMALL} data.rows=4 run.steps=2 run.sample_tokens=1"
@@ -306,8 +306,8 @@ def test_a_command_composes(command: str) -> None:
     """With all that is printed and all that makes it short."""
     before, _, after = command.partition("-m experiments.")
     module, *arguments = shlex.split(f"experiments.{after} {TABLE[command].short}")
-    if module in FORMS and "--help" not in arguments:
-        ask(FORMS[module], arguments)
+    if module in SPECS and "--help" not in arguments:
+        validate(SPECS[module], arguments)
     if "torchrun" in before:
         _check_torchrun(before.partition("torchrun ")[2].replace("... ", ""), module)
 

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.bench.config import BenchConfig, build
-from experiments.bench.form import FORM
+from experiments.bench.form import SPEC
 from experiments.cli.command_spec import ROOT
 from experiments.cli.main import answer
 from fnshard.launcher.local import launch
@@ -20,7 +20,7 @@ from fnshard.launcher.local import launch
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 2."""
-    answer(FORM, _command_line)
+    answer(SPEC, _command_line)
 
 
 def _command_line(composed: DictConfig) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 
 from experiments.bench.contenders import CONTENDERS, GRAPH
-from experiments.configs.checks import refusal
+from experiments.configs.checks import configuration, refusal
 from experiments.configs.decoders import decoder, names
 from experiments.configs.train import DecoderConfig
 
@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class BenchConfig:
     """All options; those that are None depend on the device (`DEFAULTS`).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.bench.config import BenchConfig, build
-from experiments.cli.command_spec import Form, Help
+from experiments.cli.command_spec import CommandSpec, Help
 
 HELP = Help(
     about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",
@@ -21,4 +21,4 @@ HELP = Help(
         "python -m experiments.bench size=5m dtype=bf16 rows=4": "other sizes, in bf16",
     },
 )
-FORM = Form("bench", BenchConfig, HELP, build=build)
+SPEC = CommandSpec("bench", BenchConfig, HELP, build=build)

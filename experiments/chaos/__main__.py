@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.chaos.campaign import Campaign
-from experiments.chaos.config import FORM, ChaosConfig, build
+from experiments.chaos.config import SPEC, ChaosConfig, build
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
 from experiments.cli.main import answer
@@ -19,7 +19,7 @@ from experiments.cli.main import answer
 
 def main() -> None:
     """Run the command line; a mistake is one message and exit code 2, a run that failed unasked 1."""
-    answer(FORM, _command_line, ChaosError)
+    answer(SPEC, _command_line, ChaosError)
 
 
 def _command_line(composed: DictConfig) -> None:

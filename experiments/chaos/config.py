@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from experiments.cli.command_spec import Form, Help
-from experiments.configs.checks import refusal
+from experiments.cli.command_spec import CommandSpec, Help
+from experiments.configs.checks import configuration, refusal
 
 MODES = ("kill_rank", "kill_all", "kill_launcher", "term_launcher", "term_rank")
 MOMENTS = ("start", "step", "save")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class ChaosConfig:
     """All options.
 
@@ -81,4 +80,4 @@ HELP = Help(
         "python -m experiments.chaos modes=[kill_rank] moments=[save]": "one way to die",
     },
 )
-FORM = Form("chaos", ChaosConfig, HELP, build=build)
+SPEC = CommandSpec("chaos", ChaosConfig, HELP, build=build)

@@ -1,4 +1,4 @@
-"""Form: what the command line of a job may say, and a job as command lines and ranks know it."""
+"""What a command is: its configuration and help, and of a job of ranks what they do."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ CONF = ROOT / "conf"
 
 @dataclass(frozen=True)
 class Help:
-    """What `--help` says beside the groups.
-
-    Args:
-        about: what the job does.
-        options: the keys that matter most, and what they mean.
-        examples: command lines, and what they are for.
-    """
+    """What `--help` says beside the groups: what the command does (`about`), the keys that matter most and
+    their meaning, and command lines and their purpose."""
 
     about: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -29,23 +24,21 @@ class Help:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a command line may say.
+class CommandSpec:
+    """A command of `experiments/`.
 
     Args:
-        name: of the job's configuration, `NAME.yaml`.
-        config: its dataclass.
+        name: of its configuration, `NAME.yaml`.
+        config: the dataclass of the configuration.
         help: for `--help`.
-        conf: the folder of its configuration.
-        without_files: groups with no files to choose from.
-        build: the configuration from plain values; None: `schema.build`, which tells more of what it finds.
+        conf: the folder of its configuration; groups of `conf/shared` are found from any.
+        build: checks plain values of the right types further, and gives the configuration.
     """
 
     name: str
     config: type
     help: Help
     conf: Path = CONF
-    without_files: tuple[str, ...] = ("mesh",)
     build: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
@@ -53,29 +46,24 @@ class Form:
         """What is run: `python -m MODULE`."""
         return f"experiments.{self.name}"
 
-    @property
-    def schema(self) -> str:
-        """What `ConfigStore` calls the configuration's schema."""
-        return f"{self.name}_schema"
-
     def register(self) -> None:
-        """Tell Hydra the schema."""
-        schema.register(self.config, self.schema, self.without_files)
+        """Store the defaults where Hydra finds them, as `NAME_schema`."""
+        schema.register(self.config, f"{self.name}_schema")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kind of job that ranks do together.
+    """A command whose work ranks do together.
 
     Args:
-        form: of its command line; the configuration has `run`, `mesh` and `data`, as `TrainConfig` does.
+        spec: of its command line; the configuration has `run`, `mesh` and `data`, as `TrainConfig` does.
         module: where it is, as `JOB`.
         work: what a rank does: (placed config, `Run`, overrides, `Stop`).
         prepare: what is done before ranks start, with the placed configuration; gives the one for the ranks.
             Mistakes in what the configuration names (files, directories) are found here.
     """
 
-    form: Form
+    spec: CommandSpec
     module: str
     work: Callable[..., None]
     prepare: Callable[[Any], Any]
@@ -83,9 +71,9 @@ class Job:
     @property
     def name(self) -> str:
         """Of its configuration."""
-        return self.form.name
+        return self.spec.name
 
     @property
     def config(self) -> type:
         """The configuration's dataclass."""
-        return self.form.config
+        return self.spec.config

@@ -11,8 +11,8 @@ from typing import Any
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.cli.command_spec import Form
-from experiments.cli.validate import groups_of, loader_of
+from experiments.cli.command_spec import CommandSpec
+from experiments.cli.validation import groups_of, loader_of
 
 WIDTH = 100
 FLAGS = {
@@ -24,7 +24,7 @@ FLAGS = {
 }
 
 
-def help_of(form: Form) -> str:
+def help_of(form: CommandSpec) -> str:
     """The text for a job."""
     form.register()
     with loader_of(form) as loader:

@@ -1,6 +1,6 @@
-"""Job: what a command line starts that ranks do together: `python -m experiments.train`, `.finetune`.
+"""Jobs of ranks, as `python -m experiments.train` and `.finetune` start them.
 
-`experiments.cli.validate` has looked at the command line, Hydra composes the configuration; then this process
+`experiments.cli.validation` has checked the command line, Hydra composes the configuration; then this process
 starts the ranks and waits for them, or is one itself where `torchrun` started it.
 """
 
@@ -25,12 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments.cli import schema
-from experiments.cli.application import application
 from experiments.cli.command_spec import ROOT, Job
+from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
 from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
-from experiments.cli.mistakes import is_mistake, is_outside, message
 from experiments.cli.sweep import TABLE, objective, tell
-from experiments.cli.validate import Asked
+from experiments.cli.validation import Validated
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
 from experiments.configs.budget import check_memory
@@ -46,22 +45,22 @@ from fnshard.launcher.rank import end_with_parent
 BY_SLURM = "hydra.run.dir=outputs/slurm/"
 
 
-def run(job: Job, asked: Asked) -> None:
+def run(job: Job, validated: Validated) -> None:
     """What the command line asks for, once it has been looked at."""
     if under_launcher():
-        record(be_a_rank)(job, sys.argv[1:], asked)  # torchrun shows the error, whichever rank ends first
+        record(be_a_rank)(job, sys.argv[1:], validated)  # torchrun shows the error, whichever rank ends first
         return
     where = _on_nodes(sys.argv[1:])
-    if asked.config is not None and not where:
-        with asked.told():  # before Hydra makes a folder
-            placed(asked.config)
+    if validated.config is not None and not where:
+        with validated.cited():  # before Hydra makes a folder
+            placed(validated.config)
     with (
         sweep_taken(sys.argv[1:], job.name) as arguments,
         every_job_awaited(arguments),
         _table_in_any_case(arguments),
     ):
         sys.argv[1:] = [*arguments, *where]
-        application(job.form, lambda composed: _one(job, composed))()
+        run_by_hydra(job.spec, lambda composed: _one(job, composed))
 
 
 @contextmanager
@@ -239,19 +238,19 @@ def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
     return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 
-def be_a_rank(job: Job, arguments: list[str], looked_at: Asked) -> NoReturn:
+def be_a_rank(job: Job, arguments: list[str], validated: Validated) -> NoReturn:
     """Compose without Hydra's command line: every rank would make a folder of its own."""
     flags = [a for a in arguments if a.startswith("-")]
     if flags:
         raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.form.conf)):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.spec.conf)):
         composed = hydra.compose(job.name, overrides=arguments, return_hydra_config=True)
     check_used(composed.hydra.runtime.choices["hydra/launcher"])
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")
     asked = asked_of(job, OmegaConf.create(with_hydra))
-    with looked_at.told():
+    with validated.cited():
         config = placed(asked, world=int(os.environ["WORLD_SIZE"]))
     values = {**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)}
     run_job(job, values)

@@ -1,13 +1,13 @@
 """Launchers: what starts the jobs of a sweep: this process, one by one, or a plugin of Hydra's.
 
 A plugin that is not installed, or would not be used, is refused before anything starts. Hydra's SLURM
-launcher gives up all jobs with the first one that left nothing; here it waits for all of them.
+launcher gives up all jobs with the first one that left nothing, and has no hook for another way:
+`every_job_awaited` is the one place where a library's method (submitit's `Job.results`) is replaced, while a
+sweep lasts.
 """
 
 from __future__ import annotations
 
-import copyreg
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,10 +30,6 @@ PLUGINS = {
     "hydra/sweeper=optuna": ("hydra_optuna_sweeper", "optuna"),
     "hydra/sweeper=search_lr": ("hydra_optuna_sweeper", "optuna"),
 }
-
-# Plugins send the schemas of configurations, classes made at run time, to other processes: cloudpickle copies
-# them, and a copy of a sentinel is not it.
-copyreg.pickle(type(dataclasses.MISSING), lambda _: "MISSING")
 
 
 def check_plugins(arguments: Sequence[str], installed: Callable[[str], Any] = find_spec) -> None:

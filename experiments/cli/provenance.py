@@ -1,230 +1,136 @@
-"""Sources: where a value of the configuration comes from: an argument as typed, or a line of a file; and what
-keeps files small, whatever their aliases make of them."""
+"""Where a value of the configuration comes from: an argument or a line of a file; and the bounds of files."""
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.default_element import ResultDefault
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import OmegaConf
 
 from experiments.cli.command_spec import ROOT
 from experiments.configs.checks import ConfigError
 from experiments.data.files import size_of
 
-TYPED = "command line"
+COMMAND_LINE = "command line"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-INSIDE, NESTED = re.compile(r"\$\{([^{}]*)\}"), re.compile(r"\$\{[^{}]*\$\{")
-REPEATED = ("hydra.overrides.", "hydra.job.")  # the command line, once more
-WORD = re.compile(r"[A-Za-z_][\w.]*")
-LARGEST_bytes, MOST_VALUES, DEEPEST = 2**20, 10_000, 32  # of a file
-NAMED = re.compile(  # `run.steps=0`, and values with blanks in them
-    r"(?<![\w.])([a-z_][\w.]*)=('[^']*'|\"[^\"]*\"|\{.*?\}|\[.*?\]|[^\s:,;]*[^\s:,;.])"
-)
+LARGEST_bytes, DEEPEST, MOST_REFERENCES = 2**16, 32, 16
+KEY = re.compile(r"(?<![\w./-])[a-z_]+(?:(?:\.\w+)+|(?==))")
 
 
-@dataclass(frozen=True)
-class Line:
-    """A value in a file: its dotted key, what is written there, and where that is."""
+class BoundedFiles(FileConfigSource):
+    """A folder of a user's files, each of which is checked before Hydra makes anything of it."""
 
-    key: str
-    value: Any
-    source: str
-
-
-class BoundedSource(FileConfigSource):
-    """Files of a folder, each looked at before Hydra makes anything of it."""
+    @staticmethod
+    def scheme() -> str:
+        return "bounded"
 
     def load_config(self, config_path: str) -> ConfigResult:
         """As Hydra does.
 
         Raises:
-            ConfigError: see `check_size`.
+            ConfigError: see `check_file`.
         """
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.exists():
-            check_size(path)
+            check_file(path)
         return super().load_config(config_path)
 
 
-@contextmanager
-def bounded_files() -> Iterator[None]:
-    """Hydra's files are `BoundedSource`s."""
-    types = SourcesRegistry.instance().types
-    before = types[FileConfigSource.scheme()]
-    types[FileConfigSource.scheme()] = BoundedSource
-    try:
-        yield
-    finally:
-        types[FileConfigSource.scheme()] = before
-
-
-def check_size(path: Path) -> None:
-    """Refuse a YAML file that is large, deep, or made so by its aliases: a few lines can mean 10^9 values.
-
-    Only its events are looked at: nothing is built, and an alias counts as what it stands for.
+def check_file(path: Path) -> None:
+    """Refuse a YAML file that is large, deep, or has aliases: a few lines of them can mean 10^9 values.
 
     Raises:
-        ConfigError: it is, or an alias stands for what holds it.
+        ConfigError: it is.
         yaml.YAMLError: it is no YAML.
     """
-    shown = shown_path(path)
     try:
         size_of(path, LARGEST_bytes)
     except OSError as error:
-        raise ConfigError(f"{shown}: {error.strerror}.") from None
-    values: Counter[str] = Counter()  # that an anchor stands for
-    above: list[tuple[str | None, int]] = [(None, 0)]  # what is not closed yet: its anchor, and its values
+        raise ConfigError(f"{shown(path)}: {error.strerror}.") from None
+    depth = 0
     with path.open(encoding="utf-8") as file:
         for event in yaml.parse(file, Loader=LOADER):
-            here = f"{shown}:{event.start_mark.line + 1}"
-            count = 0
-            if isinstance(event, yaml.CollectionStartEvent):
-                above.append((event.anchor, 1))
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, count = above.pop()
-                values[anchor or ""] = count
-            elif isinstance(event, yaml.ScalarEvent):
-                count = values[event.anchor or ""] = 1
-            elif isinstance(event, yaml.AliasEvent):
-                if any(anchor == event.anchor for anchor, _ in above):
-                    raise ConfigError(f"{here}: the alias *{event.anchor} stands for what holds it.")
-                count = values[event.anchor]
-            above[-1] = (above[-1][0], above[-1][1] + count)
-            if sum(count for _, count in above) > MOST_VALUES or len(above) > DEEPEST:
-                raise ConfigError(
-                    f"{here}: more than {MOST_VALUES} values, aliases written out, or more than {DEEPEST} "
-                    "levels of them: no configuration has that many."
-                )
+            here = f"{shown(path)}:{event.start_mark.line + 1}"
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(f"{here}: aliases are not read. Fix: write out what *{event.anchor} means.")
+            if depth > DEEPEST:
+                raise ConfigError(f"{here}: more than {DEEPEST} levels of values.")
 
 
-def written_out(values: Mapping[str, Any]) -> Iterator[str]:
-    """Values that are long once the values that they refer to are written out: ten references to ten each are
-    a hundred, and so on.
-
-    >>> chain = {f"x{i}": f"${{x{i + 1}}}" * 10 for i in range(8)}
-    >>> list(written_out({"run": {**chain, "x8": "ten"}}))[0]
-    'run.x0: 855555550 characters, all references written out; the most is 1048576.'
-    """
-    texts = dict(_texts(values, ""))
-    lengths: dict[str, int] = {}
-
-    def length(key: str) -> int:
-        if key not in lengths:
-            lengths[key] = 0  # of what refers to itself OmegaConf tells
-            words = Counter(WORD.findall(" ".join(INSIDE.findall(texts[key]))))
-            lengths[key] = len(texts[key]) + sum(
-                times * sum(map(length, _meant(word, texts))) for word, times in words.items()
-            )
-        return lengths[key]
-
-    for key, text in texts.items():
-        if key.startswith(REPEATED):
-            continue
-        if NESTED.search(text):
-            yield f"{key}={text[:80]}: a reference inside of another."
-        elif length(key) > LARGEST_bytes:
-            yield (
-                f"{key}: {length(key)} characters, all references written out; the most is {LARGEST_bytes}."
-            )
+def shown(path: Path) -> str:
+    """A path of the repository is relative to it."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def _texts(values: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every value that is not a mapping or a list, by its dotted key."""
-    inside = values.items() if isinstance(values, Mapping) else enumerate(values)
-    for name, value in inside:
-        if isinstance(value, Mapping | list):
-            yield from _texts(value, f"{key}{name}.")
-        else:
-            yield f"{key}{name}", str(value)
-
-
-def _meant(word: str, keys: Iterable[str]) -> list[str]:
-    """Keys that a reference may mean: one, what is below it, or one relative to where it stands."""
-    word = word.strip(".")
-    return [k for k in keys if k == word or k.startswith(f"{word}.") or k.endswith(f".{word}")]
-
-
-def shown_path(path: Path) -> Path:
-    """Of our own files without the machine's part."""
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-
-def lines_of(defaults: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> Iterator[Line]:
-    """Every value of the files of a defaults list, in the order in which they are merged.
+def lines_of(defaults: Sequence[ResultDefault], sources: Sequence[ConfigSource]) -> Iterator[tuple[str, str]]:
+    """The key of every value in the files of a defaults list, and its `file:line`, in the order of merging.
 
     Raises:
-        yaml.YAMLError, OmegaConfBaseException: a file cannot be read.
+        ConfigError: a file that is no mapping, or is placed where Hydra's own part of the configuration is.
+        yaml.YAMLError: a file cannot be read.
     """
     for default in defaults:
-        path = _file_of(default.config_path, sources)
-        if path is not None:
-            prefix = f"{default.package}." if default.package else ""
-            yield from _values(path, prefix)
+        package, path = default.package or "", default.config_path or ""
+        if package.partition(".")[0] == "hydra" != posixpath.dirname(path).partition("/")[0]:
+            yield package, path
+        for source in sources:
+            file = Path(source.path, f"{path}.yaml")
+            if source.scheme() in ("file", "bounded") and file.is_file():
+                yield from _lines(file, f"{package}.".lstrip("."))
+                break
 
 
-def _file_of(config_path: str | None, sources: Sequence[ConfigSource]) -> Path | None:
-    """None for what Hydra or the `ConfigStore` has itself."""
-    for source in sources:
-        path = Path(source.path, f"{config_path}.yaml")
-        if source.scheme() == "file" and path.is_file():
-            return path
-    return None
-
-
-def _values(path: Path, prefix: str) -> Iterator[Line]:
-    text = path.read_text(encoding="utf-8")
-    plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    root = yaml.compose(text, Loader=LOADER)
-    shown = shown_path(path)
+def _lines(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
+    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=LOADER)
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{shown}: expected lines of `key: value`, not {text.strip()[:40]!r}.")
-    for node, _ in root.value:
-        if node.value != "defaults":
-            yield from _below(root, plain, node.value, prefix, str(shown))
+        raise ConfigError(f"{shown(path)}: expected lines of `key: value`.")
+    stack = [(prefix, pair) for pair in reversed(root.value) if pair[0].value != "defaults"]
+    while stack:
+        at, (name, value) = stack.pop()
+        if isinstance(value, yaml.MappingNode) and value.value:
+            stack += [(f"{at}{name.value}.", pair) for pair in reversed(value.value)]
+        else:
+            yield f"{at}{name.value}", f"{shown(path)}:{name.start_mark.line + 1}"
 
 
-def _below(parent: yaml.MappingNode, values: Any, name: str, prefix: str, file: str) -> Iterator[Line]:
-    at, inside = next((k, v) for k, v in parent.value if k.value == name)
-    value = values.get(name, values.get(yaml.safe_load(name)))
-    if isinstance(inside, yaml.MappingNode) and inside.value:
-        for each, _ in inside.value:
-            yield from _below(inside, value, each.value, f"{prefix}{name}.", file)
-    else:
-        yield Line(f"{prefix}{name}", value, f"{file}:{at.start_mark.line + 1}")
+def source_of(key: str, sources: Mapping[str, str]) -> str:
+    """Where a key, or what holds it, or something below it is set last.
 
-
-def with_sources(text: str, sources: Mapping[str, str]) -> str:
-    """Problems, a line each, and where the values come from that a line names before its colon.
-
-    >>> sources = {"model.heads": "command line", "model.width": "conf/model/tiny.yaml:2"}
-    >>> with_sources("model.heads=0: must be at least 1. Fix: model.heads=4.", sources)
-    'model.heads=0 (command line): must be at least 1. Fix: model.heads=4.'
-    >>> with_sources("model.width=128 and model.heads=3 do not fit.", sources)
-    'model.width=128 (conf/model/tiny.yaml:2) and model.heads=3 (command line) do not fit.'
+    >>> sources = {"model.width": "conf/model/tiny.yaml:2", "strategy": "command line"}
+    >>> [source_of(key, sources) for key in ("strategy.memory", "model", "run.steps")]
+    ['command line', 'conf/model/tiny.yaml:2', 'default']
     """
-    return "\n".join(_with_sources(line, sources) for line in text.split("\n"))
+    at = (
+        each for each in reversed(sources) if f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.")
+    )
+    return sources.get(next(at, ""), "default")
 
 
-def _with_sources(line: str, sources: Mapping[str, str]) -> str:
-    said, fix, rest = line.partition("Fix:")
-    out, end = "", 0
-    for match in NAMED.finditer(said):
-        if re.search(r":(\s|$)", said[end : match.start()]):
-            break
-        source = sources.get(match[1]) or sources.get(f"{match[1]}.name")  # `strategy=auto`
-        out += said[end : match.end()] + (f" ({source})" if source else "")
-        end = match.end()
-    return out + said[end:] + fix + rest
+def cite(text: str, sources: Mapping[str, str]) -> str:
+    """Add to each line of a message where the keys that it names are set, if they are.
+
+    >>> sources = {"model.heads": "command line", "model.width": "tiny.yaml:2"}
+    >>> cite("model.width=128 and model.heads=3: no fit. Fix: model.heads=4.", sources)
+    'model.width=128 and model.heads=3: no fit (model.width: tiny.yaml:2; model.heads: command line). Fix: model.heads=4.'
+    >>> cite("model.heads=0: must be 1 or more.", sources)
+    'model.heads=0: must be 1 or more (command line).'
+    """  # noqa: E501
+    return "\n".join(_cited(line, sources) for line in text.split("\n"))
+
+
+def _cited(line: str, sources: Mapping[str, str]) -> str:
+    head, fix, rest = line.partition(" Fix:")
+    found = {key: sources.get(key) or sources.get(f"{key}.name") for key in KEY.findall(head)}
+    told = [f"{key}: {source}" for key, source in found.items() if source]
+    if not told or line.startswith("Fix:"):
+        return line
+    places = "; ".join(told) if len(told) > 1 else told[0].partition(": ")[2]
+    return f"{head.rstrip('.;')} ({places}){head[len(head.rstrip('.;')) :]}{fix}{rest}"

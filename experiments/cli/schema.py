@@ -1,15 +1,19 @@
-"""Schema: what a job's configuration may hold, for Hydra to compose, and from plain values to dataclasses.
+"""The defaults that Hydra composes from, and the check of what it composed: both come from one dataclass.
 
-`register` tells Hydra; `build` checks what came out once more, all problems in one error.
+Hydra gets plain mappings of defaults rather than structured configurations: OmegaConf's typed nodes stop at
+the first wrong value, and are read-only where a dataclass is frozen. Pydantic checks keys and types of the
+whole result; what a dataclass says of its own values is in its `__post_init__`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,87 +21,77 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from pydantic import TypeAdapter, ValidationError
 
+from experiments.cli.suggest import no_such_key
 from experiments.configs.checks import refusal, too_large
 from experiments.configs.train import TrainConfig
 
 SHARED = Path(__file__).resolve().parents[2] / "conf" / "shared"
+MISSING = "???"  # OmegaConf's mark of a value that has to be given
+EXPECTED = {
+    "int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
+    "string": "text", "tuple": "a list, as in [a,b]", "dataclass": "keys below it",
+}  # fmt: skip
 
 
-def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
-    """Make the dataclasses from nested dicts.
+class SharedGroups(SearchPathPlugin):
+    """Add `conf/shared` to Hydra's search path: the groups that several commands have."""
 
-    Raises:
-        ConfigError: unknown or missing keys, wrong types, values out of range; all of them at once.
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="fnshard", path=f"file://{SHARED}")
+
+
+def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
+    """Store the defaults of a configuration's dataclass in Hydra's `ConfigStore`.
+
+    A field that is one of several dataclasses has a node `schema_NAME` for each in the group of its name; the
+    files of that group choose one.
     """
-    config, problems = built(values, kind)
-    if problems:
-        raise refusal(problems)
-    return config
+    Plugins.instance().register(SharedGroups)
+    store, top = ConfigStore.instance(), defaults(kind)
+    for group, kinds in alternatives(kind).items():
+        top.pop(group)
+        for each in kinds:
+            store.store(group=group, name=f"schema_{each.name}", node=defaults(each))
+    store.store(name=name, node=top)
 
 
-def built(
-    values: Mapping[str, Any], kind: type = TrainConfig, unsure: frozenset[str] = frozenset()
-) -> tuple[Any, list[str]]:
-    """The dataclasses, or None, and every problem.
+def defaults(kind: type) -> dict[str, Any]:
+    """The defaults of a dataclass as nested plain values, `???` where there is none."""
+    hints, out = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        groups = _groups(hints[field.name])
+        value = MISSING if field.default is dataclasses.MISSING else field.default
+        out[field.name] = defaults(groups[0]) if groups else list(value) if type(value) is tuple else value
+    return out
 
-    Args:
-        unsure: groups of which something is known to be wrong already: they are not looked at as a whole, and
-            neither is the top.
+
+def alternatives(kind: type) -> dict[str, list[type]]:
+    """Fields that are one of several dataclasses, and these.
+
+    >>> [each.name for each in alternatives(TrainConfig)["optimizer"]]
+    ['adamw', 'sgd']
     """
-    problems = list(too_large(values))
-    if problems:
-        return None, problems
-    config = _build(kind, values, "", problems, unsure)
-    return config, problems
+    groups = {name: _groups(hint) for name, hint in typing.get_type_hints(kind).items()}
+    return {name: kinds for name, kinds in groups.items() if len(kinds) > 1}
 
 
-def _build(kind: type, values: Any, path: str, problems: list[str], unsure: frozenset[str]) -> Any:
-    """`kind(**values)`, or None with something added to `problems`, or where it is of no use."""
-    if not isinstance(values, Mapping):
-        problems.append(f"{path or 'the configuration'}={values!r}: expected keys below it.")
-        return None
-    before = len(problems)
-    hints = typing.get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind)]
-    at = f"{path}." if path else ""
-    for key in values:
-        if key not in known:
-            problems.append(f"{at}{key}: no such key; {path or 'the top'} has {', '.join(known)}.")
-    made = {}
-    for name in known:
-        if name not in values:
-            problems.append(f"{at}{name}: is missing.")
-            continue
-        made[name] = _value(hints[name], values[name], f"{at}{name}", problems, unsure)
-    if len(problems) > before or path in unsure or (unsure and not path):
-        return None
-    try:
-        return kind(**made)
-    except ValueError as error:
-        problems.extend(str(error).split("\n  "))
-        return None
+def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The type of every value by its dotted key; of alternatives, those that `values` choose by `name`.
 
-
-def _value(hint: Any, value: Any, path: str, problems: list[str], unsure: frozenset[str]) -> Any:
-    if hint is Any:  # the dataclass looks at it
-        return value
-    options = options_of(hint)
-    groups = [option for option in options if dataclasses.is_dataclass(option)]
-    if groups:
-        name = value.get("name") if isinstance(value, Mapping) else None
-        named = [g for g in groups if getattr(g, "name", None) == name]
-        return _build((named or groups)[0], value, path, problems, unsure)
-    if value is None and types.NoneType in options:
-        return None
-    wanted = next(option for option in options if option is not types.NoneType)
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        problems.append(f"{path}={value!r}: expected {wanted.__name__}, got {type(value).__name__}.")
-    elif wanted is float and not math.isfinite(value):
-        problems.append(f"{path}={value!r}: expected a finite number.")
-    return value
+    >>> [key for key in leaves(TrainConfig, {}) if key.startswith("mesh")]
+    ['mesh.replicate', 'mesh.shard']
+    """
+    out: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        group = _chosen(hint, values.get(name))
+        if group is None:
+            out[f"{path}{name}"] = hint
+        else:
+            below = values.get(name)
+            out |= leaves(group, below if isinstance(below, Mapping) else {}, f"{path}{name}.")
+    return out
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
@@ -109,101 +103,102 @@ def options_of(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-# ------------------------------------------------------------------ what there is
+def _groups(hint: Any) -> list[type]:
+    return [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
 
 
-def leaves(kind: type, chosen: Mapping[str, type] | None = None, path: str = "") -> dict[str, Any]:
-    """The type of every value, by its dotted key; of a group with several schemas, those of the `chosen` one
-    (by the group's name), or of all.
+def _chosen(hint: Any, value: Any) -> type | None:
+    groups = _groups(hint)
+    name = value.get("name") if isinstance(value, Mapping) else None
+    return next((g for g in groups if getattr(g, "name", None) == name), groups[0] if groups else None)
 
-    >>> [key for key in leaves(TrainConfig) if key.startswith("mesh")]
-    ['mesh.replicate', 'mesh.shard']
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with the value of a key; of a rule that a dataclass has for several values, `key` is the
+    dataclass's and `message` names them itself (`is_rule`)."""
+
+    key: str
+    message: str
+    value: Any = None
+    is_rule: bool = False
+
+    def __str__(self) -> str:
+        return self.message if self.is_rule else f"{self.key}={self.value}: {self.message}"
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
+    """Make the dataclasses from nested mappings.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types, values out of range; all of them at once.
     """
-    out: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        key = f"{path}{name}"
-        groups = [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
-        if not groups:
-            out[key] = hint
-        for group in [chosen[key]] if chosen and key in chosen else groups:
-            out |= leaves(group, chosen, f"{key}.")
-    return out
+    config, problems = check(values, kind)
+    if problems:
+        raise refusal([str(problem) for problem in problems])
+    return config
 
 
-def alternatives(kind: type) -> dict[str, dict[str, type]]:
-    """Groups with several schemas: group -> name of the schema in `ConfigStore` -> dataclass.
-
-    >>> sorted(alternatives(TrainConfig)["optimizer"])
-    ['schema_adamw', 'schema_sgd']
-    """
-    return {
-        name: {f"schema_{each.name}": each for each in options_of(hint) if dataclasses.is_dataclass(each)}
-        for name, hint in typing.get_type_hints(kind).items()
-        if len(options_of(hint)) > 1 and dataclasses.is_dataclass(options_of(hint)[0])
-    }
-
-
-# ------------------------------------------------------------------ what Hydra is told
-
-
-class SharedGroups(SearchPathPlugin):
-    """Add `conf/shared` to Hydra's search path: the groups that several commands have."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="fnshard", path=f"file://{SHARED}")
-
-
-def register(
-    kind: type = TrainConfig, name: str = "train_schema", without_files: tuple[str, ...] = ("mesh",)
-) -> None:
-    """Tell Hydra's `ConfigStore` the schemas, so that it converts values, and refuses others by itself.
-
-    Args:
-        kind: a job's configuration.
-        name: of its schema.
-        without_files: groups that have no files to choose from, and start from their defaults.
-    """
-    Plugins.instance().register(SharedGroups)
-    store = ConfigStore.instance()
-    several = alternatives(kind)
-    fields: list[Any] = []
-    for group, hint in typing.get_type_hints(kind).items():
-        if group in several:
-            fields.append((group, Any))
-        elif dataclasses.is_dataclass(hint):
-            schema = _schema(hint)
-            default = (dataclasses.field(default_factory=schema),) if group in without_files else ()
-            fields.append((group, schema, *default))
-    schema = _schema(kind, fields)
-    store.store(name=name, node=schema)
-    for group, kinds in several.items():
-        for each, node in kinds.items():
-            store.store(group=group, name=each, node=_schema(node))
+def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
+    """The dataclasses, None if something is wrong, and every problem."""
+    if wrong := [re.split("=|: ", each, maxsplit=2) for each in too_large(values)]:
+        return None, [Problem(key, message, value) for key, value, message in wrong]
+    known, flat = leaves(kind, values), dict(_flat(values))
+    problems = [
+        Problem(key, "has to be given.", MISSING) for key, value in flat.items() if value == MISSING
+    ] + [
+        Problem(key, f"expected {EXPECTED['int']}, not {value!r}.", value)
+        for key, value in flat.items()
+        if isinstance(value, bool) and known.get(key, bool) in (int, float, int | None, float | None)
+    ]
+    try:
+        config = _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        config, taken = None, {problem.key for problem in problems}
+        problems += [
+            each for each in _of_pydantic(error, kind, values, known) if each.is_rule or each.key not in taken
+        ]
+    return (None if problems else config), problems
 
 
-def _schema(kind: type, groups: list[Any] | None = None) -> type:
-    """The same fields, not frozen, with lists for tuples: OmegaConf would make frozen ones read-only, to
-    overrides too."""
-    fields = list(groups or [])
-    taken = {field[0] for field in fields}
-    hints = typing.get_type_hints(kind)
-    fields += [(f.name, _plain(hints[f.name]), *_default(f)) for f in dataclasses.fields(kind)
-               if f.name not in taken]  # fmt: skip
-    return dataclasses.make_dataclass(kind.__name__, sorted(fields, key=len))
+def _of_pydantic(
+    error: ValidationError, kind: type, values: Mapping[str, Any], known: Mapping[str, Any]
+) -> Iterator[Problem]:
+    hints, seen = typing.get_type_hints(kind), set()
+    groups = [name for name, hint in hints.items() if _groups(hint)]
+    for each in error.errors(include_url=False):
+        parts = [str(part) for part in each["loc"]]
+        branch = parts.pop(1) if len(parts) > 1 and len(_groups(hints.get(parts[0]))) > 1 else ""
+        if branch and branch != _chosen(hints[parts[0]], values[parts[0]]).__name__:
+            continue
+        parts = [part for part in parts if part.isidentifier() and part != "str"]  # not `tuple[str, ...]`
+        key, what, value = ".".join(parts), each["type"], each["input"]
+        if what == "value_error":
+            yield from (Problem(key, text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
+        elif what == "unexpected_keyword_argument":
+            yield from (
+                Problem(at, no_such_key(at, known, [] if "." in at else groups), v)
+                for at, v in _flat(value, key)
+            )
+        elif what == "missing":
+            yield Problem(key, "has to be given.", MISSING)
+        elif key not in seen:
+            seen.add(key)
+            expected = EXPECTED.get(what.partition("_")[0], each["msg"])
+            null = " or null" * (types.NoneType in typing.get_args(known.get(key)))
+            yield Problem(
+                key, f"expected {expected}{null}, not {'null' if value is None else repr(value)}.", value
+            )
 
 
-def _plain(hint: Any) -> Any:
-    """A hint that OmegaConf knows."""
-    tuples = [option for option in options_of(hint) if typing.get_origin(option) is tuple]
-    if not tuples:
-        return hint
-    return list[typing.get_args(tuples[0])[0]] if len(options_of(hint)) == 1 else Any
-
-
-def _default(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """What `make_dataclass` wants behind name and type: nothing where a value has to be given."""
-    if isinstance(field.default, tuple):
-        return (dataclasses.field(default_factory=lambda: list(field.default)),)
-    if field.default is dataclasses.MISSING:
-        return ()
-    return (dataclasses.field(default=field.default),)
+def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _flat(value, f"{key}.{name}".removeprefix("."))
+    else:
+        yield key, values

@@ -1,4 +1,4 @@
-"""Nearest: what somebody may have meant by a name that is not there."""
+"""What somebody may have meant by a name that is not there."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     ['run.steps', 'run.steps', 'optimizer.lr', 'strategy', None]
     """
     known = list(words)
-    same = [w for w in known if _last(w) == _last(word).lower()]
-    if same:
+    last = {w: w.rpartition(".")[2] for w in known}
+    end = word.rpartition(".")[2].lower()
+    if same := [w for w in known if last[w] == end]:
         return max(same, key=lambda w: difflib.SequenceMatcher(None, w, word).ratio())
-    whole = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
-    if whole:
+    if whole := difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7):
         return whole[0]
-    by_last: dict[str, str] = {}
-    for each in known:
-        by_last.setdefault(_last(each), each)
-    alike = difflib.get_close_matches(_last(word).lower(), by_last, n=1, cutoff=0.75)
-    return by_last[alike[0]] if alike else None
+    alike = difflib.get_close_matches(end, last.values(), n=1, cutoff=0.75)
+    return next((w for w in known if last[w] in alike), None)
 
 
 def no_such_key(key: str, keys: Collection[str], groups: Collection[str] = ()) -> str:
@@ -36,16 +33,15 @@ def no_such_key(key: str, keys: Collection[str], groups: Collection[str] = ()) -
     >>> no_such_key("z", ["mesh.shard"], ["strategy"])
     'no such key. The top has mesh, strategy.'
     """
-    at, below = "The top", list(dict.fromkeys([k.partition(".")[0] for k in keys] + list(groups)))
-    parts = key.split(".")
-    for length in range(1, len(parts)):
-        prefix = ".".join(parts[:length]) + "."
-        inside = list(dict.fromkeys(k[len(prefix) :].partition(".")[0] for k in keys if k.startswith(prefix)))
-        if inside:
-            at, below = prefix[:-1], inside
+    at = key.rpartition(".")[0]
+    while at and not any(k.startswith(f"{at}.") for k in keys):
+        at = at.rpartition(".")[0]
+    prefix = f"{at}." if at else ""
+    below = [k.removeprefix(prefix).partition(".")[0] for k in keys if k.startswith(prefix)]
+    below += [] if at else groups
     meant = nearest(key, [*keys, *groups])
     hint = f"Did you mean {meant}? " if meant else ""
-    return f"no such key. {hint}{at} has {', '.join(below)}."
+    return f"no such key. {hint}{at or 'The top'} has {', '.join(dict.fromkeys(below))}."
 
 
 def no_such_choice(group: str, choice: object, choices: Collection[str]) -> str:
@@ -57,7 +53,3 @@ def no_such_choice(group: str, choice: object, choices: Collection[str]) -> str:
     meant = difflib.get_close_matches(str(choice).lower(), choices, n=1, cutoff=0.5)
     hint = f"Did you mean {group}={meant[0]}? " if meant else ""
     return f"no such choice. {hint}{group} has {', '.join(choices)}."
-
-
-def _last(word: str) -> str:
-    return word.rpartition(".")[2]

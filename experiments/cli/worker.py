@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from experiments.cli.mistakes import is_mistake
+from experiments.cli.exceptions import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
 from experiments.data.files import write_json

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.cli.main import concluded
+from experiments.cli.main import exiting
 from experiments.compare.files import write
 from experiments.compare.outcome import found
 from experiments.configs.checks import ConfigError, unmakeable
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--metric", default=HELD_OUT, help="what they are sorted by (default: %(default)s)")
     parser.add_argument("--out", default=OUT, help="folder for the files (default: %(default)s)")
     asked = parser.parse_args(arguments)
-    concluded(lambda: compare(asked.run_dir, asked.metric, Path(asked.out)))
+    exiting(lambda: compare(asked.run_dir, asked.metric, Path(asked.out)))
 
 
 def compare(places: Sequence[str], metric: str, out: Path) -> None:

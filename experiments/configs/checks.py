@@ -6,8 +6,11 @@ import argparse
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
+
+T = TypeVar("T")
 
 NODES = {"AdamWConfig": "optimizer", "SGDConfig": "optimizer", "ShardsConfig": "data",
          "FinetuneDataConfig": "data", "ExplainConfig": ""}  # fmt: skip
@@ -69,6 +72,13 @@ def unmakeable(place: str) -> str:
     if not there.is_dir():
         return f"{there} is no folder"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def configuration(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass by keyword, whose keys and types pydantic checks: no others, numbers finite."""
+    cls.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False, "coerce_numbers_to_str": True}
+    return dataclass(frozen=True, kw_only=True)(cls)
 
 
 class ConfigError(ValueError):

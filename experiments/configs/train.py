@@ -1,18 +1,18 @@
 """The main job's configuration: frozen dataclasses, checked whole before any rank starts.
 
 Torch is not imported here: a mistake in a command line is told before that has loaded.
-`experiments.cli.schema` makes these from plain values, `experiments.cli.validate` from a command line.
+`experiments.cli.schema` makes these from plain values, `experiments.cli.validation` from a command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from experiments.configs.checks import ConfigError as ConfigError
-from experiments.configs.checks import above, at_least, fraction, one_of
+from experiments.configs.checks import above, at_least, configuration, fraction, one_of
 
 AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
 NEVER = "never"  # of run.resume
@@ -26,7 +26,7 @@ SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
 # ------------------------------------------------------------------ one dataclass per group
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class DecoderConfig:
     """Sizes of a `Decoder`.
 
@@ -105,7 +105,7 @@ class DecoderConfig:
         return 6 * matrices + 6 * self.layers * (length or self.context) * self.width
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class MeshConfig:
     """Ranks by axis; `shard: null` means all that are left."""
 
@@ -116,7 +116,7 @@ class MeshConfig:
         at_least(1, self, "replicate", "shard")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class StrategyConfig:
     """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
 
@@ -145,7 +145,7 @@ class StrategyConfig:
             raise ValueError(f"strategy=auto chooses {' and '.join(chosen)} by itself; leave the default.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class PrecisionConfig:
     """dtypes of the stored parameters, of compute, of gradients on the wire, of the optimizer."""
 
@@ -158,7 +158,7 @@ class PrecisionConfig:
         one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class AdamWConfig:
     """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing; `lr: null` is for
     fine-tuning, which has defaults."""
@@ -178,7 +178,7 @@ class AdamWConfig:
         fraction(self, "b1", "b2")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class SGDConfig:
     """`fnshard.optim.sgd`; no decay on norms and embeddings. `clip: null` clips nothing."""
 
@@ -198,7 +198,7 @@ class SGDConfig:
             raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class ScheduleConfig:
     """The rate by step: a name of `fnshard.schedules`.
 
@@ -221,7 +221,7 @@ class ScheduleConfig:
             raise ValueError(f"schedule: {self.name} does nothing with {' and '.join(idle)}; leave 0.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class DataConfig:
     """Files below `root` (null: Python's standard library); `rows` of the global batch."""
 
@@ -239,7 +239,7 @@ class DataConfig:
             raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class ShardsConfig:
     """Shards of tokens in `root`/train and `root`/held_out, as `python -m experiments.tokenize` writes them;
     `rows` of the global batch."""
@@ -258,7 +258,7 @@ class ShardsConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class TrackerConfig:
     """Who is told of a run beside its `metrics.jsonl`; several may be: `tracker=[tensorboard,wandb]`.
 
@@ -273,7 +273,7 @@ class TrackerConfig:
     store: str = "mlruns"
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class RunConfig:
     """How long, on what, and what is told of it.
 
@@ -326,7 +326,7 @@ class RunConfig:
         one_of(("reduce", "local"), self, "accumulate_mode")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class HardwareConfig:
     """Whose speed is planned for and compared with: a name of `analysis.hardware.TABLE`; "auto" is what the
     job runs on, "measure" takes a few seconds to find out.
@@ -342,7 +342,7 @@ class HardwareConfig:
         at_least(0, self, "price_per_hour")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class TrainConfig:
     """Everything the main job is told."""
 

@@ -11,14 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.cli.main import answer
 from experiments.cli.schema import build
 from experiments.explain import words
-from experiments.explain.config import FORM, ExplainConfig
+from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.page import page
 from experiments.explain.paper import explain
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 2."""
-    answer(FORM, _command_line)
+    answer(SPEC, _command_line)
 
 
 def _command_line(composed: DictConfig) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from experiments.cli.command_spec import Form, Help
-from experiments.configs.checks import above
+from experiments.cli.command_spec import CommandSpec, Help
+from experiments.configs.checks import above, configuration
 from experiments.configs.train import (
     AUTO,
     AdamWConfig,
@@ -20,7 +18,7 @@ from experiments.configs.train import (
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class RowsConfig:
     """`rows` of the global batch; null: one for each rank and micro-batch."""
 
@@ -31,7 +29,7 @@ class RowsConfig:
             raise ValueError(f"data.rows={self.rows}: must be 1 or more, or null.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class PaperRunConfig:
     """`accumulate`: micro-batches of a step. `device_gb`: what the step may take of a rank's device, in 1e9
     bytes; null: all that the hardware has."""
@@ -46,7 +44,7 @@ class PaperRunConfig:
             raise ValueError(f"run.device_gb={self.device_gb:g}: must be above 0, or null.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class ExplainConfig:
     """Everything that `experiments.explain` is told.
 
@@ -108,7 +106,6 @@ class ExplainConfig:
         return int(self.tokens or PER_PARAMETER * self.model.parameters)
 
 
-GROUPS = ("mesh", "data", "run")  # that have no files to choose from
 HELP = Help(
     about="What a configuration comes to, without training and without the devices: bytes, traffic, time, "
     "tokens a day, cost; printed, and as one HTML file with pictures.",
@@ -132,4 +129,4 @@ HELP = Help(
         ),
     },
 )
-FORM = Form("explain", ExplainConfig, HELP, without_files=GROUPS)
+SPEC = CommandSpec("explain", ExplainConfig, HELP)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from experiments.configs.checks import above, at_least, fraction, one_of
+from experiments.configs.checks import above, at_least, configuration, fraction, one_of
 from experiments.configs.train import (
     AUTO,
     AdamWConfig,
@@ -24,7 +24,7 @@ ALL_LINEAR = "all-linear"  # of method.targets: every matrix of every layer
 EXPORTS = (AUTO, "adapters", "merged", "both", "none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class MethodConfig:
     """What trains: all (`full`), or adapters (`lora`) beside a base that is frozen, as it is or as codes.
 
@@ -46,7 +46,7 @@ class MethodConfig:
         fraction(self, "dropout")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class ObjectiveConfig:
     """`sft`: the likelihood of responses; `dpo`: of the chosen above the rejected, by `beta`."""
 
@@ -62,7 +62,7 @@ class ObjectiveConfig:
             raise ValueError(f"objective.label_smoothing={self.label_smoothing}: must be below 0.5.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class FinetuneDataConfig:
     """Files in one of `experiments.data.layouts`; null: docstrings of Python's standard library.
 
@@ -91,7 +91,7 @@ class FinetuneDataConfig:
             raise ValueError("data.held_out: without data.train there is nothing it is held out of.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class FinetuneConfig:
     """Everything a fine-tuning job is told.
 

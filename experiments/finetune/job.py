@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.cli.command_spec import CONF, Form, Help, Job
+from experiments.cli.command_spec import CONF, CommandSpec, Help, Job
 from experiments.configs.train import ConfigError
 from experiments.finetune.config import FinetuneConfig
 
@@ -103,5 +103,5 @@ def work(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Sto
 
 
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.
-FORM = Form("finetune", FinetuneConfig, HELP, CONF / "finetune", ("mesh", "data"))
-JOB = Job(FORM, "experiments.finetune.job", work, prepare)
+SPEC = CommandSpec("finetune", FinetuneConfig, HELP, CONF / "finetune")
+JOB = Job(SPEC, "experiments.finetune.job", work, prepare)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.cli.main import answer
 from experiments.memory import recipe, sizes, targets, zero
-from experiments.memory.config import FORM, MemoryConfig, build
+from experiments.memory.config import SPEC, MemoryConfig, build
 
 Part = tuple[Callable[[MemoryConfig, Path], dict[str, Any]], Callable[[Mapping[str, Any]], str]]
 PARTS: dict[str, Part] = {
@@ -26,7 +26,7 @@ PARTS: dict[str, Part] = {
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 2."""
-    answer(FORM, _command_line)
+    answer(SPEC, _command_line)
 
 
 def _command_line(composed: DictConfig) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from experiments.cli.command_spec import Form, Help
-from experiments.configs.checks import refusal
+from experiments.cli.command_spec import CommandSpec, Help
+from experiments.configs.checks import configuration, refusal
 from experiments.memory.plans import LLAMA
 from experiments.training.decoder import DecoderConfig
 
@@ -26,7 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class MemoryConfig:
     """All options; those that are None depend on the part (`DEFAULTS`).
 
@@ -130,4 +130,4 @@ HELP = Help(
         "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": "all of it",
     },
 )
-FORM = Form("memory", MemoryConfig, HELP, build=build)
+SPEC = CommandSpec("memory", MemoryConfig, HELP, build=build)

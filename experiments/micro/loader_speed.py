@@ -25,7 +25,7 @@ STEPS = 5  # the first compiles, and is not counted
 
 def main() -> None:
     """Run the command line; a mistake is one message and exit code 2."""
-    answer(JOB.form, _command_line)
+    answer(JOB.spec, _command_line)
 
 
 def _command_line(composed: DictConfig) -> None:

@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.cli.validate import ask
+from experiments.cli.validation import validate
 from experiments.configs.machine import place
 from experiments.configs.train import TrackerConfig
 from experiments.trackers.base import RunInfo, Tracker
 from experiments.trackers.registry import TRACKERS, chosen
-from experiments.train import FORM
+from experiments.train import SPEC
 from experiments.training import loop, steps
 from experiments.training.report import Report, Silent
 from experiments.training.run_record import RunRecord, TimeSpent, facts_of
@@ -172,7 +172,7 @@ class Timing:
 def configured(asked: Mapping[str, str]) -> Any:
     """The main job's configuration."""
     given = [f"model={asked['model']}", f"mesh.shard={asked['ranks']}", f"run.backend={asked['backend']}"]
-    config = ask(FORM, given).config
+    config = validate(SPEC, given).config
     names = [name for name in asked["trackers"].split(",") if name]
     tracker = TrackerConfig(**dict.fromkeys(names, True), store=str(Path(asked["folder"]) / "mlruns"))
     return place(replace(config, tracker=tracker), accelerators={}, world=int(asked["ranks"]))

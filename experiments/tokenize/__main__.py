@@ -5,13 +5,13 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.cli.main import answer
-from experiments.tokenize.config import FORM, build
+from experiments.tokenize.config import SPEC, build
 from experiments.tokenize.job import tokenize
 
 
 def main() -> None:
     """Run the command line; a mistake is one message and exit code 2."""
-    answer(FORM, _command_line)
+    answer(SPEC, _command_line)
 
 
 def _command_line(composed: DictConfig) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from experiments.cli.command_spec import Form, Help
-from experiments.configs.checks import refusal
+from experiments.cli.command_spec import CommandSpec, Help
+from experiments.configs.checks import configuration, refusal
 
 BROKEN = ("refuse", "skip")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class TokenizeConfig:
     """All options.
 
@@ -88,4 +87,4 @@ HELP = Help(
         "python -m experiments.tokenize out=shards tokenizer=DIRECTORY": "with a model's tokenizer",
     },
 )
-FORM = Form("tokenize", TokenizeConfig, HELP, build=build)
+SPEC = CommandSpec("tokenize", TokenizeConfig, HELP, build=build)

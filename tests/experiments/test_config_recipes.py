@@ -15,28 +15,28 @@ import yaml
 from test_finetune import SMALL as SMALL_TUNING
 from test_finetune import data, model, run_in  # noqa: F401  # fixtures
 
-from experiments.bench.form import FORM as BENCH
-from experiments.chaos.config import FORM as CHAOS
-from experiments.cli.command_spec import CONF, Form
+from experiments.bench.form import SPEC as BENCH
+from experiments.chaos.config import SPEC as CHAOS
+from experiments.cli.command_spec import CONF, CommandSpec
 from experiments.cli.help import help_of
 from experiments.cli.main import main
-from experiments.cli.validate import ask
+from experiments.cli.validation import validate
 from experiments.configs.machine import place
 from experiments.configs.train import TrainConfig
 from experiments.finetune import dataset
 from experiments.finetune import loop as tuning_loop
-from experiments.finetune.job import FORM as FINETUNE
-from experiments.memory.config import FORM as MEMORY
-from experiments.tokenize.config import FORM as TOKENIZE
+from experiments.finetune.job import SPEC as FINETUNE
+from experiments.memory.config import SPEC as MEMORY
+from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize
-from experiments.train import FORM as TRAIN
 from experiments.train import JOB
+from experiments.train import SPEC as TRAIN
 from experiments.training import loop
 from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
 
-FORMS = (TRAIN, FINETUNE, BENCH, CHAOS, MEMORY, TOKENIZE)
+SPECS = (TRAIN, FINETUNE, BENCH, CHAOS, MEMORY, TOKENIZE)
 SMALL = (
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
     "data.rows=4", "data.held_out_rows=4", "run.steps=2",
@@ -47,11 +47,11 @@ SMALL = (
 LONG = {"hybrid", "small_memory", "ddp", "fsdp2", "zero1", "sft_full", "qlora4", "dpo"}
 
 
-def recipes(form: Form) -> list[str]:
+def recipes(form: CommandSpec) -> list[str]:
     return sorted(path.stem for path in (form.conf / "experiment").glob("*.yaml"))
 
 
-def some(form: Form) -> list:
+def some(form: CommandSpec) -> list:
     return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in recipes(form)]
 
 
@@ -69,7 +69,7 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     if name == "shards":  # at the place that the recipe names
         tokenize(TokenizeConfig(out="shards", files=(str(text),), processes=1, held_out_percent=20))
     root = () if name == "shards" else (f"data.root={text}",)
-    asked = ask(TRAIN, [f"experiment={name}", *SMALL, *root]).config
+    asked = validate(TRAIN, [f"experiment={name}", *SMALL, *root]).config
     config = JOB.prepare(place(asked, accelerators={}))
     loop.train(config, run_in(tmp_path / "run"), [], Stop())
     result = read_result(tmp_path / "run")
@@ -90,7 +90,7 @@ def test_a_recipe_trains_without_its_safety_net(ranks, name, layers, text, tmp_p
     root = () if name == "shards" else (f"data.root={text}",)
     bare = ("optimizer=sgd", "optimizer.clip=null", "optimizer.lr=0.01", "run.accumulate=1")
     more = (*SMALL, *root, *bare, "mesh.shard=2", f"model.layers={layers}")
-    config = JOB.prepare(place(ask(TRAIN, [f"experiment={name}", *more]).config, accelerators={}))
+    config = JOB.prepare(place(validate(TRAIN, [f"experiment={name}", *more]).config, accelerators={}))
     ranks(2).run(trained, config, str(tmp_path / "run"), timeout=250.0)
     result = read_result(tmp_path / "run")
     assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
@@ -105,7 +105,7 @@ def test_a_recipe_tunes_for_two_steps(name, model, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = data["pairs" if name == "dpo" else "samples"]
     more = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}", "run.steps=2")
-    asked = ask(FINETUNE, [f"experiment={name}", *SMALL_TUNING, "mesh.replicate=1", *more]).config
+    asked = validate(FINETUNE, [f"experiment={name}", *SMALL_TUNING, "mesh.replicate=1", *more]).config
     config = dataset.prepared(place(asked, accelerators={}))
     tuning_loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
     result = read_result(tmp_path / "run")
@@ -119,9 +119,9 @@ def test_a_recipe_tunes_for_two_steps(name, model, data, tmp_path, monkeypatch):
 )
 def test_a_recipe_is_whole_and_takes_overrides(form, name):
     """On a machine with eight GPUs; no key is said for nothing."""
-    asked = ask(form, [f"experiment={name}"])
+    asked = validate(form, [f"experiment={name}"])
     place(asked.config, accelerators={"cpu": 1} if name == "laptop" else {"cuda": 8})
-    again = ask(form, [f"experiment={name}", "run.steps=10", "optimizer.lr=0.5"]).config
+    again = validate(form, [f"experiment={name}", "run.steps=10", "optimizer.lr=0.5"]).config
     assert (again.run.steps, again.optimizer.lr) == (10, 0.5)
     written = yaml.safe_load((form.conf / "experiment" / f"{name}.yaml").read_text())
     for group in {*written} - {"defaults"}:
@@ -130,14 +130,14 @@ def test_a_recipe_is_whole_and_takes_overrides(form, name):
 
 
 def test_a_recipe_gives_way_to_choices():
-    config = ask(TRAIN, ["experiment=fsdp2", "strategy=zero2", "model=tiny"]).config
+    config = validate(TRAIN, ["experiment=fsdp2", "strategy=zero2", "model=tiny"]).config
     assert (config.strategy.name, config.model.width, config.precision.compute) == ("zero2", 128, "bfloat16")
 
 
 # ------------------------------------------------------------------ --help
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", SPECS, ids=lambda form: form.name)
 def test_help_names_groups_keys_and_examples_that_compose(form):
     told = help_of(form)
     assert max(map(len, told.splitlines())) <= 110
@@ -156,12 +156,12 @@ def test_help_names_groups_keys_and_examples_that_compose(form):
         assert command in told
         words = shlex.split(command)
         assert words[:3] == ["python", "-m", f"experiments.{form.name}"]
-        ask(form, words[3:])
+        validate(form, words[3:])
 
 
 def test_options_of_the_help_are_there():
-    for form in FORMS:
-        asked = ask(form, {"tokenize": ["out=there"]}.get(form.name, []))
+    for form in SPECS:
+        asked = validate(form, {"tokenize": ["out=there"]}.get(form.name, []))
         for key in form.help.options:
             value = asked.config
             for part in key.split(".") if not key.startswith("hydra.") else []:

@@ -14,20 +14,20 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments.cli.schema import build
-from experiments.cli.validate import ask
+from experiments.cli.validation import validate
 from experiments.configs.checks import ConfigError
 from experiments.explain import words
 from experiments.explain.__main__ import write
-from experiments.explain.config import FORM, ExplainConfig
+from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.page import page
 from experiments.explain.paper import Paper, explain
 from fnshard.errors import BudgetError
 
 
 def composed(*overrides: str) -> Any:
-    FORM.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(FORM.conf)):
-        return hydra.compose(FORM.name, overrides=list(overrides))
+    SPEC.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(SPEC.conf)):
+        return hydra.compose(SPEC.name, overrides=list(overrides))
 
 
 def config_of(*overrides: str) -> ExplainConfig:
@@ -132,7 +132,7 @@ def test_the_large_models_are_what_they_are_called(name: str, parameters: int) -
 )
 def test_mistakes_are_told(overrides: list[str], wanted: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ask(FORM, overrides)
+        validate(SPEC, overrides)
     assert wanted in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 

@@ -49,8 +49,8 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
 
 
 def compose(*overrides: str) -> FinetuneConfig:
-    job.FORM.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.FORM.conf)):
+    job.SPEC.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.SPEC.conf)):
         composed = hydra.compose("finetune", overrides=list(overrides))
     return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig)
 

@@ -252,7 +252,7 @@ def test_compare_leaves_three_files(tmp_path, capsys, monkeypatch):
 
 
 def composed(*overrides: str, name: str = "train", conf: str = "conf") -> Any:
-    JOB.form.register()
+    JOB.spec.register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / conf)):
         return hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
 

@@ -25,13 +25,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments import train
 from experiments.cli import job, schema
-from experiments.cli.mistakes import is_mistake
-from experiments.cli.validate import ask
+from experiments.cli.exceptions import is_mistake
+from experiments.cli.validation import validate
 from experiments.configs import train as configs
 from experiments.configs.budget import check_memory, state_bytes
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
-from experiments.explain.__main__ import FORM as EXPLAIN
+from experiments.explain.__main__ import SPEC as EXPLAIN
 from experiments.explain.paper import explain
 from experiments.training.decoder import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.training.sample import Sampler, last_logits, printable
@@ -271,7 +271,7 @@ def test_what_is_predicted_from_sizes_is_a_part_of_what_the_step_takes(strategy,
     asked = placed(f"strategy={strategy}", "mesh.shard=4", "model.layers=1", "model.context=32", *more)
     least = sum(size for _, size in state_bytes(asked).values())
     same = {name: getattr(asked, name) for name in ("model", "mesh", "strategy", "precision", "optimizer")}
-    paper = explain(dataclasses.replace(ask(EXPLAIN, []).config, **same))
+    paper = explain(dataclasses.replace(validate(EXPLAIN, []).config, **same))
     assert 0.2 * paper.memory.peak_bytes < least <= paper.memory.peak_bytes
 
 
