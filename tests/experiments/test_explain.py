@@ -66,7 +66,7 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
     told = words.told(paper)
     for wanted in (
         f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
-        "MFU", "tokens a day", "at 3 an hour", "saved activations", "reduce scatter",
+        "MFU", "tokens a day", "at $3 an hour", "saved activations", "reduce scatter",
         "layers.*.attn.wq.weight", "gathers 1 and 1 kernels ahead",
     ):  # fmt: skip
         assert wanted in told, wanted
@@ -119,14 +119,14 @@ def test_the_large_models_are_what_they_are_called(name: str, parameters: int) -
     ("overrides", "wanted"),
     [
         (["hardware=h1000"], "Did you mean hardware=h100?"),
-        (["hardware=auto"], "hardware=auto (command line): a job looks what it runs on"),
-        (["mesh.shard=null"], "mesh.shard=null (command line): say how many"),
-        (["data.rows=9"], "data.rows=9 (command line) does not divide over 8 ranks. Fix: data.rows=16"),
-        (["data.rows=0"], "data.rows=0 (command line): must be 1 or more"),
-        (["hardware.price_per_hour=-1"], "hardware.price_per_hour=-1.0 (command line): must be 0 or more"),
-        (["tokens=0"], "tokens=0.0 (command line): must be above 0"),
+        (["hardware=auto"], "hardware=auto: a job looks what it runs on"),
+        (["mesh.shard=null"], "mesh.shard=null: say how many"),
+        (["data.rows=9"], "data.rows=9 does not divide over 8 ranks (command line). Fix: data.rows=16"),
+        (["data.rows=0"], "data.rows=0: must be 1 or more"),
+        (["hardware.price_per_hour=-1"], "hardware.price_per_hour=-1.0: must be 0 or more (command line)"),
+        (["tokens=0"], "tokens=0.0: must be above 0 (command line)"),
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
-        (["run.device_gb=0"], "run.device_gb=0 (command line): must be above 0"),
+        (["run.device_gb=0"], "run.device_gb=0: must be above 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
