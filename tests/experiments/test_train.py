@@ -111,7 +111,7 @@ REFUSED_BY_US = [
     (["+mesh.z=1"], r"mesh\.z=1: no such key\. mesh has replicate, shard"),
     (["+extra=1"], r"extra=1: no such key\. The top has model, mesh"),
     (["+model.layers_too=1"], r"model\.layers_too=1: no such key\. Did you mean model\.layers\?"),
-    (["optimizer=sgd", "+optimizer.b1=0.1"], r"optimizer\.b1=0\.1: no such key\. .*optimizer has name, lr, mom"),
+    (
         ["optimizer=sgd", "+optimizer.b1=0.1"],
         r"optimizer\.b1=0\.1: no such key\. .*optimizer has name, lr, momentum",
     ),
