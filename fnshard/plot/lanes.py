@@ -75,15 +75,15 @@ def busy_lanes(timeline: Timeline) -> list[str]:
 
 def headline(timeline: Timeline) -> str:
     """Ranks, hardware, step time, MFU and waiting time in one line."""
-    told = f"{timeline.ranks} × {timeline.hardware}, {time_text(timeline.step_seconds)} a step"
+    text = f"{timeline.ranks} × {timeline.hardware}, {time_text(timeline.step_seconds)} a step"
     if timeline.mfu:
-        told += f", MFU {timeline.mfu:.0%}"
+        text += f", MFU {timeline.mfu:.0%}"
     exposed = {
         "communication": timeline.exposed_communication_seconds,
         "transfers": timeline.exposed_transfer_seconds,
     }
     waits = [f"{time_text(seconds)} for {what}" for what, seconds in exposed.items() if seconds]
-    return f"{told}, compute waits {' and '.join(waits)}" if waits else told
+    return f"{text}, compute waits {' and '.join(waits)}" if waits else text
 
 
 def what(span: Span) -> str:

@@ -70,20 +70,20 @@ def label_of(spec: LayoutSpec) -> str:
     "P() f32 → bf16, gradient and optimizer P('shard')"
     """
     stored, computed = short_dtype(spec.storage_dtype), short_dtype(spec.compute_dtype)
-    told = [f"{spec.storage!r} {stored}" + ("" if stored == computed else f" → {computed}")]
+    parts = [f"{spec.storage!r} {stored}" + ("" if stored == computed else f" → {computed}")]
     if not spec.trainable:
-        told.append("frozen")
+        parts.append("frozen")
     elif spec.gradient == spec.optimizer != spec.storage:
-        told.append(f"gradient and optimizer {spec.gradient!r}")
+        parts.append(f"gradient and optimizer {spec.gradient!r}")
     else:
         other = {"gradient": spec.gradient, "optimizer": spec.optimizer}
-        told += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
-    told += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
-    told += [] if spec.memory == "device" else [f"on the {spec.memory}"]
+        parts += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
+    parts += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
+    parts += [] if spec.memory == "device" else [f"on the {spec.memory}"]
     if spec.trainable and spec.optimizer_memory != "device":
         streamed = " (streamed)" if spec.updated_on == "device" else ""
-        told.append(f"optimizer on the {spec.optimizer_memory}{streamed}")
-    return ", ".join(told)
+        parts.append(f"optimizer on the {spec.optimizer_memory}{streamed}")
+    return ", ".join(parts)
 
 
 def equal_units(leaves: Sequence[Leaf]) -> list[tuple[str, list[Leaf], int]]:

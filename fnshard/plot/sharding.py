@@ -43,9 +43,9 @@ def mesh(mesh: Mesh, path: str | Path, *, ranks_per_node: int = 8) -> Path:
     across = max(len(row) for _, row in rows)
     cell = min(0.75, 14 / across, max(24 / len(rows), 0.05))  # inches
     label = max(len(name) for name, _ in rows)
-    told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
-    told += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
-    told += f"; a box is a node of {per_box}" if per_box > 1 else ""
+    title = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
+    title += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
+    title += f"; a box is a node of {per_box}" if per_box > 1 else ""
     wide = 0.11 * label + max(cell * across, 0.11 * len(mesh.names[-1])) + 0.8
     figure, axes = figure_of(wide, min(max(cell * len(rows), 0.5), HIGHEST) + 1.2)
     shades = _shades(len(rows))
@@ -67,7 +67,7 @@ def mesh(mesh: Mesh, path: str | Path, *, ranks_per_node: int = 8) -> Path:
     _across(axes, across, mesh.names[-1] if not wrapped else "")
     axes.set(xlim=(0, across), ylim=(len(rows), 0))
     _bare(axes)
-    axes.set_title(told, fontsize=11, loc="left")
+    axes.set_title(title, fontsize=11, loc="left")
     return save(figure, path)
 
 

@@ -58,9 +58,9 @@ def mesh(mesh: Mesh) -> str:
         for name, row in laid
     ]
     label = max(len(name) for name, _ in rows)
-    told = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
-    told += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
-    return "\n".join([told, *(f"{n.ljust(label)}  {r}" for n, r in _cut(rows, 2 * MOST_ROWS, ("⋮", "")))])
+    title = f"{mesh}: {mesh.size:,} rank{'s' if mesh.size > 1 else ''}"
+    title += f", the batch is split over {', '.join(mesh.data_axes) or 'no axis'}"
+    return "\n".join([title, *(f"{n.ljust(label)}  {r}" for n, r in _cut(rows, 2 * MOST_ROWS, ("⋮", "")))])
 
 
 def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None) -> str:
@@ -106,12 +106,12 @@ def _table(grid: Grid) -> list[str]:
     rule = " " * left + "+" + "+".join("-" * (w + 2) for w in wide) + "+"
     lines = []
     if len(grid.columns) > 1:
-        told = "  ".join(h.ljust(w + 1) for h, w in zip(heads, wide, strict=True))
-        lines.append(" " * (left + 2) + told.rstrip())
+        joined = "  ".join(h.ljust(w + 1) for h, w in zip(heads, wide, strict=True))
+        lines.append(" " * (left + 2) + joined.rstrip())
     lines.append(rule)
     for side, row in zip(sides, cells, strict=True):
-        told = "|".join(f" {c.ljust(w)} " for c, w in zip(row, wide, strict=True))
-        lines += [f"{side.ljust(left)}|{told}|", rule]
+        joined = "|".join(f" {c.ljust(w)} " for c, w in zip(row, wide, strict=True))
+        lines += [f"{side.ljust(left)}|{joined}|", rule]
     return lines
 
 
@@ -145,8 +145,8 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
         )
         for x in rows
     ]
-    told = f"{count_of(len(leaves))}, {byte_text(whole)} stored; {byte_text(one)} on one rank of {mesh}"
-    return "\n".join([told, *_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
+    title = f"{count_of(len(leaves))}, {byte_text(whole)} stored; {byte_text(one)} on one rank of {mesh}"
+    return "\n".join([title, *_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
 
 
 def traffic(comm: Any, *, width: int = 32) -> str:
@@ -163,8 +163,8 @@ def traffic(comm: Any, *, width: int = 32) -> str:
         (verb.replace("_", " "), byte_text(size), f"{count} ×", _bar(size / most if most else 0.0, width))
         for verb, size, count in rows
     ]
-    told = [(f"{name}  ", f"{size}, {count}", bar) for name, size, count, bar in cells]
-    return "\n".join(_columns(told, (str.ljust, str.rjust, str.ljust))) or "nothing is sent"
+    texts = [(f"{name}  ", f"{size}, {count}", bar) for name, size, count, bar in cells]
+    return "\n".join(_columns(texts, (str.ljust, str.rjust, str.ljust))) or "nothing is sent"
 
 
 def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
@@ -201,8 +201,8 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
         out.append(f"{(high if row == height else '').rjust(left)} |{cells}".rstrip())
     out.append(f"{low.rjust(left)} +{'-' * width}")
     out.append(" " * (left + 2) + _phase_line(phases, len(totals), width))
-    told = f": {lines[peak]}" if lines else ""
-    return "\n".join([*out, f"peak {byte_text(totals[peak])} in line {peak}{told}"])
+    at = f": {lines[peak]}" if lines else ""
+    return "\n".join([*out, f"peak {byte_text(totals[peak])} in line {peak}{at}"])
 
 
 def _lines_of(memory: Any) -> Sequence[str]:
@@ -243,8 +243,8 @@ def timeline(timeline: Any, *, measured: Any = None, width: int = 72) -> str:
             out.append(f"{lane.ljust(left)} |{row}|")
     scale, unit = time_unit(longest)
     out.append(f"{' ' * left}  0{f'{digits(longest * scale)} {unit}'.rjust(width - 1)}")
-    told = ", ".join(f"{_letter(name)} {name}" for name in used)
-    return "\n".join([*out, f"{told}; small: less than half of the time, ·: nothing"])
+    letters = ", ".join(f"{_letter(name)} {name}" for name in used)
+    return "\n".join([*out, f"{letters}; small: less than half of the time, ·: nothing"])
 
 
 def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
