@@ -15,7 +15,7 @@ from experiments.configs.train import ConfigError, PrecisionConfig
 from experiments.finetune.config import ALL_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
 from fnshard import tree
-from fnshard.adapters.lora import Lora, matched, with_adapters
+from fnshard.adapters.lora import Lora, matched_leaves, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
 
 Fn = Callable[..., Any]
@@ -114,7 +114,7 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel, method: str | None = No
     targets = list(matrices) if chosen.targets == ALL_LINEAR else chosen.targets
     try:
         globs = "|".join(targets) if isinstance(targets, list) else targets
-        chosen_paths = set(matched("targets", globs, lm.params))
+        chosen_paths = set(matched_leaves("targets", globs, lm.params))
         turned = [p for p in lm.transposed() if p in chosen_paths]
         fn, params = fs.lora(
             lm.logits, lm.params, rank=chosen.rank, alpha=chosen.alpha, targets=targets,

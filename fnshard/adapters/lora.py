@@ -91,9 +91,9 @@ def lora(
     _check_numbers(rank, alpha, dropout)
     named, structure = tree.flatten_with_paths(params)
     check_tree(named)
-    chosen = matched("targets", targets, named)
-    turned = matched("transposed", transposed, chosen) if transposed else []
-    trained = matched("train", train, named) if train else []
+    chosen = matched_leaves("targets", targets, named)
+    turned = matched_leaves("transposed", transposed, chosen) if transposed else []
+    trained = matched_leaves("train", train, named) if train else []
     wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained)]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
@@ -129,7 +129,9 @@ def _misfits(path: str, leaf: Tensor, rank: int, trains: bool) -> list[str]:
     return [f"{of}: rank={rank} is more than {min(leaf.shape)}"] if rank > min(leaf.shape) else []
 
 
-def matched(what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]) -> list[str]:
+def matched_leaves(
+    what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]
+) -> list[str]:
     """Paths that one of the globs matches, with or without ".weight".
 
     Raises:

@@ -1,7 +1,8 @@
 """Adapters: merged into their weights, and in and out of PEFT's files.
 
 A directory of PEFT's has `adapter_model.safetensors` and `adapter_config.json`; what is written here is read
-by `peft.PeftModel.from_pretrained` on the same base model, and the other way round.
+by `peft.PeftModel.from_pretrained` on the same base model, and the other way round. PEFT's own `LoraConfig`
+is not used: it checks no types, so that the checks below would stay, and PEFT may be absent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fnshard import tree
 from fnshard.adapters.lora import Lora
 from fnshard.checkpoint.rows import all_or_none
 from fnshard.errors import StateError, leaves, report
-from fnshard.hf.write import write_text
+from fnshard.hf.write import write_flushed
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
@@ -126,7 +127,7 @@ def save(
         aside = folder / f".{WEIGHTS}.writing"
         aside.unlink(missing_ok=True)
         write(aside, entries, {"format": "pt"})
-        write_text(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
+        write_flushed(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
         os.replace(aside, folder / WEIGHTS)
         os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
         flush_directory(folder)

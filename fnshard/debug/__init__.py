@@ -11,9 +11,9 @@ which a step has none of otherwise.
 
 from __future__ import annotations
 
-from fnshard.debug.hunt import nan_hunt
 from fnshard.debug.layouts import bisect
-from fnshard.debug.truth import check
+from fnshard.debug.nan_search import nan_hunt
+from fnshard.debug.reference import check
 from fnshard.step.compiles import assert_max_compiles
 
 __all__ = ["assert_max_compiles", "bisect", "check", "nan_hunt"]

@@ -83,7 +83,7 @@ def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
     return source, resolve_specs(specs, source)
 
 
-def cut(batch: Arguments, parts: int) -> list[Arguments]:
+def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
     """The slices of a global batch along dim 0, one for each part; `Whole` leaves and constants go to all.
 
     Raises:
@@ -117,18 +117,18 @@ def cut(batch: Arguments, parts: int) -> list[Arguments]:
     return [part(index) for index in range(parts)]
 
 
-def unwrapped(batch: Arguments) -> Arguments:
-    """As `fn` sees it: without `Whole`."""
+def without_wrapper(batch: Arguments) -> Arguments:
+    """A batch as `fn` sees it, without `Whole` around its leaves."""
     return tree.map(lambda v: v.value if isinstance(v, Whole) else v, batch, constants=True)
 
 
 def micro_batches(batch: Arguments, count: int) -> list[Arguments]:
     """A rank's slice, as micro-batching cuts it."""
     micro_batch(batch, count)  # refuses what cannot be cut
-    return cut(batch, count)
+    return split_batch(batch, count)
 
 
-def piece(
+def valid_block(
     block: Tensor, spec: LayoutSpec, layout: Any, mesh: Mesh, rank: int
 ) -> tuple[tuple[slice, ...], Tensor]:
     """Where a rank's block lies in the full leaf, and the block without its padding."""
@@ -136,12 +136,12 @@ def piece(
     return slices, block[tuple(slice(0, s.stop - s.start) for s in slices)]
 
 
-def assemble(blocks: Mapping[int, Tensor], spec: LayoutSpec, layout: Any, mesh: Mesh) -> Tensor:
+def full_tensor(blocks: Mapping[int, Tensor], spec: LayoutSpec, layout: Any, mesh: Mesh) -> Tensor:
     """The full leaf from its ranks' blocks; of replicas, the first rank's."""
     first = next(iter(blocks.values()))
     full = torch.zeros(spec.shape, dtype=first.dtype, device=first.device)
     for rank in reversed(blocks):
-        slices, valid = piece(blocks[rank], spec, layout, mesh, rank)
+        slices, valid = valid_block(blocks[rank], spec, layout, mesh, rank)
         full[slices] = valid
     return full
 

@@ -18,15 +18,15 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.debug.batch import (
     as_arguments,
-    assemble,
-    cut,
     difference,
     full_params,
-    piece,
+    full_tensor,
     simulated_mesh,
+    split_batch,
     tolerance,
+    valid_block,
 )
-from fnshard.debug.record import Entry, Key, Recording, record
+from fnshard.debug.record import Key, RecordedTensor, Recording, record
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.simulated import Adversary
@@ -34,7 +34,7 @@ from fnshard.step.make_step import shard_step
 
 
 @dataclass(frozen=True)
-class Finding:
+class LayoutDifference:
     """One thing that differs. `number`: the line of `b`'s schedule behind which it does; -1 is before it.
 
     `absolute`, `relative`: the largest difference, and that by the largest number of either side.
@@ -64,40 +64,40 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Bisected:
+class BisectReport:
     """What `fs.debug.bisect` found: all that differs, in the order of `b`'s schedule; false if nothing does.
 
     `compared`: how many values were laid side by side. `note`: what could not be compared.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[LayoutDifference, ...]
     compared: int
     rtol: float | None
     note: str = ""
     schedules: tuple[Schedule, Schedule] = field(repr=False, default=())
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> LayoutDifference | None:
         """The first difference of all."""
         return next(iter(self.findings), None)
 
     @property
-    def kernel(self) -> Finding | None:
+    def kernel(self) -> LayoutDifference | None:
         """The first kernel whose results differ."""
         return next((f for f in self.findings if f.kind == "kernel"), None)
 
     @property
-    def collective(self) -> Finding | None:
+    def collective(self) -> LayoutDifference | None:
         """The first collective (its wait) whose results differ."""
         return next((f for f in self.findings if f.kind == "collective"), None)
 
     @property
-    def leaf(self) -> Finding | None:
+    def leaf(self) -> LayoutDifference | None:
         """The first leaf that differs: stored, gathered, or by its gradient."""
         return next((f for f in self.findings if f.leaf), None)
 
     @property
-    def failure(self) -> Finding | None:
+    def failure(self) -> LayoutDifference | None:
         """The instruction that a side could not run."""
         return next((f for f in self.findings if f.failed), None)
 
@@ -132,7 +132,7 @@ def bisect(
     atol: float = 0.0,
     seed: int = 0,
     adversary: Adversary = None,
-) -> Bisected:
+) -> BisectReport:
     """Run both layouts once and name the first kernel, collective and leaf where they differ.
 
     All ranks are simulated in this process, on the eager backend; every value is kept, so give it a small
@@ -163,7 +163,7 @@ def bisect(
     full, specs_a = full_params(params, specs_a)
     specs_b = full_params(params, specs_b)[1]
     mesh = simulated_mesh(mesh, specs_a, specs_b)
-    parts = cut(as_arguments(fn, batch, keywords), mesh.data_size)
+    parts = split_batch(as_arguments(fn, batch, keywords), mesh.data_size)
     sides = []
     for specs, options in ((specs_a, options_a), (specs_b, options_b)):
         how = {"optimizer": optimizer, **(options or {}), "backend": "eager"}
@@ -172,12 +172,12 @@ def bisect(
     return compare(*sides, rtol=rtol, atol=atol)
 
 
-def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: float = 0.0) -> Bisected:
+def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: float = 0.0) -> BisectReport:
     """Two recordings of one function on one mesh, laid side by side."""
     left_out, note = _incomparable(a, b)
     known = {rank: _by_key(entries) for rank, entries in a.ranks.items()}
     here = {rank: _by_key(entries) for rank, entries in b.ranks.items()}
-    found: list[tuple[int, int, Finding]] = []
+    found: list[tuple[int, int, LayoutDifference]] = []
     compared: set[tuple[Key, str]] = set()
     for rank, entries in b.ranks.items():
         for place, entry in enumerate(entries):
@@ -196,12 +196,12 @@ def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: floa
         if side.failure:
             findings.append(_failed(side, name))
     findings.sort(key=lambda f: f.number)  # stable: a failure comes behind what differs at its line
-    return Bisected(tuple(findings), len(compared), rtol, note, (a.schedule, b.schedule))
+    return BisectReport(tuple(findings), len(compared), rtol, note, (a.schedule, b.schedule))
 
 
-def _by_key(entries: list[Entry]) -> dict[tuple[Key, str], Entry]:
+def _by_key(entries: list[RecordedTensor]) -> dict[tuple[Key, str], RecordedTensor]:
     """By key and version, and by key alone: the first version."""
-    out: dict[tuple[Key, str], Entry] = {}
+    out: dict[tuple[Key, str], RecordedTensor] = {}
     for entry in entries:
         out[entry.key, entry.version] = entry
     for entry in reversed(entries):
@@ -209,7 +209,7 @@ def _by_key(entries: list[Entry]) -> dict[tuple[Key, str], Entry]:
     return out
 
 
-def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: Entry) -> Any:
+def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: RecordedTensor) -> Any:
     """What side `a` has for an entry of `b`, and `b`'s, laid out alike; and how they are stored."""
     wanted = (entry.key, entry.version)
     other = known.get(rank, {}).get(wanted) or known.get(rank, {}).get((entry.key, "first"))
@@ -225,12 +225,12 @@ def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: E
     # that a replica that only one rank has wrong is seen on either side.
     pairs = []
     if len(blocks) == mesh.size:
-        whole = assemble(blocks, spec_a, other.layout, mesh)
-        slices, valid = piece(entry.value, spec_b, entry.layout, mesh, rank)
+        whole = full_tensor(blocks, spec_a, other.layout, mesh)
+        slices, valid = valid_block(entry.value, spec_b, entry.layout, mesh, rank)
         pairs.append((whole[slices], valid))
     if len(others) == mesh.size:
-        whole = assemble(others, spec_b, entry.layout, mesh)
-        slices, valid = piece(other.value, spec_a, other.layout, mesh, rank)
+        whole = full_tensor(others, spec_b, entry.layout, mesh)
+        slices, valid = valid_block(other.value, spec_a, other.layout, mesh, rank)
         pairs.append((valid, whole[slices]))
     return max(pairs, key=lambda p: difference(*p)[0]) if pairs else None
 
@@ -238,12 +238,12 @@ def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: E
 def _finding(
     schedule: Schedule,
     rank: int,
-    entry: Entry,
+    entry: RecordedTensor,
     a: Tensor,
     b: Tensor,
     rtol: float | None,
     atol: float,
-) -> Finding | None:
+) -> LayoutDifference | None:
     gap, scale = difference(a, b)
     if rtol is None and entry.key[0] == "scalar":  # summed in fp64, whatever they were computed in
         rtol = tolerance(*(s.compute_dtype for s in schedule.specs.values()))
@@ -268,7 +268,9 @@ def _finding(
     what += f", slot {more[0]}" if entry.key[0] == "optimizer state" else ""
     line = schedule.instructions[entry.number] if entry.number >= 0 else None
     relative = gap / scale if scale else float("inf")
-    return Finding(entry.number, _text(line), _kind(line), leaf, what, rank, gap, relative, "; ".join(notes))
+    return LayoutDifference(
+        entry.number, _text(line), _kind(line), leaf, what, rank, gap, relative, "; ".join(notes)
+    )
 
 
 def _factor(a: Tensor, b: Tensor) -> float | None:
@@ -295,9 +297,9 @@ def _text(line: Instruction | None) -> str:
     return "" if line is None else f"{line.phase} {line.unit} {line.verb} {line.detail}"
 
 
-def _worst_of_ranks(findings: list[Finding]) -> list[Finding]:
+def _worst_of_ranks(findings: list[LayoutDifference]) -> list[LayoutDifference]:
     """One finding a value: of the rank where it is largest."""
-    out: dict[tuple[int, str], Finding] = {}
+    out: dict[tuple[int, str], LayoutDifference] = {}
     for each in findings:
         key = each.number, each.what
         if key not in out or each.absolute > out[key].absolute:
@@ -305,14 +307,14 @@ def _worst_of_ranks(findings: list[Finding]) -> list[Finding]:
     return list(out.values())
 
 
-def _failed(side: Recording, name: str) -> Finding:
+def _failed(side: Recording, name: str) -> LayoutDifference:
     failure = side.failure
     line = side.schedule.instructions[failure.number]
     error = f"{type(failure.error).__name__}: {failure.error}".splitlines()[0]
     note = error if name == "b" else f"{error} (in the schedule of a)"
     inf = float("inf")
     what = f"{name} cannot run it"
-    return Finding(failure.number, _text(line), "failure", "", what, failure.rank, inf, inf, note)
+    return LayoutDifference(failure.number, _text(line), "failure", "", what, failure.rank, inf, inf, note)
 
 
 def _incomparable(a: Recording, b: Recording) -> tuple[frozenset[str], str]:

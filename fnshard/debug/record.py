@@ -40,7 +40,7 @@ Key = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", p
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordedTensor:
     """One tensor that a rank had behind an instruction. `layout`: of blocks of a leaf; None: whole.
 
     `version`: which of several that mean the same (a leaf gathered twice).
@@ -54,7 +54,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """Where a rank's run broke off."""
 
     number: int
@@ -67,8 +67,8 @@ class Recording:
     """A step's run: by rank, its entries in order; and where it failed, if it did."""
 
     lowered: Lowered
-    ranks: dict[int, list[Entry]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    ranks: dict[int, list[RecordedTensor]] = field(default_factory=dict)
+    failures: list[RunFailure] = field(default_factory=list)
 
     @property
     def schedule(self) -> Schedule:
@@ -76,7 +76,7 @@ class Recording:
         return self.lowered.schedule
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> RunFailure | None:
         """The first rank that failed by itself, not because another one did."""
         own = [f for f in self.failures if not isinstance(f.error, CollectiveError)]
         return min(own or self.failures, key=lambda f: (f.number, f.rank), default=None)
@@ -93,7 +93,7 @@ class Recording:
                 try:
                     action(env)
                 except Exception as error:
-                    self.failures.append(Failure(number, rank, error))
+                    self.failures.append(RunFailure(number, rank, error))
                     raise
                 entries.extend(self._copies(number, _after(line, env, self.schedule)))
 
@@ -101,9 +101,11 @@ class Recording:
 
         return around
 
-    def _copies(self, number: int, found: Iterator[tuple[Key, Tensor, P | None, str]]) -> Iterator[Entry]:
+    def _copies(
+        self, number: int, found: Iterator[tuple[Key, Tensor, P | None, str]]
+    ) -> Iterator[RecordedTensor]:
         for key, value, layout, version in found:
-            yield Entry(number, key, value.detach().to("cpu", copy=True), layout, version)
+            yield RecordedTensor(number, key, value.detach().to("cpu", copy=True), layout, version)
 
 
 def record(

@@ -36,25 +36,25 @@ def health(tensor: Tensor) -> Health:
     """Whether a tensor holds NaN, or infinities, or neither."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return ""
-    tensor = wide(tensor)
+    tensor = widen_float8(tensor)
     if bool(torch.isfinite(tensor).all()):
         return ""
     return "nan" if bool(torch.isnan(tensor).any()) else "inf"
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widen_float8(tensor: Tensor) -> Tensor:
     """8-bit floats in fp32: they have next to no ops of their own."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
-def worst(kinds: Iterator[Health] | list[Health]) -> Health:
+def worst_health(kinds: Iterator[Health] | list[Health]) -> Health:
     """NaN before inf before finite."""
     return max(kinds, key=ORDER.index, default="")
 
 
-def count(tensor: Tensor) -> str:
+def count_nonfinite(tensor: Tensor) -> str:
     """`3 of 64 NaN, 1 inf`."""
-    tensor = wide(tensor)
+    tensor = widen_float8(tensor)
     nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
     parts = [f"{n} {word}" for n, word in ((nan, "NaN"), (inf, "inf")) if n]
     return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
@@ -68,7 +68,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def in_words(name: str, part: str = "") -> str:
+def describe_value(name: str, part: str = "") -> str:
     """`gathered leaf 'layers.0.w'`, for a value's name and which part of it."""
     plain = name.original if isinstance(name, ValueName) else ValueName(Kind.VALUE, name)
     text = plain.path + plain.version

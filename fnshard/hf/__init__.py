@@ -26,11 +26,18 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.checkpoint.rows import all_or_none
 from fnshard.errors import StateError, leaves, report
-from fnshard.hf.files import opened, read_config
-from fnshard.hf.match import filled, match
-from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, family_of, said_by
-from fnshard.hf.plan import Plan, deliver
-from fnshard.hf.write import Folder, SingleFile, StateDict, Target, beside, split_files
+from fnshard.hf.files import open_tensors, read_config
+from fnshard.hf.match import load_block, match_tensors
+from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, config_of_module, family_of
+from fnshard.hf.plan import ExportPlan, export_leaves
+from fnshard.hf.write import (
+    LeafWriter,
+    ModelDirectoryWriter,
+    SafetensorsWriter,
+    StateDictWriter,
+    config_writer,
+    split_files,
+)
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
@@ -93,12 +100,12 @@ def load(
         check_names(names, named)
         family = family_of(read_config(path), model, named)
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
-        with opened(path) as tensors:
-            sources, values = match(named, tensors, names, family, model, missing or {}, globs)
+        with open_tensors(path) as tensors:
+            sources, values = match_tensors(named, tensors, names, family, model, missing or {}, globs)
             unfit = Unfit()
             with torch.no_grad():
                 blocks = [
-                    filled(p, spec, mesh, disk_dir, sources.get(p), values.get(p), unfit)
+                    load_block(p, spec, mesh, disk_dir, sources.get(p), values.get(p), unfit)
                     for p, spec in named.items()
                 ]
             unfit.refuse()
@@ -146,19 +153,21 @@ def save(
     blocks, specs, mesh = _laid_out(params, specs, mesh)
     final = Path(path).absolute()
 
-    def planned() -> tuple[Plan, Target]:
+    def planned() -> tuple[ExportPlan, LeafWriter]:
         source = _config(config)
-        told = read_config(source) if isinstance(source, Path) else source or said_by(model)
+        told = read_config(source) if isinstance(source, Path) else source or config_of_module(model)
         named = _checked(blocks, specs, mesh)
-        plan = Plan.of(blocks, named, names, family_of(told, model, named), dtype)
+        plan = ExportPlan.of(blocks, named, names, family_of(told, model, named), dtype)
         plan.check_dtypes()
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
         if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
             raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
-        return plan, Folder(final, split_files(plan.entries, max_file_bytes), beside(source))
+        return plan, ModelDirectoryWriter(
+            final, split_files(plan.entries, max_file_bytes), config_writer(source)
+        )
 
-    deliver(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
+    export_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
 
 
 def export(
@@ -197,23 +206,23 @@ def export(
     blocks, specs, mesh = _laid_out(params, specs, mesh)
     final = Path(path).absolute()
 
-    def planned() -> tuple[Plan, Target]:
+    def planned() -> tuple[ExportPlan, LeafWriter]:
         named = _checked(blocks, specs, mesh)
         # Without the module nobody knows which leaves its state_dict leaves out.
         family = Family() if model is None else family_of({}, model, named)
-        plan = Plan.of(blocks, named, None, family, dtype)
+        plan = ExportPlan.of(blocks, named, None, family, dtype)
         if mesh.rank == 0 and final.is_dir():
             raise StateError(f"{str(final)!r} is a directory: name a file.")
         if final.suffix in (".pt", ".pth"):
             order = list(model.state_dict(keep_vars=True)) if model is not None else []
-            return plan, StateDict(final, plan.entries, family.tied, order)
+            return plan, StateDictWriter(final, plan.entries, family.tied, order)
         if final.suffix != ".safetensors":
             raise StateError(f"{final.name!r}: a state_dict is written to .safetensors, .pt or .pth.")
         plan.check_dtypes()
         plan = plan.copied(family.tied)
-        return plan, SingleFile(final, plan.entries)
+        return plan, SafetensorsWriter(final, plan.entries)
 
-    deliver(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
+    export_leaves(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
 
 
 # ------------------------------------------------------------------ what is given

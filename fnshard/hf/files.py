@@ -28,7 +28,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
-class Saved:
+class FileTensor:
     """A tensor in an open file: its data begin at byte `at`."""
 
     file: str
@@ -42,7 +42,7 @@ class Saved:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[dict[str, Saved]]:
+def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
     """Every tensor of a model directory, or of one file, by name. The files are open meanwhile.
 
     Raises:
@@ -72,8 +72,8 @@ def opened(path: Path) -> Iterator[dict[str, Saved]]:
 
 def _tensors(
     folder: Path, files: list[str], where: Mapping[str, str], stack: ExitStack
-) -> tuple[dict[str, Saved], list[str]]:
-    tensors: dict[str, Saved] = {}
+) -> tuple[dict[str, FileTensor], list[str]]:
+    tensors: dict[str, FileTensor] = {}
     problems: list[str] = []
     read: set[str] = set()
     for name in files:
@@ -89,7 +89,7 @@ def _tensors(
         for tensor, (dtype, shape, at) in header.tensors.items():
             if tensor in tensors:
                 problems.append(f"{tensor!r} is in {tensors[tensor].file} and in {name}")
-            tensors[tensor] = Saved(name, fd, at, dtype, shape)
+            tensors[tensor] = FileTensor(name, fd, at, dtype, shape)
     for tensor, name in where.items():
         if name in read and (tensor not in tensors or tensors[tensor].file != name):
             problems.append(f"{name}: the index says that {tensor!r} is there, and it is not")

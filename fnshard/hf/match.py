@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.errors import StateError, report
-from fnshard.hf.files import Saved
-from fnshard.hf.names import Family, Names, Transposed, buffers_of, candidates, name_of
+from fnshard.hf.files import FileTensor
+from fnshard.hf.names import Family, Names, Transposed, computed_buffers, given_name, possible_names
 from fnshard.layout.codecs import Unfit, is_coded
 from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
 from fnshard.mesh import Mesh
@@ -26,11 +26,11 @@ SHOWN = 40  # lines of each kind of a problem
 
 
 @dataclass(frozen=True)
-class Source:
+class LeafSource:
     """The tensor that fills a leaf."""
 
     name: str
-    saved: Saved
+    saved: FileTensor
     transposed: bool
 
     @property
@@ -39,38 +39,38 @@ class Source:
         return self.saved.shape[::-1] if self.transposed else self.saved.shape
 
 
-def match(
+def match_tensors(
     specs: Mapping[str, LayoutSpec],
-    tensors: Mapping[str, Saved],
+    tensors: Mapping[str, FileTensor],
     names: Names,
     family: Family,
     model: nn.Module | None,
     missing: Mapping[str, Tensor],
     ignore: Sequence[str],
-) -> tuple[dict[str, Source], dict[str, Tensor]]:
+) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
     """What fills each leaf: a tensor of the files, or a full value.
 
     Raises:
         StateError: names everything that does not fit.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
     absent: list[str] = []
     lacking: list[str] = []
     for path, spec in specs.items():
-        named = name_of(path, names)
+        named = given_name(path, names)
         if named is None and model is not None and not family.saves(path) and path not in missing:
             absent.append(path)  # though a file may hold it: rounded, or of another length
             continue
-        tried = candidates(path, family) if named is None else [getattr(named, "name", named)]
+        tried = possible_names(path, family) if named is None else [getattr(named, "name", named)]
         found = next((name for name in tried if name in tensors), None)
         if found is not None:
-            sources[path] = Source(found, tensors[found], isinstance(named, Transposed))
+            sources[path] = LeafSource(found, tensors[found], isinstance(named, Transposed))
         elif path in missing:
             values[path] = missing[path]
         else:
             lacking.append(f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}")
-    made, unmade = buffers_of(model, absent) if model is not None else ({}, [])
+    made, unmade = computed_buffers(model, absent) if model is not None else ({}, [])
     surplus, repeated = _surplus(sources, tensors, family, ignore)
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
@@ -108,12 +108,15 @@ def _refuse(kinds: Mapping[str, list[str]]) -> None:
 
 
 def _surplus(
-    sources: Mapping[str, Source], tensors: Mapping[str, Saved], family: Family, ignore: Sequence[str]
+    sources: Mapping[str, LeafSource],
+    tensors: Mapping[str, FileTensor],
+    family: Family,
+    ignore: Sequence[str],
 ) -> tuple[list[str], dict[str, str]]:
     """Tensors that nobody wants, and `{tensor: the leaf it repeats}` of tied ones that are saved twice."""
     taken = {source.name for source in sources.values()}
     globs = [*ignore, *family.ignored]
-    again = {name: path for path in sources for name in candidates(path, family)}
+    again = {name: path for path in sources for name in possible_names(path, family)}
     surplus: list[str] = []
     repeated: dict[str, str] = {}
     for name in tensors:
@@ -127,7 +130,7 @@ def _surplus(
 
 
 def _unfit(
-    specs: Mapping[str, LayoutSpec], sources: Mapping[str, Source], values: Mapping[str, Tensor]
+    specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource], values: Mapping[str, Tensor]
 ) -> list[str]:
     wrong = []
     for path, source in sources.items():
@@ -164,7 +167,7 @@ def _castable(given: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _untied(
-    sources: Mapping[str, Source], tensors: Mapping[str, Saved], repeated: Mapping[str, str]
+    sources: Mapping[str, LeafSource], tensors: Mapping[str, FileTensor], repeated: Mapping[str, str]
 ) -> list[str]:
     """Tied weights of which the files hold two that differ."""
     return [
@@ -174,7 +177,7 @@ def _untied(
     ]
 
 
-def _equal(one: Saved, other: Saved, step: int = 4 << 20) -> bool:
+def _equal(one: FileTensor, other: FileTensor, step: int = 4 << 20) -> bool:
     """Whether two tensors are the same bytes, read a piece at a time."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -188,12 +191,12 @@ def _equal(one: Saved, other: Saved, step: int = 4 << 20) -> bool:
     return True
 
 
-def filled(
+def load_block(
     path: str,
     spec: LayoutSpec,
     mesh: Mesh,
     disk_dir: str | None,
-    source: Source | None,
+    source: LeafSource | None,
     value: Tensor | None,
     unfit: Unfit,
 ) -> Any:
@@ -222,7 +225,7 @@ def filled(
     return block
 
 
-def _fill(block: Tensor, spec: LayoutSpec, mesh: Mesh, source: Source) -> None:
+def _fill(block: Tensor, spec: LayoutSpec, mesh: Mesh, source: LeafSource) -> None:
     """All but the padding of a block."""
     slices, saved = block_slices(spec.shape, spec.storage, mesh), source.saved
     try:

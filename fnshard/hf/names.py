@@ -116,13 +116,13 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored), known.renamed)
 
 
-def said_by(model: nn.Module | None) -> dict[str, Any]:
+def config_of_module(model: nn.Module | None) -> dict[str, Any]:
     """As much of a configuration as a module has with it."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return {"model_type": kind} if isinstance(kind, str) else {}
 
 
-def name_of(path: str, names: Names) -> Named | None:
+def given_name(path: str, names: Names) -> Named | None:
     """What `names=` calls a leaf; None where it does not say.
 
     Raises:
@@ -139,7 +139,7 @@ def name_of(path: str, names: Names) -> Named | None:
     return named
 
 
-def candidates(path: str, family: Family) -> list[str]:
+def possible_names(path: str, family: Family) -> list[str]:
     """What files may call a leaf, the likeliest first."""
     out: list[str] = []
     start = f"{family.prefix}."
@@ -175,7 +175,7 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
 # ------------------------------------------------------------------ what no file holds
 
 
-def buffers_of(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
+def computed_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Values of a module's buffers by path, and why others could not be had.
 
     Args:

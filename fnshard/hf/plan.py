@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fnshard.checkpoint.rows import all_or_none, gather_rows
 from fnshard.errors import AgreementError, StateError, leaves, report
-from fnshard.hf.names import Family, Names, Transposed, check_names, name_of
-from fnshard.hf.write import Target
+from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
+from fnshard.hf.write import LeafWriter
 from fnshard.layout.codecs import block_of
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -23,7 +23,7 @@ from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite
 
 
 @dataclass(frozen=True)
-class Part:
+class ExportedLeaf:
     """A leaf on its way out: what makes its block, the names it is to have, and how it is to be stored."""
 
     path: str
@@ -40,10 +40,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """What all ranks must mean alike."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ExportedLeaf, ...]
 
     @staticmethod
     def of(
@@ -52,7 +52,7 @@ class Plan:
         names: Names,
         family: Family,
         dtype: torch.dtype | None,
-    ) -> Plan:
+    ) -> ExportPlan:
         """Of stored blocks by path.
 
         Raises:
@@ -63,7 +63,7 @@ class Plan:
             raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
         parts, wrong, taken = [], [], {}
         for path, spec in specs.items():
-            named = name_of(path, names)
+            named = given_name(path, names)
             if named is None and not family.saves(path):
                 continue
             transposed = isinstance(named, Transposed)
@@ -76,20 +76,22 @@ class Plan:
             stored = spec.storage_dtype
             wide = stored.is_floating_point and stored.itemsize > 1
             kind = dtype if dtype is not None and wide else stored
-            parts.append(Part(path, spec, partial(block_of, blocks, path, spec), (name,), kind, transposed))
+            parts.append(
+                ExportedLeaf(path, spec, partial(block_of, blocks, path, spec), (name,), kind, transposed)
+            )
         if wrong:
             raise StateError(report("names= does not fit the leaves:", wrong, "give each leaf its own name."))
-        return Plan(tuple(parts))
+        return ExportPlan(tuple(parts))
 
     @property
     def entries(self) -> list[TensorToWrite]:
         """Every tensor that is written."""
         return [TensorToWrite(name, part.shape, part.dtype) for part in self.parts for name in part.names]
 
-    def copied(self, tied: Mapping[str, str]) -> Plan:
+    def copied(self, tied: Mapping[str, str]) -> ExportPlan:
         """The same with tied weights under all their names, `{other name: path}`."""
         more = {p.path: tuple(other for other, path in tied.items() if path == p.path) for p in self.parts}
-        return Plan(tuple(replace(p, names=p.names + more[p.path]) for p in self.parts))
+        return ExportPlan(tuple(replace(p, names=p.names + more[p.path]) for p in self.parts))
 
     def check_dtypes(self) -> None:
         """Refuse what a safetensors file cannot hold.
@@ -111,7 +113,9 @@ class Plan:
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
-def deliver(what: str, planned: Callable[[], tuple[Plan, Target]], mesh: Mesh, comm: Collectives) -> None:
+def export_leaves(
+    what: str, planned: Callable[[], tuple[ExportPlan, LeafWriter]], mesh: Mesh, comm: Collectives
+) -> None:
     """Plan, gather, and write on rank 0: each is done by all ranks or by none. A collective.
 
     Args:
@@ -143,7 +147,7 @@ def deliver(what: str, planned: Callable[[], tuple[Plan, Target]], mesh: Mesh, c
         raise
 
 
-def _send(part: Part, mesh: Mesh, comm: Collectives, writer: Target | None) -> None:
+def _send(part: ExportedLeaf, mesh: Mesh, comm: Collectives, writer: LeafWriter | None) -> None:
     """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
     failure, whole = None, None
     for first, rows in gather_rows(part.make(), part.spec, mesh, comm, wanted=writer is not None):
@@ -164,6 +168,6 @@ def _send(part: Part, mesh: Mesh, comm: Collectives, writer: Target | None) -> N
         _put(writer, part, 0, whole.t())
 
 
-def _put(writer: Target, part: Part, first: int, rows: Tensor) -> None:
+def _put(writer: LeafWriter, part: ExportedLeaf, first: int, rows: Tensor) -> None:
     for name in part.names:
         writer.put(name, first, rows)

@@ -27,7 +27,7 @@ COPIED = (
 )  # fmt: skip
 
 
-class Target(Protocol):
+class LeafWriter(Protocol):
     """Where one rank writes leaves: `begin`, `put` in the order of the entries, `commit` or `abort`."""
 
     def begin(self) -> None:
@@ -43,12 +43,12 @@ class Target(Protocol):
         """Leave nothing behind."""
 
 
-def staging(final: Path) -> Path:
+def staging_path(final: Path) -> Path:
     """The name of what is not whole yet."""
     return final.with_name(f".{final.name}.writing")
 
 
-class TensorFile:
+class PartialTensorFile:
     """One safetensors file; its tensors may be written in any order."""
 
     def __init__(self, path: Path, entries: Sequence[TensorToWrite]):
@@ -79,18 +79,18 @@ class TensorFile:
 
 
 @dataclass
-class SingleFile:
+class SafetensorsWriter:
     """A `.safetensors` file, replaced if there is one."""
 
     final: Path
     entries: Sequence[TensorToWrite]
-    _file: TensorFile | None = None
+    _file: PartialTensorFile | None = None
 
     def begin(self) -> None:
         """Make what is written to."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        _remove(staging(self.final))
-        self._file = TensorFile(staging(self.final), self.entries)
+        _remove(staging_path(self.final))
+        self._file = PartialTensorFile(staging_path(self.final), self.entries)
 
     def put(self, name: str, first: int, rows: Tensor) -> None:
         """Rows of a tensor, from the `first` on."""
@@ -105,11 +105,11 @@ class SingleFile:
         """Leave nothing behind."""
         if self._file is not None:
             self._file.close(flushed=False)
-        _remove(staging(self.final))
+        _remove(staging_path(self.final))
 
 
 @dataclass
-class StateDict:
+class StateDictWriter:
     """A `state_dict` as `torch.save` writes it, replaced if there is one.
 
     Until then its tensors are in mapped files beside it: nobody's memory need hold them all.
@@ -124,7 +124,7 @@ class StateDict:
     def begin(self) -> None:
         """Make what is written to."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        _remove(staging(self.final))
+        _remove(staging_path(self.final))
         for e in self.entries:
             folder = str(self.final.parent)
             self._values[e.name] = allocate(e.shape, e.dtype, "disk", torch.device("cpu"), folder)
@@ -138,7 +138,7 @@ class StateDict:
         """Flush it, and give it its name."""
         names = {name: self.tied.get(name, name) for name in self.order} or {n: n for n in self._values}
         values = {name: self._values[path] for name, path in names.items() if path in self._values}
-        with open(staging(self.final), "xb") as file:
+        with open(staging_path(self.final), "xb") as file:
             torch.save(values, file)
             file.flush()
             os.fsync(file.fileno())
@@ -148,33 +148,33 @@ class StateDict:
     def abort(self) -> None:
         """Leave nothing behind."""
         self._values.clear()
-        _remove(staging(self.final))
+        _remove(staging_path(self.final))
 
 
 @dataclass
-class Folder:
+class ModelDirectoryWriter:
     """A model directory: one file, or several and an index, and what stands beside them.
 
     Args:
         final: a directory that is not there yet, or is empty.
         files: entries, file by file.
-        beside: writes config.json and the like into a directory.
+        write_config: writes config.json and the like into a directory.
     """
 
     final: Path
     files: Sequence[Sequence[TensorToWrite]]
-    beside: Callable[[Path], None]
-    _open: TensorFile | None = None
+    write_config: Callable[[Path], None]
+    _open: PartialTensorFile | None = None
     _number: int = -1
     _where: dict[str, int] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Make what is written to."""
-        _remove(staging(self.final))
+        _remove(staging_path(self.final))
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        staging(self.final).mkdir()
+        staging_path(self.final).mkdir()
         self._where = {e.name: number for number, entries in enumerate(self.files) for e in entries}
-        self.beside(staging(self.final))
+        self.write_config(staging_path(self.final))
 
     def put(self, name: str, first: int, rows: Tensor) -> None:
         """Rows of a tensor, from the `first` on."""
@@ -186,20 +186,20 @@ class Folder:
         if self._open is not None:
             self._open.close(flushed=True)
         self._number += 1
-        path = staging(self.final) / _file_name(self._number, len(self.files))
-        self._open = TensorFile(path, self.files[self._number])
+        path = staging_path(self.final) / _file_name(self._number, len(self.files))
+        self._open = PartialTensorFile(path, self.files[self._number])
 
     def commit(self) -> None:
         """Flush it, and give it its name."""
         while self._number < len(self.files) - 1:  # files of nothing but empty tensors
             self._next()
         self._open.close(flushed=True)
-        folder = staging(self.final)
+        folder = staging_path(self.final)
         if len(self.files) > 1:
             weight_map = {n: _file_name(i, len(self.files)) for n, i in sorted(self._where.items())}
             total = sum(e.bytes for entries in self.files for e in entries)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+            write_flushed(folder / INDEX, json.dumps(index, indent=2) + "\n")
         flush_directory(folder)
         os.rename(folder, self.final)  # replaces an empty directory, and no other
         flush_directory(self.final.parent)
@@ -208,7 +208,7 @@ class Folder:
         """Leave nothing behind."""
         if self._open is not None:
             self._open.close(flushed=False)
-        _remove(staging(self.final))
+        _remove(staging_path(self.final))
 
 
 def _file_name(number: int, count: int) -> str:
@@ -228,13 +228,13 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list
     return files
 
 
-def beside(config: Mapping[str, Any] | Path | None) -> Callable[[Path], None]:
+def config_writer(config: Mapping[str, Any] | Path | None) -> Callable[[Path], None]:
     """What writes, into a directory, a configuration; or copies it and the tokenizer's files from another."""
 
     def write(folder: Path) -> None:
         if isinstance(config, Mapping):
             text = json.dumps(config, indent=2, sort_keys=True, default=str)
-            write_text(folder / "config.json", text + "\n")
+            write_flushed(folder / "config.json", text + "\n")
         elif config is not None:
             found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
             for source in found:
@@ -246,7 +246,7 @@ def beside(config: Mapping[str, Any] | Path | None) -> Callable[[Path], None]:
     return write
 
 
-def write_text(path: Path, text: str) -> None:
+def write_flushed(path: Path, text: str) -> None:
     """A small file, flushed to the disk."""
     path.write_text(text)
     _flush_file(path)
@@ -258,7 +258,7 @@ def _flush_file(path: Path) -> None:
 
 
 def _replace(final: Path) -> None:
-    os.replace(staging(final), final)
+    os.replace(staging_path(final), final)
     flush_directory(final.parent)
 
 

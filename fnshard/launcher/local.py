@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.errors import LaunchError, report
 from fnshard.launcher.nodes import Ending, Nodes, Peers, meet
-from fnshard.launcher.post_mortem import Memory, describe_failure, echo
-from fnshard.launcher.rank import ERRORS, LAUNCHER, LOGS, command_of, run_rank
+from fnshard.launcher.post_mortem import HostMemory, describe_failure, echo_level
+from fnshard.launcher.rank import ERRORS, LAUNCHER, LOGS, import_command, run_rank
 from fnshard.mesh.process_group import ATTEMPT, RENDEZVOUS, under_launcher
 from fnshard.runtime.files.folder import scratch_directory
 
@@ -105,7 +105,7 @@ def launch(
             )
         if under_launcher():
             run_rank(program)
-        program = command_of(program)
+        program = import_command(program)
     temporary = scratch_directory("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
     with temporary as folder, scratch_directory("fnshard-ranks-") as meeting:
         folder = Path(folder).resolve()
@@ -254,13 +254,13 @@ class _Ended:
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
-    memory: Memory = field(default_factory=Memory)
+    memory: HostMemory = field(default_factory=HostMemory)
     may_go_on: bool = True
 
     @property
     def cause(self) -> int:
         """The rank that is to blame."""
-        return min(self.failures, key=lambda r: (echo(self.failures[r]), self.failures[r].timestamp))
+        return min(self.failures, key=lambda r: (echo_level(self.failures[r]), self.failures[r].timestamp))
 
 
 def _attempt(
@@ -298,7 +298,7 @@ def _attempt(
                 process.wait(KILLED_S)
     if ended.failures:
         cause = ended.failures[ended.cause]
-        ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or echo(cause) > 1
+        ended.may_go_on = bool(ended.stopped) or cause.exitcode < 0 or echo_level(cause) > 1
     return ended
 
 
@@ -345,7 +345,7 @@ def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
     """How the attempt ended, here and on all nodes."""
     mine = Ending(may_go_on=ended.may_go_on and notice.asked_at is None)
     if ended.failures:
-        far = 0 if ended.stopped else echo(ended.failures[ended.cause])
+        far = 0 if ended.stopped else echo_level(ended.failures[ended.cause])
         mine = replace(mine, message=_describe(ended, team.world, logs), echo=far)
     if team.peers is None:
         return mine
@@ -360,7 +360,7 @@ def _describe(ended: _Ended, ranks: int, logs: Path) -> str:
     if ended.stopped:
         named = ", ".join(map(str, ended.stopped))
         return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {told}"
-    if ended.killed and echo(ended.failures[ended.cause]) > 1:
+    if ended.killed and echo_level(ended.failures[ended.cause]) > 1:
         named = ", ".join(map(str, ended.killed))
         return f"{told}\nStill at work, and killed: rank {named} (log: {logs / f'rank{ended.killed[0]}.log'})"
     return told

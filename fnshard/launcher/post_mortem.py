@@ -27,7 +27,7 @@ ECHOES = (
 
 
 @dataclass
-class Memory:
+class HostMemory:
     """Bytes that were free at the least while ranks ran, and that each of them was predicted to take; None
     is not known. A process that is gone has given its memory back: `look` again and again before."""
 
@@ -70,7 +70,7 @@ def free_bytes() -> int | None:
 
 
 def describe_failure(
-    failures: Mapping[int, ProcessFailure], ranks: int, logs: Path, memory: Memory | None = None
+    failures: Mapping[int, ProcessFailure], ranks: int, logs: Path, memory: HostMemory | None = None
 ) -> str:
     """What to tell a person: the rank that caused the failure, its traceback, its log.
 
@@ -79,7 +79,7 @@ def describe_failure(
     Args:
         memory: what was seen of it while they ran.
     """
-    rank = min(failures, key=lambda r: (echo(failures[r]), failures[r].timestamp))
+    rank = min(failures, key=lambda r: (echo_level(failures[r]), failures[r].timestamp))
     failure, log = failures[rank], logs / f"rank{rank}.log"
     said = _said(failure)
     if said:
@@ -96,7 +96,7 @@ def describe_failure(
     return "\n".join(filter(None, [head, body, f"Log: {log}"]))
 
 
-def echo(failure: ProcessFailure) -> int:
+def echo_level(failure: ProcessFailure) -> int:
     """The more, the less a rank's end is the cause of the others'."""
     said = _said(failure)
     if said:

@@ -114,14 +114,14 @@ def run_rank(
 
 BY_NAME = """
 import json, sys
-told = json.loads(sys.argv[1])
-sys.argv[:], sys.path[:] = told["argv"], told["path"]
-from fnshard.launcher.rank import imported, run_rank
-run_rank(lambda: imported(told)())
+command = json.loads(sys.argv[1])
+sys.argv[:], sys.path[:] = command["argv"], command["path"]
+from fnshard.launcher.rank import import_function, run_rank
+run_rank(lambda: import_function(command)())
 """
 
 
-def command_of(function: Callable[[], Any]) -> list[str]:
+def import_command(function: Callable[[], Any]) -> list[str]:
     """The command that imports a function by its name in another process, and runs it as a rank.
 
     Raises:
@@ -146,20 +146,20 @@ def command_of(function: Callable[[], Any]) -> list[str]:
                 fix="def it at the top of a file; fs.launch([sys.executable, ...]) takes any program.",
             )
         )
-    told = {**where, "function": name, "argv": sys.argv, "path": sys.path}
-    return [sys.executable, "-u", "-c", BY_NAME, json.dumps(told)]
+    command = {**where, "function": name, "argv": sys.argv, "path": sys.path}
+    return [sys.executable, "-u", "-c", BY_NAME, json.dumps(command)]
 
 
-def imported(told: Mapping[str, Any]) -> Callable[[], Any]:
-    """The function that `command_of` wrote down; a script that defines it is not `__main__` here."""
-    if "module" in told:
-        module = importlib.import_module(told["module"])
+def import_function(command: Mapping[str, Any]) -> Callable[[], Any]:
+    """The function that `import_command` names; a script that defines it is not `__main__` here."""
+    if "module" in command:
+        module = importlib.import_module(command["module"])
     else:
         name = "__mp_main__"  # as `multiprocessing` calls it
-        module = module_from_spec(spec_from_loader(name, loader := SourceFileLoader(name, told["file"])))
+        module = module_from_spec(spec_from_loader(name, loader := SourceFileLoader(name, command["file"])))
         sys.modules[name] = sys.modules["__main__"] = module
         loader.exec_module(module)
-    return operator.attrgetter(told["function"])(module)
+    return operator.attrgetter(command["function"])(module)
 
 
 def _code_of(asked: object, log: TextIO | None) -> int:

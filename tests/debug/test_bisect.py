@@ -33,12 +33,12 @@ from toys import rows
 
 import fnshard as fs
 from fnshard.compiler.schedule.instructions import Run, Update, Wait
-from fnshard.debug.layouts import Bisected
+from fnshard.debug.layouts import BisectReport
 from fnshard.errors import StateError
 from fnshard.runtime.executor.context import Context
 
 
-def bisected(preset: str = "full_shard", policy: Any = None, **how: Any) -> Bisected:
+def bisected(preset: str = "full_shard", policy: Any = None, **how: Any) -> BisectReport:
     mesh = mesh_of(replicate=2, shard=2) if preset == "hybrid_shard" else mesh_of()
     a, b = PRESETS["no_shard"](PARAMS, mesh), PRESETS[preset](PARAMS, mesh)
     b = {p: replace(s, **(policy or {}).get(p, {})) for p, s in b.items()}

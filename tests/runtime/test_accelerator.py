@@ -216,7 +216,12 @@ def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
     shown = launcher.describe_failure(ended.failures, 3, tmp_path)
     assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
     assert "by the plan" in shown
-    assert post_mortem.echo(ended.failures[0]) == 0 < post_mortem.echo(aborted) < post_mortem.echo(waited)
+    assert (
+        post_mortem.echo_level(ended.failures[0])
+        == 0
+        < post_mortem.echo_level(aborted)
+        < post_mortem.echo_level(waited)
+    )
 
 
 # ------------------------------------------------------------------ what lies on the host
@@ -347,7 +352,7 @@ def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
     shown = launcher.describe_failure({0: failure}, 3, tmp_path)
     assert shown.startswith("rank 0 of 3 failed: fnshard.errors.CollectiveError: rank 1 did not answer")
     assert codes == [1] and "rank 1 did not answer" in capsys.readouterr().err
-    assert post_mortem.echo(failure) > 1  # so that the job may go on, and who is still at work is named
+    assert post_mortem.echo_level(failure) > 1  # so that the job may go on, and who is still at work is named
 
 
 def test_the_executor_says_which_instruction_waits():

@@ -155,4 +155,4 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:
 def test_what_nccl_says_of_a_peer_is_an_echo(said):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
     failure.error_file_data = {"message": {"extraInfo": {"py_callstack": said}}}
-    assert post_mortem.echo(failure) > 1
+    assert post_mortem.echo_level(failure) > 1

@@ -1,4 +1,4 @@
-"""Truth: a sharded step against the function it was made from, whole and in one process."""
+"""Reference: a sharded step against the unsharded function it was made from, in one process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.debug.batch import (
     as_arguments,
-    cut,
     difference,
     full_params,
     micro_batches,
     on_device,
-    piece,
     simulated_mesh,
+    split_batch,
     tolerance,
-    unwrapped,
+    valid_block,
+    without_wrapper,
 )
 from fnshard.errors import DebugError, StateError, report
 from fnshard.layout.codecs import is_coded
@@ -36,7 +36,7 @@ from fnshard.step.step import Step
 
 
 @dataclass(frozen=True)
-class Apart:
+class GradientError:
     """How far one leaf's gradient (or the loss) is from the unsharded function's, on the worst rank.
 
     `relative`: `absolute`, by the largest number of the leaf.
@@ -54,20 +54,20 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckReport:
     """What `fs.debug.check` found. `leaves`: worst first; true where all are within the tolerance.
 
     `cause`: what differs, in words, and the way out; "" where nothing does.
     """
 
     mesh: Mesh = field(repr=False)
-    loss: Apart
-    leaves: tuple[Apart, ...]
+    loss: GradientError
+    leaves: tuple[GradientError, ...]
     rtol: float
     cause: str = ""
 
     @property
-    def failed(self) -> tuple[Apart, ...]:
+    def failed(self) -> tuple[GradientError, ...]:
         """The leaves beyond the tolerance, worst first; the loss before them."""
         return tuple(a for a in (self.loss, *self.leaves) if not a.within)
 
@@ -98,7 +98,7 @@ def check(
     atol: float | None = None,
     strict: bool = True,
     **options: Any,
-) -> Checked:
+) -> CheckReport:
     """Compare loss and gradients of the sharded step with those of `fn` on the whole batch, leaf by leaf.
 
     All ranks are simulated in this process; nothing is compiled.
@@ -127,7 +127,7 @@ def check(
     params, specs = full_params(params, specs)
     mesh = simulated_mesh(mesh, specs)
     params, batch = on_device(mesh, params), on_device(mesh, as_arguments(fn, batch, keywords))
-    parts = cut(batch, mesh.data_size)
+    parts = split_batch(batch, mesh.data_size)
     step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
     if any(i.kind == "key" for i in parts[0].call(step.lower, params).program.inputs):
         raise StateError(
@@ -139,11 +139,11 @@ def check(
         )
     losses, grads, leaves = _sharded(step, params, parts)
     named = leaf_paths(specs)[0]
-    micros = [unwrapped(m) for part in parts for m in micro_batches(part, step.options.accumulate)]
+    micros = [without_wrapper(m) for part in parts for m in micro_batches(part, step.options.accumulate)]
     dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
     rtol = tolerance(*dtypes) if rtol is None else rtol
     found = []
-    for batches in ([unwrapped(batch)], micros):
+    for batches in ([without_wrapper(batch)], micros):
         loss, wanted = _unsharded(fn, leaves, named, batches)
         found.append(_compare(mesh, losses, grads, loss, wanted, named, rtol, atol))
         if found[0]:
@@ -217,31 +217,31 @@ def _compare(
     specs: Mapping[str, LayoutSpec],
     rtol: float,
     atol: float | None,
-) -> Checked:
+) -> CheckReport:
     largest = max(
         [float(g[g.isfinite()].abs().max()) for g in wanted.values() if g.isfinite().any()] or [0.0]
     )
     floor = 1e-3 * rtol * largest if atol is None else atol
     leaves = []
     for path, truth in wanted.items():
-        worst = Apart(path, 0.0, 0.0, 0, True)
+        worst = GradientError(path, 0.0, 0.0, 0, True)
         scale = difference(truth, truth)[1]
         for rank, held in enumerate(grads):
-            slices, block = piece(held[path], specs[path], specs[path].gradient, mesh, rank)
+            slices, block = valid_block(held[path], specs[path], specs[path].gradient, mesh, rank)
             gap, _ = difference(block, truth[slices])
             if gap > worst.absolute:
-                worst = Apart(
+                worst = GradientError(
                     path, gap, gap / scale if scale else float("inf"), rank, gap <= floor + rtol * scale
                 )
         leaves.append(worst)
     leaves.sort(key=lambda a: (a.within, -a.relative))
     far = max(range(len(losses)), key=lambda r: difference(losses[r], loss)[0])
     gap, scale = difference(losses[far], loss)
-    whole = Apart("(the loss)", gap, gap / scale if scale else 0.0, far, gap <= floor + rtol * scale)
-    return Checked(mesh, whole, tuple(leaves), rtol)
+    whole = GradientError("(the loss)", gap, gap / scale if scale else 0.0, far, gap <= floor + rtol * scale)
+    return CheckReport(mesh, whole, tuple(leaves), rtol)
 
 
-def _cause(in_parts: Checked, loss: Tensor, count: int) -> str:
+def _cause(in_parts: CheckReport, loss: Tensor, count: int) -> str:
     """Whether the function or its sharding is to blame: `fn` was tried on the parts, too, unsharded."""
     if in_parts:
         return report(

@@ -1,4 +1,4 @@
-"""Hunt: a step replayed from its state and batch, which are pure values, to where NaN or inf arose."""
+"""NaN search: a step replayed from its state and batch, pure values, to where NaN or inf arose."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
 from fnshard.compiler.lower import trace_and_split
 from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
 from fnshard.debug.batch import as_arguments
-from fnshard.debug.nodes import Origin, find
-from fnshard.debug.values import Health, count, health, in_words, tensors, worst
+from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
+from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
 from fnshard.errors import DebugError, FnshardError, StateError, report
 from fnshard.layout.codecs import decoding
 from fnshard.runtime.executor.context import Action, Env, Watch
@@ -33,7 +33,7 @@ _WORD = {"nan": "NaN", "inf": "inf"}
 
 
 @dataclass(frozen=True)
-class Arose:
+class NonFinite:
     """NaN or inf that nothing before brought in.
 
     `number`: the line of the schedule, -1 for what was there before the step. `what`: the first leaf or value
@@ -64,18 +64,18 @@ class Arose:
 
 
 @dataclass(frozen=True)
-class Hunted:
+class NanReport:
     """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
 
     `found[0]` is the first place. Behind it: NaN that was made of its inf, and faults of their own.
     """
 
-    found: tuple[Arose, ...]
+    found: tuple[NonFinite, ...]
     step: int
     loss: float
 
     @property
-    def first(self) -> Arose | None:
+    def first(self) -> NonFinite | None:
         """Where it began."""
         return next(iter(self.found), None)
 
@@ -100,7 +100,7 @@ def nan_hunt(
     *,
     keywords: Mapping[str, Any] | None = None,
     rng: tuple[int, int] = (0, 0),
-) -> Hunted:
+) -> NanReport:
     """Replay a step on the eager backend and name the first instruction, leaf and op that gave NaN or inf.
 
     On several ranks all call it together, each with its state and its slice of the batch, as they call the
@@ -140,7 +140,7 @@ def nan_hunt(
     batch, hunters = as_arguments(step._lowering.fn, batch, keywords), {}
 
     def watch(rank: int) -> Watch:
-        hunters[rank] = Hunter(twin._lowering.of(batch).schedule, rank)
+        hunters[rank] = NonFiniteTracker(twin._lowering.of(batch).schedule, rank)
         return hunters[rank].watch
 
     twin = _twin(step, batch, watch)
@@ -153,15 +153,17 @@ def nan_hunt(
     if any(json.loads(text) for text in twin.gather_text(json.dumps(hunter.ill))):
         mine = [asdict(a) for a in _with_sources(twin, batch, hunter.found)]
         found = [
-            from_json(Arose, each) for text in twin.gather_text(json.dumps(mine)) for each in json.loads(text)
+            from_json(NonFinite, each)
+            for text in twin.gather_text(json.dumps(mine))
+            for each in json.loads(text)
         ]
         found = _caused(_one_each(found), hunter.schedule)
     number = int(state.step) if training else rng[1]
-    return Hunted(tuple(found), number, float(loss))
+    return NanReport(tuple(found), number, float(loss))
 
 
 @dataclass
-class Hunter:
+class NonFiniteTracker:
     """What one rank sees of a replay: how well each value is, and where it got worse.
 
     `ill`: whether the loss, a gradient or the state is not finite in the end, or was not to begin with.
@@ -169,7 +171,7 @@ class Hunter:
 
     schedule: Schedule
     rank: int
-    found: list[Arose] = field(default_factory=list)
+    found: list[NonFinite] = field(default_factory=list)
     kinds: dict[str, Health] = field(default_factory=dict)
     ill: bool = False
 
@@ -196,16 +198,20 @@ class Hunter:
             if name in ("flags", "info") or callable(value):
                 continue
             parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
-            self.kinds[name] = worst([kind for _, kind in parts.values()])
+            self.kinds[name] = worst_health([kind for _, kind in parts.values()])
             state = isinstance(name, ValueName) and name.is_state
             for part, (tensor, kind) in parts.items():
                 if kind and not (_is_mask(tensor, kind) and not state):
-                    self.found.append(Arose(kind, -1, "", in_words(name, part), count(tensor), self.rank))
+                    self.found.append(
+                        NonFinite(
+                            kind, -1, "", describe_value(name, part), count_nonfinite(tensor), self.rank
+                        )
+                    )
                     self.ill |= state
 
     def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
         """What an instruction wrote, against what it read."""
-        before = worst([self.kinds.get(n, "") for n in line.reads])
+        before = worst_health([self.kinds.get(n, "") for n in line.reads])
         news = []
         for name in line.writes:
             value = env.get(name)
@@ -213,7 +219,7 @@ class Hunter:
                 self.kinds[name] = before
                 continue
             parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
-            self.kinds[name] = worst([kind for _, kind in parts.values()])
+            self.kinds[name] = worst_health([kind for _, kind in parts.values()])
             self.ill |= bool(self.kinds[name]) and _counts(name)
             # An infinity from a kernel that reads one may be the same one, a mask's: its ops tell.
             asked = args is not None and before == "inf"
@@ -225,9 +231,9 @@ class Hunter:
         """The first value that got worse; of a kernel, the op."""
         name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
         text = f"{line.phase} {line.unit} {line.verb} {line.detail}"
-        arose = Arose(kind, number, text, in_words(name, part), count(tensor), self.rank)
+        arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
         if args is not None:
-            origin = find(self.schedule.kernels[line.kernel], args, line.backward)
+            origin = first_nonfinite_op(self.schedule.kernels[line.kernel], args, line.backward)
             if origin is None:
                 if all(n[3] == "inf" for n in news):
                     return  # an infinity that the program wrote on purpose
@@ -244,7 +250,7 @@ def _broken(number: int, line: Instruction, error: Exception) -> str:
     )
 
 
-def _named(arose: Arose, origin: Origin) -> Arose:
+def _named(arose: NonFinite, origin: NonFiniteOp) -> NonFinite:
     of = origin.of[0] if origin.of else ""
     return replace(
         arose, kind=origin.kind, op=origin.op, node=origin.node, of=of, inputs=origin.inputs,
@@ -289,7 +295,7 @@ def _agree_like(before: Runner, after: Runner, lowered: Lowered) -> None:
     rank.agreement = agreed or agreement.reach(rank.comm, lowered.schedule, dict, items_of(lowered.program))
 
 
-def _with_sources(step: Step, batch: Arguments, found: list[Arose]) -> list[Arose]:
+def _with_sources(step: Step, batch: Arguments, found: list[NonFinite]) -> list[NonFinite]:
     """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
     if not any(a.source for a in found):
         return found
@@ -301,7 +307,7 @@ def _with_sources(step: Step, batch: Arguments, found: list[Arose]) -> list[Aros
         )  # fmt: skip
     segments, lines = front.segments, lowering.of(batch).schedule.instructions
 
-    def line_of(arose: Arose) -> str:
+    def line_of(arose: NonFinite) -> str:
         segment = segments.segments[lines[arose.number].segment]
         nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
         node = nodes.get(arose.source)
@@ -310,20 +316,20 @@ def _with_sources(step: Step, batch: Arguments, found: list[Arose]) -> list[Aros
     return [replace(a, source=line_of(a)) if a.source else a for a in found]
 
 
-def _one_each(found: list[Arose]) -> list[Arose]:
+def _one_each(found: list[NonFinite]) -> list[NonFinite]:
     """In the order of the schedule, which is that of causes on all ranks: who receives NaN waits on a later
     line than who sent it. What several ranks saw at one line is the first one's.
     """
-    out: dict[tuple[int, str], Arose] = {}
+    out: dict[tuple[int, str], NonFinite] = {}
     for each in sorted(found, key=lambda a: (a.number, a.rank)):
         out.setdefault((each.number, each.what if each.number < 0 else ""), each)
     return list(out.values())
 
 
-def _caused(found: list[Arose], schedule: Schedule) -> list[Arose]:
+def _caused(found: list[NonFinite], schedule: Schedule) -> list[NonFinite]:
     """Without what a rank received: behind another finding, a collective brings what others have sent."""
 
-    def received(arose: Arose) -> bool:
+    def received(arose: NonFinite) -> bool:
         line = schedule.instructions[arose.number] if arose.number >= 0 else None
         return isinstance(line, Wait) and not line.of.startswith("to_")
 

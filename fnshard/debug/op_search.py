@@ -1,4 +1,4 @@
-"""Nodes: within one kernel, the op where NaN or inf arose, found by running its graph again, node by node."""
+"""Op search: the op of a kernel where NaN or inf arose, found by running its graph again, node by node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.debug.values import Health, health, tensors, worst
+from fnshard.debug.values import Health, health, tensors, worst_health
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOp:
     """An op of a kernel. `graph`: "source" (as `fn` calls it), "forward" or "backward" (as it is compiled).
 
     `of`: for an op of a backward, the forward's op that it belongs to, as `(op, node)` of the source.
@@ -39,7 +39,7 @@ class Origin:
         return self.node if self.graph == "source" else self.of and self.of[1]
 
 
-def find(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> Origin | None:
+def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> NonFiniteOp | None:
     """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
 
     An infinity that an op was told to write (a mask) is none; one that a value brings in is none either,
@@ -82,7 +82,7 @@ def _trouble(
 
     def seen(node: fx.Node, value: Any) -> None:
         if node.op != "output":
-            kinds[node] = worst([health(t) for _, t in tensors(value)])
+            kinds[node] = worst_health([health(t) for _, t in tensors(value)])
 
     run(args, seen)
     order = [n for n in graph.nodes if n.op != "output"]
@@ -103,7 +103,7 @@ def _trouble(
 
 
 def _inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
-    return worst([kinds[n] for n in node.all_input_nodes])
+    return worst_health([kinds[n] for n in node.all_input_nodes])
 
 
 def _deliberate(node: fx.Node) -> bool:
@@ -127,9 +127,9 @@ def _origin(
     kinds: Mapping[fx.Node, Health],
     graph: str,
     of: tuple[str, str] | None,
-) -> Origin:
+) -> NonFiniteOp:
     inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
-    return Origin(_op(node), node.name, kind, graph, inputs, describe(node.meta.get("val")), of)
+    return NonFiniteOp(_op(node), node.name, kind, graph, inputs, describe(node.meta.get("val")), of)
 
 
 def _op(node: fx.Node) -> str:
