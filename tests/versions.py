@@ -26,11 +26,13 @@ INTO = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fnshard
 
 
 def environment(version: str, into: Path, wheels: str | None = None) -> Path:
-    """The Python of an environment with this torch; made where there is none."""
+    """The Python of an environment with this torch; made, or completed, where something is not there."""
     python = into / version / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", into / version], check=True)
-    found = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True)
+    modules = ", ".join(name.replace("-", "_") for name in ["torch", *NEEDED])
+    probe = f"import {modules}; print(torch.__version__)"
+    found = subprocess.run([python, "-c", probe], capture_output=True)
     if not found.stdout.startswith(version.encode()):
         more = ["--find-links", wheels] if wheels else []
         command = [python, "-m", "pip", "install", "--quiet", *more, f"torch=={version}", *NEEDED]
@@ -49,7 +51,8 @@ def suite(python: Path, files: list[str], only: str = "", long: bool = False) ->
     env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}:{HERE / 'support'}", "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, cwd=HERE.parent, env=env, stdout=subprocess.PIPE, text=True).stdout
     (python.parents[1] / "pytest.log").write_text(out)
-    return out.strip().splitlines()[-1], re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", out)
+    summary = (out.strip().splitlines() or ["pytest has not begun"])[-1]
+    return summary, re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", out)
 
 
 def main() -> int:
