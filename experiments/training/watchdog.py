@@ -165,7 +165,6 @@ class Stragglers:
         mesh = self.step.mesh
         self._alone = mesh.size == 1
         self._stalls = Stalls(mesh.device_type)
-        self._instrument = fs.profile.Instrument(self.step, lambda rank: self._stalls.watch)
 
     def samples(self, here: int) -> bool:
         """Whether the `here`th step of this process is timed; never the first two, of which one compiles.
@@ -177,7 +176,7 @@ class Stragglers:
 
     def on(self, here: int) -> Any:
         """A context for that step."""
-        return self._instrument.on() if self.samples(here) else nullcontext()
+        return self.step.watching(self._stalls.watch) if self.samples(here) else nullcontext()
 
     def after(self, here: int, step_s: float, data_s: float) -> str:
         """What is to be told behind that step; the same on all ranks, which call it together."""

@@ -20,7 +20,7 @@ from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
 from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
 from fnshard.errors import DebugError, FnshardError, StateError, report
 from fnshard.layout.codecs import decoding
-from fnshard.runtime.executor.context import Action, Env, Watch
+from fnshard.runtime.executor.context import Action, Env
 from fnshard.runtime.files.json_reader import from_json
 from fnshard.step import agreement
 from fnshard.step.batches import batch_key, micro_batch
@@ -137,27 +137,23 @@ def nan_hunt(
                 fix="step = fs.shard_step(...).",
             )
         )
-    batch, hunters = as_arguments(step._lowering.fn, batch, keywords), {}
-
-    def watch(rank: int) -> Watch:
-        hunters[rank] = NonFiniteTracker(twin._lowering.of(batch).schedule, rank)
-        return hunters[rank].watch
-
-    twin = _twin(step, batch, watch)
+    batch = as_arguments(step._lowering.fn, batch, keywords)
+    twin = _twin(step, batch)
+    tracker, found = NonFiniteTracker(twin._lowering.of(batch).schedule, step.mesh.rank), []
     training = isinstance(state, TrainState)
     copy = state.copy() if training else state
     _agree_like(step._runner, twin._runner, twin._lowering.of(batch))
-    result = batch.call(twin if training else partial(twin, rng=rng), copy)
+    with twin.watching(tracker.watch):
+        result = batch.call(twin if training else partial(twin, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
-    hunter, found = hunters[step.mesh.rank], []
-    if any(json.loads(text) for text in twin.gather_text(json.dumps(hunter.ill))):
-        mine = [asdict(a) for a in _with_sources(twin, batch, hunter.found)]
+    if any(json.loads(text) for text in twin.gather_text(json.dumps(tracker.ill))):
+        mine = [asdict(a) for a in _with_sources(twin, batch, tracker.found)]
         found = [
             from_json(NonFinite, each)
             for text in twin.gather_text(json.dumps(mine))
             for each in json.loads(text)
         ]
-        found = _caused(_one_each(found), hunter.schedule)
+        found = _caused(_one_each(found), tracker.schedule)
     number = int(state.step) if training else rng[1]
     return NanReport(tuple(found), number, float(loss))
 
@@ -276,10 +272,10 @@ def _worse(kind: Health, before: Health) -> bool:
 # ------------------------------------------------------------------ the replay
 
 
-def _twin(step: Step, batch: Arguments, watch: Any) -> Step:
+def _twin(step: Step, batch: Arguments) -> Step:
     """The same step on the eager backend; it shares what was lowered, unless Inductor has rewritten that."""
     lowering, options = step._lowering, replace(step.options, backend="eager")
-    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, options, watch)
+    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, options)
     known = lowering.programs.get(batch_key(batch))
     if known is not None and step.options.backend == "eager":
         sizes = known.batch_bytes

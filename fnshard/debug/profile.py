@@ -16,9 +16,9 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,8 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
 )
 from fnshard.errors import SpecError, report
-from fnshard.runtime.executor.context import Action, Env, Watch
+from fnshard.runtime.executor.context import Action, Env
 from fnshard.step.lowered import Lowered
-from fnshard.step.runner import Bound
 from fnshard.step.step import Step
 
 __all__ = ["measured", "table", "traced"]
@@ -51,30 +50,7 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # and what the device did of it
 MICRO = 1e-6  # the unit of a trace
 
 
-# ------------------------------------------------------------------ watching a step that exists
-
-
-@dataclass
-class Instrument:
-    """A step's second binding, with `watch(rank)` around every instruction; the kernels are the same.
-
-    The step must have run once. Within `on()` it runs like this, outside as if there were no instrument.
-    """
-
-    step: Step
-    watch: Callable[[int], Watch]
-    _bound: dict[int, Bound] = field(default_factory=dict)
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Watch the steps that are made in here."""
-        runner = self.step._runner
-        rank, watched = runner.rank, runner.watch
-        plain, rank.bound, runner.watch = rank.bound, self._bound, self.watch
-        try:
-            yield
-        finally:
-            self._bound, rank.bound, runner.watch = rank.bound, plain, watched
+# ------------------------------------------------------------------ writing a trace
 
 
 def span_name(number: int, line: Instruction) -> str:
@@ -108,7 +84,7 @@ def traced(step: Step, path: str | Path) -> Iterator[None]:
     on_gpu = step.mesh.device_type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
-        with Instrument(step, lambda rank: _named).on():
+        with step.watching(_named):
             yield
         if on_gpu:
             torch.cuda.synchronize()

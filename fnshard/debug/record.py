@@ -83,9 +83,10 @@ class Recording:
 
     def watch(self, rank: int) -> Watch:
         """What the executor shows this rank's instructions to."""
-        entries = self.ranks.setdefault(rank, [])
 
         def around(number: int, line: Instruction, action: Action) -> Action:
+            entries = self.ranks.setdefault(rank, [])
+
             def watched(env: Env) -> None:
                 if number == 0:
                     entries.extend(self._copies(-1, _stored(env, self.schedule)))
@@ -121,12 +122,13 @@ def record(
     lowered = parts[0].call(step.lower, params)
     recording = Recording(lowered)
     lowering = step._lowering
-    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, step.options, recording.watch)
+    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, step.options)
 
     def run(rank: int) -> None:
         state = twin.init(params, seed=seed if step.optimizer else None)
         part = parts[data_rank(step.mesh)]
-        part.call(twin if step.optimizer else partial(twin, rng=(seed, 0)), state)
+        with twin.watching(recording.watch(rank)):
+            part.call(twin if step.optimizer else partial(twin, rng=(seed, 0)), state)
 
     twin._lowering.programs.put(batch_key(parts[0]), lowered)
     try:

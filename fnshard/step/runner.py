@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,13 +72,14 @@ class Rank:
     """What one rank holds beside the state: its collectives, its bound steps, its flags.
 
     `raised`: what this rank says with its next step; `before`, `last`: the numbers of the last two steps, the
-    flags of all ranks among them.
+    flags of all ranks among them. `bound`: by the identity of a lowered step, and who watches it.
     """
 
     comm: Collectives
     transfers: Transfers
     agreement: agree.Agreement | None = None
-    bound: dict[int, Bound] = field(default_factory=dict)
+    bound: dict[tuple[int, Watch | None], Bound] = field(default_factory=dict)
+    observer: Watch | None = None
     raised: set[str] = field(default_factory=set)
     before: Reading = Reading()
     last: Reading = Reading()
@@ -102,19 +104,14 @@ class Rank:
 
 
 class Runner:
-    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it.
-
-    Args:
-        watch: of a rank, what sees its instructions run; None is nobody.
-    """
+    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it."""
 
     def __init__(
         self,
         lowering: Lowering,
         optimizer: Optimizer | None = None,
-        watch: Callable[[int], Watch] | None = None,
     ):
-        self.lowering, self.optimizer, self.watch = lowering, optimizer, watch
+        self.lowering, self.optimizer = lowering, optimizer
         self._ranks: dict[int, Rank] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
         compiled = lowering.options.compiles_update(optimizer, lowering.mesh.device_type)
@@ -147,8 +144,9 @@ class Runner:
         """
         lowered = self.lowering.of(batch)
         rank = self.rank
-        if id(lowered) in rank.bound:
-            return rank.bound[id(lowered)]
+        key = id(lowered), rank.observer
+        if key in rank.bound:
+            return rank.bound[key]
         first = rank.agreement is None
         if first:
             rank.agreement = agree.reach(rank.comm, lowered.schedule, settings, items_of(lowered.program))
@@ -158,8 +156,19 @@ class Runner:
         lowered.compile()
         bound = self._bind(lowered, rank, scalars(lowered))
         kept = {id(v) for v in self.lowering.programs.values()}
-        rank.bound = {k: v for k, v in rank.bound.items() if k in kept} | {id(lowered): bound}
+        rank.bound = {k: v for k, v in rank.bound.items() if k[0] in kept} | {key: bound}
         return bound
+
+    @contextmanager
+    def watching(self, observer: Watch) -> Iterator[None]:
+        """This rank's steps in here are bound with an observer; the latest one's binding is kept."""
+        rank = self.rank
+        rank.bound = {k: v for k, v in rank.bound.items() if k[1] in (None, observer)}
+        before, rank.observer = rank.observer, observer
+        try:
+            yield
+        finally:
+            rank.observer = before
 
     def _bind(self, lowered: Lowered, rank: Rank, scalars: Scalars | None) -> Bound:
         mesh = self.lowering.mesh
@@ -174,7 +183,7 @@ class Runner:
             scalars,
             updater,
             transfers=rank.transfers,
-            watch=self.watch and self.watch(mesh.rank),
+            watch=rank.observer,
         )
         graphed = lowered.options.passes.graph and context.watch is None
         run = self._graphed(lowered, context) if graphed else bind(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, overload
 
 import torch
@@ -41,13 +42,12 @@ class Step(Generic[OptimizerT, LossT]):
     """A compiled training step; made by `shard_step`."""
 
     def __init__(
-        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: OptimizerT, options: Options,
-        watch: Callable[[int], Watch] | None = None,
-    ):  # fmt: skip
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: OptimizerT, options: Options
+    ):
         check_kind(optimizer)
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
-        self._runner = Runner(self._lowering, optimizer, watch)
+        self._runner = Runner(self._lowering, optimizer)
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
         self._checked_slots: Any = None
@@ -219,6 +219,25 @@ class Step(Generic[OptimizerT, LossT]):
         updates = self._scale.updates(number, state.loss_scale)
         bound.updater.start(env, torch.tensor(updates))
         return self._advance(state, bound, bound.run(env))
+
+    def watching(self, observer: Watch) -> AbstractContextManager[None]:
+        """See the steps that this rank makes in here run, instruction by instruction.
+
+        The step is bound a second time for this, with the same kernels; outside it runs as it did. Updates on
+        the host are then made by the caller's thread, and a CUDA graph's lines run one by one.
+
+        Args:
+            observer: called once for each instruction, with its line number, the instruction and the action
+                that executes it on an environment of values by name; what it returns is run in the action's
+                place. Entered again with the same observer, the step is not bound again.
+
+        >>> def observer(number, line, action):
+        ...     def run(env):
+        ...         print(number, line.verb)
+        ...         action(env)
+        ...     return run
+        """
+        return self._runner.watching(observer)
 
     # -------------------------------------------------------------- what ranks tell each other
 

@@ -17,7 +17,7 @@ from toys import chain, rows, run_chain
 import fnshard as fs
 from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, TRANSFER
 from fnshard.compiler.schedule.instructions import Gather, Run, ToHost, Update, Wait
-from fnshard.debug.profile import Instrument, measured, span_name, table
+from fnshard.debug.profile import measured, span_name, table
 from fnshard.errors import SpecError
 
 PARAMS = chain(2)
@@ -97,6 +97,35 @@ def test_what_a_trace_says_of_a_step(ranks: Any, tmp_path: Path) -> None:
     assert "wait" not in kinds
 
 
+def test_each_simulated_rank_is_watched_by_its_own_observer() -> None:
+    """From the first step on; the one that is entered last sees it, and the binding is made once."""
+    mesh = fs.make_mesh(shard=2, simulated=True, device="cpu")
+    step, seen, bindings = make(mesh), {0: [], 1: []}, []
+
+    def observer_of(rank: int) -> Any:
+        def observe(number: int, line: Any, action: Any) -> Any:
+            bindings.append(number)
+
+            def run(env: Any) -> None:
+                seen[rank].append(line.verb)
+                action(env)
+
+            return run
+
+        return observe
+
+    def run(rank: int) -> None:
+        state, observer = step.init(PARAMS), observer_of(rank)
+        for _ in range(2):
+            with step.watching(observer):
+                state, _ = step(state, rows())
+            state, _ = step(state, rows())
+
+    fs.simulate(mesh, run)
+    lines = [line.verb for line in step.lower(step.init(PARAMS), rows()).schedule.instructions]
+    assert seen == {0: 2 * lines, 1: 2 * lines} and len(bindings) == 2 * len(lines)
+
+
 def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
     """And behind it nothing is left of the watching."""
     step, seen = make(fs.make_mesh()), []
@@ -108,14 +137,13 @@ def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
 
         return run
 
-    instrument = Instrument(step, lambda rank: watch)
     state, plain = step.init(PARAMS), step.init(PARAMS)
     lines = len(step.lower(state, rows()).schedule.instructions)
     for number in range(4):
         plain, wanted = step(plain, rows())
         before = len(seen)
         if number % 2:
-            with instrument.on():
+            with step.watching(watch):
                 state, got = step(state, rows())
             assert seen[before:] == list(range(lines))
         else:
@@ -123,7 +151,7 @@ def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
             assert len(seen) == before
         assert torch.equal(got["loss"], wanted["loss"])
     assert all(torch.equal(a, b) for a, b in zip(state.params.values(), plain.params.values(), strict=True))
-    with pytest.raises(ZeroDivisionError, match="division"), instrument.on():
+    with pytest.raises(ZeroDivisionError, match="division"), step.watching(watch):
         1 / 0  # noqa: B018
     before = len(seen)
     step(state, rows())

@@ -201,10 +201,10 @@ def _step(rank: int, preset: str) -> tuple[int, int, int]:
 
         return run
 
-    step._runner.watch = lambda rank: watch
-    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
-    for _ in range(2):
-        state, _ = step(state, *batch)
+    with step.watching(watch):
+        state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+        for _ in range(2):
+            state, _ = step(state, *batch)
     connection(mesh).close()
     return tuple(seen)
 
@@ -260,14 +260,14 @@ def _reduced(rank: int, clip: bool) -> tuple[int, int, int]:
 
         return run
 
-    step._runner.watch = lambda rank: watch
-    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
-    lowered = step.lower(model.params, *batch)
-    for _ in range(2):
-        state, _ = step(state, *batch)
-    (units,), buckets = endpoint.units.values(), lowered.schedule.buckets.values()
-    largest = max(2 * b.numel * b.dtype.itemsize for b in buckets)
-    slots = (units.slots.top - units.slots.floor) // largest
+    with step.watching(watch):
+        state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+        lowered = step.lower(model.params, *batch)
+        for _ in range(2):
+            state, _ = step(state, *batch)
+        (units,), buckets = endpoint.units.values(), lowered.schedule.buckets.values()
+        largest = max(2 * b.numel * b.dtype.itemsize for b in buckets)
+        slots = (units.slots.top - units.slots.floor) // largest
     connection(mesh).close()
     return *seen, slots
 
@@ -294,11 +294,11 @@ def _sent(rank: int) -> tuple[int, int]:
 
         return run
 
-    step._runner.watch = lambda rank: watch
-    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
-    lowered = step.lower(model.params, *batch)
-    for _ in range(2):
-        state, _ = step(state, *batch)
+    with step.watching(watch):
+        state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+        lowered = step.lower(model.params, *batch)
+        for _ in range(2):
+            state, _ = step(state, *batch)
     connection(mesh).close()
     return tuple(seen)
 
