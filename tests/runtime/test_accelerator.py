@@ -42,7 +42,7 @@ from fnshard.mesh import process_group
 from fnshard.runtime.collectives import monitor, roll_call
 from fnshard.runtime.collectives.base import LATER_S, Group
 from fnshard.runtime.collectives.connect import connection
-from fnshard.step import agreement, lowered
+from fnshard.step import agreement, lowered, lowering
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
@@ -125,7 +125,7 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
     for device_type, backend in (("cpu", "inductor"), ("cuda", "eager"), ("cuda", "inductor")):
         kernels.warm_up(device_type, backend)
     assert warmed == ["pool"]
-    monkeypatch.setattr(lowered, "warm_up", lambda *how: warmed.append(how))
+    monkeypatch.setattr(lowering, "warm_up", lambda *how: warmed.append(how))
 
     def loss(p, x):
         assert warmed[1:] == [("cpu", "inductor")]
@@ -398,9 +398,9 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
         return -grad, {}
 
     mesh, params = fs.make_mesh(shard=2, simulated=True), {"w": torch.ones(4, 4)}
-    compile_kernels = lowered.compile_kernels
+    compile_kernels = lowering.compile_kernels
     monkeypatch.setattr(
-        lowered, "compile_kernels", lambda *a, **k: (note("compile"), compile_kernels(*a, **k))[1]
+        lowering, "compile_kernels", lambda *a, **k: (note("compile"), compile_kernels(*a, **k))[1]
     )
     step = fs.shard_step(
         loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.Optimizer("own()", leaf),
