@@ -31,6 +31,7 @@ from experiments.trackers.registry import TRACKERS, chosen
 from experiments.train import SPEC
 from experiments.training import loop, steps
 from experiments.training.report import Report, Silent
+from experiments.training.resume import RunFolder
 from experiments.training.run_record import RunRecord, TimeSpent, facts_of
 from experiments.training.steps import Training
 from experiments.training.watchdog import Spikes
@@ -77,7 +78,7 @@ def measure(asked: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """On this rank: seconds of a step without and with watching, and of the watching alone."""
     config = configured(asked)
     setup = loop.prepare(config)
-    mesh, run = setup.mesh, loop.Run(str(folder))
+    mesh, run = setup.mesh, RunFolder(str(folder))
     state, loader, _ = loop.begin(setup, run)
     tracked = [Timed(each) for each in chosen(config.tracker)] if mesh.rank == 0 else []
     report: Report | Silent = Silent()
