@@ -157,7 +157,9 @@ def test_a_rank_of_1024_of_a_70b_model() -> None:
 
 def measured(*arguments: str, timeout: float = 200.0) -> list[float]:
     """Bytes of the largest leaf, of all leaves, and by how much a process grows that shards them."""
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # what is freed goes back to the system
+    path = os.pathsep.join(filter(None, sys.path))  # helpers of the tests among them
+    # What is freed goes back to the system.
+    env = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     command = [sys.executable, __file__, *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
