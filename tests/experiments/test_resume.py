@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import OUTPUT
 from main_job import SMALL, compose
 
@@ -362,8 +363,8 @@ def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, termin
 
 def leave_checkpoint(folder: Path, number: int = 4) -> None:
     """A checkpoint of something, whole."""
-    specs = fs.match_specs({"w": fs.shards.torch.ones(2)}, [("*", fs.LayoutSpec())])
-    params = {"w": fs.shards.torch.ones(2)}
+    specs = fs.match_specs({"w": torch.ones(2)}, [("*", fs.LayoutSpec())])
+    params = {"w": torch.ones(2)}
     step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, optimizer=fs.optim.sgd(0.1), backend="eager")
     fs.checkpoint.save(folder / CHECKPOINTS / str(number), step.init(params))
 

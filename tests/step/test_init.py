@@ -68,7 +68,7 @@ def whole(
     def run(rank: int) -> dict[str, Tensor]:
         state = step.init(source, **options)
         for path, spec in specs.items():
-            assert state.params[path].shape == fs.spec.block_shape(spec.shape, spec.storage, mesh)
+            assert state.params[path].shape == fs.layout.spec.block_shape(spec.shape, spec.storage, mesh)
         return fs.unshard(state.params, specs, mesh)
 
     first, *others = fs.simulate(mesh, run)
