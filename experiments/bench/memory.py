@@ -95,7 +95,7 @@ def follow(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
     smallest over the steps.
 
     >>> follow([(1.0, 4.0)], [(0.0, 64, 100), (2.0, 512, 7), (3.0, 512, -7)])
-    Memory(peak=107, between=100)
+    AllocationLog(peak=107, between=100)
     """
     heap, todo, peaks, rests = Heap(), iter([*changes, (float("inf"), 0, 0)]), [], []
     change = next(todo)

@@ -51,8 +51,8 @@ class Encoder(Protocol):
 def joined(pieces: Sequence[TextPiece]) -> list[TextPiece]:
     """Neighbours of one kind become one, as they are tokenised when a model is asked to go on.
 
-    >>> joined([Piece("a", False), Piece("", True), Piece("b", False), Piece("c", True)])
-    [Piece(content='ab', learned=False, control=False), Piece(content='c', learned=True, control=False)]
+    >>> joined([TextPiece("a", False), TextPiece("", True), TextPiece("b", False), TextPiece("c", True)])
+    [TextPiece(content='ab', learned=False, control=False), TextPiece(content='c', learned=True, control=False)]
     """
     out: list[TextPiece] = []
     for piece in pieces:

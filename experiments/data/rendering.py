@@ -34,7 +34,7 @@ class Rendering:
         """A stretch of it.
 
         >>> Rendering("<e>a<e>", ((3, 4),)).pieces(0, 4, learned=True)
-        [Piece(content='<e>', learned=True, control=True), Piece(content='a', learned=True, control=False)]
+        [TextPiece(content='<e>', learned=True, control=True), TextPiece(content='a', learned=True, control=False)]
         """
         out, place = [], start
         for first, last in (*self.written, (stop, stop)):

@@ -30,7 +30,7 @@ def spans_of(sources: Sequence[TextFile], shard_bytes: int) -> list[tuple[TextSp
     """The spans of every shard.
 
     >>> from pathlib import Path
-    >>> files = [Source("a", Path("a"), 5, 0), Source("b", Path("b"), 4, 0)]
+    >>> files = [TextFile("a", Path("a"), 5, 0), TextFile("b", Path("b"), 4, 0)]
     >>> [[(s.source.name, s.start, s.stop) for s in shard] for shard in spans_of(files, 6)]
     [[('a', 0, 5), ('b', 0, 1)], [('b', 1, 4)]]
     """

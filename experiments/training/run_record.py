@@ -137,7 +137,7 @@ class TimeSpent:
     one counts, so that no second counts twice.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
-    >>> spent = Spent(clock=lambda: next(ticks))
+    >>> spent = TimeSpent(clock=lambda: next(ticks))
     >>> with spent.on("evaluation"), spent.on("samples"):
     ...     pass
     >>> {part: seconds for part, seconds in spent.parts().items() if seconds}

@@ -81,6 +81,7 @@ def shard_step(
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
         timeout: seconds after which a silent peer is an error.
 
+    >>> import torch
     >>> from fnshard import LayoutSpec, match_specs
     >>> params = {"w": torch.ones(3)}
     >>> specs = match_specs(params, [("*", LayoutSpec())])
