@@ -24,7 +24,10 @@ __all__ = [
 
 
 class FnshardError(Exception):
-    """Base of all errors fnshard raises on purpose."""
+    """Base of all errors fnshard raises on purpose; the arguments are those of `report`."""
+
+    def __init__(self, headline: str, failures: Sequence[str] = (), fix: str = ""):
+        super().__init__(report(headline, failures, fix))
 
 
 class SpecError(FnshardError, ValueError):
@@ -74,8 +77,8 @@ class CheckpointWarning(UserWarning):
 class DebugError(FnshardError, AssertionError):
     """What a check of `fs.debug` found: a difference, or a compilation too many. `report`: its findings."""
 
-    def __init__(self, text: str, report: object = None):
-        super().__init__(text)
+    def __init__(self, headline: str, failures: Sequence[str] = (), fix: str = "", *, report: object = None):
+        super().__init__(headline, failures, fix)
         self.report = report
 
 

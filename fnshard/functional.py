@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fnshard.compiler.deferred.deferred_init import on_paper, recipe_of
 from fnshard.compiler.ir.reachable import Numbers, Reachable, is_plain
-from fnshard.errors import StateError, TraceError, leaves, report
+from fnshard.errors import StateError, TraceError, leaves
 
 __all__ = ["make_functional"]
 
@@ -130,11 +130,9 @@ def _check_paths(
     wrong += [f"params[{p!r}] is no leaf of the module" for p in params if p not in tied]
     if wrong:
         raise StateError(
-            report(
-                f"these are not the leaves of {type(model).__name__}, {leaves(len(wrong))}:",
-                wrong,
-                "pass a dict with the keys of the one that make_functional returned.",
-            )
+            f"these are not the leaves of {type(model).__name__}, {leaves(len(wrong))}:",
+            wrong,
+            "pass a dict with the keys of the one that make_functional returned.",
         )
 
 
@@ -146,12 +144,10 @@ def _check_hooks(model: nn.Module) -> None:
     ]
     if hooked:
         raise TraceError(
-            report(
-                f"{leaves(len(hooked))} of {type(model).__name__} with a gradient hook, "
-                "which a pure function does not run:",
-                hooked,
-                "remove the hooks; scale or mask gradients in the optimizer, as a transform by path.",
-            )
+            f"{leaves(len(hooked))} of {type(model).__name__} with a gradient hook, "
+            "which a pure function does not run:",
+            hooked,
+            "remove the hooks; scale or mask gradients in the optimizer, as a transform by path.",
         )
 
 
@@ -160,12 +156,10 @@ def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
     wrong += [f"an attribute, {list(t.shape)} {t.dtype}" for t in attributes]
     if wrong:
         raise TraceError(
-            report(
-                f"the module assigns or writes to {leaves(len(wrong))} of its own in forward, which is lost:",
-                wrong,
-                "compute it as a local value, or return the new value in aux and pass it with the batch; "
-                "BatchNorm: eval mode, or torch.func.replace_all_batch_norm_modules_(model).",
-            )
+            f"the module assigns or writes to {leaves(len(wrong))} of its own in forward, which is lost:",
+            wrong,
+            "compute it as a local value, or return the new value in aux and pass it with the batch; "
+            "BatchNorm: eval mode, or torch.func.replace_all_batch_norm_modules_(model).",
         )
 
 

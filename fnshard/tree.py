@@ -24,7 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 
 __all__ = ["register"]
 
@@ -66,11 +66,9 @@ def register(
     by_hand = flatten is not None and unflatten is not None
     if not isinstance(cls, type) or not (by_hand or (_has_fields(cls) and flatten is unflatten)):
         raise SpecError(
-            report(
-                f"fs.tree.register({getattr(cls, '__name__', cls)}): no dataclass or attrs class, and "
-                "not two functions.",
-                fix="fs.tree.register(cls, flatten, unflatten): flatten(object) -> {name: child} and back.",
-            )
+            f"fs.tree.register({getattr(cls, '__name__', cls)}): no dataclass or attrs class, and "
+            "not two functions.",
+            fix="fs.tree.register(cls, flatten, unflatten): flatten(object) -> {name: child} and back.",
         )
     if cls not in pytree.SUPPORTED_NODES:
         if by_hand:
@@ -277,11 +275,9 @@ def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
     paths = tuple(found)
     if len(set(paths)) < len(paths):
         raise SpecError(
-            report(
-                "two leaves have the same path:",
-                [repr(path) for path, count in Counter(paths).items() if count > 1],
-                "leave dots out of the keys of nested dicts.",
-            )
+            "two leaves have the same path:",
+            [repr(path) for path, count in Counter(paths).items() if count > 1],
+            "leave dots out of the keys of nested dicts.",
         )
     return paths
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
-from fnshard.errors import SpecError, TraceError, leaves, report
+from fnshard.errors import SpecError, TraceError, leaves
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import is_buffer
 
@@ -97,7 +97,7 @@ def lora(
     wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained)]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
-        raise SpecError(report(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix))
+        raise SpecError(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix)
     asked = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
     base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
     tuned = with_adapters(fn, asked)
@@ -116,7 +116,7 @@ def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
     if not number(dropout) or not 0 <= dropout < 1:
         wrong.append(f"dropout={dropout!r}: a share from 0, below 1")
     if wrong:
-        raise SpecError(report("no such adapters:", wrong))
+        raise SpecError("no such adapters:", wrong)
 
 
 def _misfits(path: str, leaf: Tensor, rank: int, trains: bool) -> list[str]:
@@ -148,7 +148,7 @@ def matched_leaves(
     unused = [repr(g) for g, found in hits.items() if not found]
     if unused:
         shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
-        raise SpecError(report(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}"))
+        raise SpecError(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}")
     return [p for p in paths if any(p in found for found in hits.values())]
 
 
@@ -206,13 +206,11 @@ def _check_uses(asked: Lora, mode: _Adapted) -> None:
     wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
     if wrong:
         raise TraceError(
-            report(
-                f"{leaves(len(wrong))} cannot have an adapter:",
-                wrong,
-                "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in transposed=, "
-                "of the leaf itself: say its dtype by compute_dtype= rather than cast it in `fn`; leave out "
-                "others, such as a head that is tied to the embedding.",
-            )
+            f"{leaves(len(wrong))} cannot have an adapter:",
+            wrong,
+            "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in transposed=, "
+            "of the leaf itself: say its dtype by compute_dtype= rather than cast it in `fn`; leave out "
+            "others, such as a head that is tied to the embedding.",
         )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.adapters.lora import Lora
 from fnshard.checkpoint.rows import all_or_none
-from fnshard.errors import StateError, leaves, report
+from fnshard.errors import StateError, leaves
 from fnshard.hf.write import write_flushed
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.mesh import Mesh
@@ -113,7 +113,7 @@ def save(
         lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in asked.transposed]
         fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
         what = "train beside the adapters" if trained else "are transposed while others are not"
-        raise StateError(report(f"PEFT's files have no place for leaves that {what}:", lines, fix))
+        raise StateError(f"PEFT's files have no place for leaves that {what}:", lines, fix)
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
 
     def written() -> None:
@@ -168,7 +168,7 @@ def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str
     asked = Lora(rank, alpha, targets, in_out, dropout, stabilised)
     wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], asked)]
     if wrong:
-        raise StateError(report(f"adapters of another model, {leaves(len(wrong))}:", wrong))
+        raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong)
     if not targets:
         raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
     return asked, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
@@ -210,7 +210,7 @@ def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
     wrong += [f"{key} is {json.dumps(given[key])}, which is not known here" for key in _OFF if given.get(key)]
     if wrong:
         fix = "merge such adapters with PEFT, merge_and_unload, and load the whole by fs.hf.load."
-        raise StateError(report(f"{name} is not one that can be read here:", wrong, fix))
+        raise StateError(f"{name} is not one that can be read here:", wrong, fix)
     return (
         given["r"], float(given["lora_alpha"]), float(given["lora_dropout"]), given["use_rslora"],
         given["fan_in_fan_out"],
@@ -265,9 +265,7 @@ def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, Mes
     blocks, specs, mesh = laid_out(params, specs, mesh)
     if specs is None or not isinstance(blocks, Mapping) or set(blocks) != {"base", "adapters"}:
         raise StateError(
-            report(
-                "these are not the base and adapters of fs.lora, with their specs.",
-                fix="pass a state of a tuned step, or its params with specs= and mesh=.",
-            )
+            "these are not the base and adapters of fs.lora, with their specs.",
+            fix="pass a state of a tuned step, or its params with specs= and mesh=.",
         )
     return blocks, specs, mesh

@@ -33,7 +33,7 @@ from fnshard.checkpoint.state_leaves import (
     saved_slots,
     state_leaves,
 )
-from fnshard.errors import CheckpointError, CheckpointWarning, report
+from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES, PASSING, Corrupt
 from fnshard.step.blank import blank_params, blank_slots
@@ -328,7 +328,7 @@ def _newest(path: Path, fill: Callable[[Path, Manifest], Any], mesh: Mesh, timeo
         except Failed as error:
             told = error.lines()
             if not error.corrupt:
-                raise CheckpointError(report(f"cannot restore {folder}:", told)) from error
+                raise CheckpointError(f"cannot restore {folder}:", told) from error
         passed.append(_unlike(folder, told))
     if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
         raise _nothing(path)
@@ -357,7 +357,7 @@ def _sight(path: Path) -> str:
 def _seen(told: str) -> list[Path]:
     folders, wrong = json.loads(told)
     if wrong:
-        raise CheckpointError(report("cannot look for checkpoints:", [wrong]))
+        raise CheckpointError("cannot look for checkpoints:", [wrong])
     return list(map(Path, folders))
 
 
@@ -385,9 +385,9 @@ def _position(found: Manifest, mesh: Mesh) -> Any:
 
 
 def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:
-    return CheckpointError(report(f"{folder} is not what was written:", wrong))
+    return CheckpointError(f"{folder} is not what was written:", wrong)
 
 
 def _nothing(path: Path) -> CheckpointError:
     fix = "name a directory that fs.checkpoint.save wrote, or the one it lies in."
-    return CheckpointError(report(f"there is no checkpoint at {path}.", fix=fix))
+    return CheckpointError(f"there is no checkpoint at {path}.", fix=fix)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from fnshard.checkpoint.rows import all_or_none
-from fnshard.errors import CheckpointError, report
+from fnshard.errors import CheckpointError
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, failing
 from fnshard.runtime.files.tensorfile import Corrupt
@@ -54,10 +54,8 @@ def group_of(mesh: Mesh, timeout: float | None) -> Any:
     """
     if mesh.kind in ("simulated", "abstract"):
         raise CheckpointError(
-            report(
-                f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",
-                fix="save and restore under torchrun or fs.launch, or on a mesh of one.",
-            )
+            f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",
+            fix="save and restore under torchrun or fs.launch, or on a mesh of one.",
         )
     if not dist.is_initialized():
         return None

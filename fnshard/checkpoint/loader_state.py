@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fnshard.errors import CheckpointError, report
+from fnshard.errors import CheckpointError
 from fnshard.runtime.files.tensorfile import DTYPES, NAMES, bytes_of
 
 TAG = "__is__"
@@ -62,10 +62,8 @@ def _encoded(value: Any, name: str) -> Any:
         )
     dtype = f" of {value.dtype}" if isinstance(value, Tensor | np.ndarray) else ""
     raise CheckpointError(
-        report(
-            f"{name} is {type(value).__name__}{dtype}, which a checkpoint does not hold (it never pickles).",
-            fix="numbers, strings, lists, tuples, dicts, bytes, tensors and arrays are kept.",
-        )
+        f"{name} is {type(value).__name__}{dtype}, which a checkpoint does not hold (it never pickles).",
+        fix="numbers, strings, lists, tuples, dicts, bytes, tensors and arrays are kept.",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fnshard.checkpoint.manifest_file import NAME, SEAL, Manifest
-from fnshard.errors import CheckpointError, report
+from fnshard.errors import CheckpointError
 from fnshard.runtime.files.folder import is_checkpoint_directory
 from fnshard.runtime.files.tensorfile import Corrupt
 
@@ -49,7 +49,7 @@ class Keep:
         wrong += [f"best={self.best!r}: at least 0"] * (self.best < 0)
         wrong += [f"mode={self.mode!r}: 'min' or 'max'"] * (self.mode not in ("min", "max"))
         if wrong:
-            raise CheckpointError(report("this Keep cannot be:", wrong))
+            raise CheckpointError("this Keep cannot be:", wrong)
 
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """The steps that stay, of what was saved with each."""

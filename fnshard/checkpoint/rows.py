@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from fnshard.errors import CheckpointError, CollectiveError, report
+from fnshard.errors import CheckpointError, CollectiveError
 from fnshard.layout.spec import LayoutSpec, block_slices
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
@@ -98,5 +98,5 @@ def all_or_none(comm: Collectives, what: str, work: Callable[[], T] | None) -> T
     if failed:
         lines = [f"rank {rank}: {text}" for rank, text in failed.items()]
         fix = "see what is said above, and try again; what has that name is as it was."
-        raise CheckpointError(report(f"{what} failed:", lines, fix)) from failure
+        raise CheckpointError(f"{what} failed:", lines, fix) from failure
     return value

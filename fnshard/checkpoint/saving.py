@@ -21,7 +21,7 @@ from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
 from fnshard.checkpoint.state_leaves import checked_param_leaves, state_leaves
 from fnshard.checkpoint.write_blocks import save_blocks
-from fnshard.errors import CheckpointError, CheckpointWarning, report
+from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory
 from fnshard.step.runner import laid_out
@@ -53,7 +53,7 @@ class SaveJob:
             save_blocks(self.place, self.held, self.mesh, self.group, self.told, self.data)
         except Failed as error:
             rest = "what was saved before is as it was; make room, or save elsewhere."
-            raise CheckpointError(report(f"cannot save {self.place.final}:", error.lines(), rest)) from error
+            raise CheckpointError(f"cannot save {self.place.final}:", error.lines(), rest) from error
         finally:
             self.place.end()
         if self.keep is not None:
@@ -153,7 +153,7 @@ class SaveRequest:
     def _job(self, specs: Any, mesh: Mesh, group: Any) -> SaveJob:
         if specs is None:
             fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
-            raise CheckpointError(report("nobody has said how this state is laid out.", fix=fix))
+            raise CheckpointError("nobody has said how this state is laid out.", fix=fix)
         state, training = self.state, isinstance(self.state, TrainState)
         named = spec_paths(specs)[0]
         held = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
@@ -187,7 +187,7 @@ def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
         raise CheckpointError(f"keep={keep!r}: a fs.checkpoint.Keep, as Keep(last=3).")
     if not final.name.isdecimal():
         fix = "name checkpoints by their steps: save(f'{root}/{step}', ...)."
-        raise CheckpointError(report(f"keep= goes by numbers, and this is named {final.name!r}.", fix=fix))
+        raise CheckpointError(f"keep= goes by numbers, and this is named {final.name!r}.", fix=fix)
     if keep.best and metrics and keep.metric not in metrics:
         has = ", ".join(metrics)
         raise CheckpointError(f"keep= goes by {keep.metric!r}, and this save comes with {has} alone.")

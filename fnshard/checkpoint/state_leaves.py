@@ -15,7 +15,7 @@ from fnshard import tree
 from fnshard.analysis.slots import Slots
 from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
 from fnshard.checkpoint.manifest_file import SavedLeaf
-from fnshard.errors import CheckpointError, leaves, report
+from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.spec import LayoutSpec, P, block_shape
 from fnshard.mesh import Mesh
@@ -69,11 +69,9 @@ def slot_leaves(state: Mapping[str, Mapping[str, Tensor]], specs: Specs, mesh: M
                 odd.append(f"{path!r}: {name} {list(value.shape)} of a leaf {list(spec.shape)}")
     if odd:
         raise CheckpointError(
-            report(
-                f"nobody knows how {leaves(len(odd))} of optimizer state lie on mesh {mesh}:",
-                odd,
-                "a slot of a sharded leaf is as large as its block, or one number.",
-            )
+            f"nobody knows how {leaves(len(odd))} of optimizer state lie on mesh {mesh}:",
+            odd,
+            "a slot of a sharded leaf is as large as its block, or one number.",
         )
     return out
 
@@ -95,7 +93,7 @@ def resolved_as_saved(specs: Any, saved: Mapping[str, SavedLeaf]) -> Any:
         return specs
     missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
     if missing:
-        raise CheckpointError(report("the checkpoint is of another model; it has not:", missing[:20]))
+        raise CheckpointError("the checkpoint is of another model; it has not:", missing[:20])
     of = [saved[f"params/{p}"] for p in named]
     shapes = [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
     return resolve_specs(specs, tree.unflatten(shapes, structure))
@@ -157,12 +155,10 @@ def restore_targets(
     wrong += [f"{n} {list(saved[n].shape)} is in the checkpoint alone" for n in lost]
     if wrong:
         raise CheckpointError(
-            report(
-                f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
-                _some(wrong),
-                "restore it with the model and optimizer it was saved with; or take its parameters alone: "
-                "fs.checkpoint.restore_params(path, step, only=...).",
-            )
+            f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
+            _some(wrong),
+            "restore it with the model and optimizer it was saved with; or take its parameters alone: "
+            "fs.checkpoint.restore_params(path, step, only=...).",
         )
     return out
 
@@ -194,7 +190,7 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
             "(of parameters alone: fs.checkpoint.restore_params)."
         )
         what = f"the checkpoint has {leaves(len(wrong))} coded otherwise than the specs say:"
-        raise CheckpointError(report(what, _some(lines), fix))
+        raise CheckpointError(what, _some(lines), fix)
 
 
 def _codec_of(parts: set[str], spec: LayoutSpec) -> str | None:

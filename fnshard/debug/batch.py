@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, signature_of
-from fnshard.errors import SpecError, StateError, report
+from fnshard.errors import SpecError, StateError
 from fnshard.layout.spec import LayoutSpec, block_slices
 from fnshard.losses.objectives import Whole
 from fnshard.mesh import Mesh, make_mesh
@@ -56,10 +56,8 @@ def simulated_mesh(mesh: Mesh | None, *trees: Any) -> Mesh:
     if mesh.kind != "simulated":
         sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
         raise SpecError(
-            report(
-                f"mesh {mesh} is {mesh.kind}; all its ranks are wanted in this process.",
-                fix=f"fs.make_mesh({sizes}, simulated=True), or smaller.",
-            )
+            f"mesh {mesh} is {mesh.kind}; all its ranks are wanted in this process.",
+            fix=f"fs.make_mesh({sizes}, simulated=True), or smaller.",
         )
     return mesh
 
@@ -74,10 +72,8 @@ def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
         where = source.where
         if where is None or where[1].size > 1:
             raise StateError(
-                report(
-                    "this TrainState is one rank's part; the full parameters are wanted.",
-                    fix="on every rank: params = fs.unshard(state.params, specs, mesh).",
-                )
+                "this TrainState is one rank's part; the full parameters are wanted.",
+                fix="on every rank: params = fs.unshard(state.params, specs, mesh).",
             )
         source = source.params
     return source, resolve_specs(specs, source)
@@ -98,12 +94,10 @@ def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
     ]
     if wrong and parts > 1:
         raise StateError(
-            report(
-                f"{len(wrong)} leaves of the global batch cannot be cut into {parts} parts along dim 0:",
-                wrong,
-                f"give a batch whose first dim is a multiple of {parts}, a smaller mesh, or fs.Whole(...) "
-                "around what every rank sees.",
-            )
+            f"{len(wrong)} leaves of the global batch cannot be cut into {parts} parts along dim 0:",
+            wrong,
+            f"give a batch whose first dim is a multiple of {parts}, a smaller mesh, or fs.Whole(...) "
+            "around what every rank sees.",
         )
 
     def part(index: int) -> Arguments:

@@ -132,10 +132,8 @@ def nan_hunt(
     """
     if not isinstance(step, Step):
         raise StateError(
-            report(
-                f"nan_hunt replays what shard_step made, not {type(step).__name__}.",
-                fix="step = fs.shard_step(...).",
-            )
+            f"nan_hunt replays what shard_step made, not {type(step).__name__}.",
+            fix="step = fs.shard_step(...).",
         )
     batch = as_arguments(step._lowering.fn, batch, keywords)
     twin = _twin(step, batch)

@@ -37,7 +37,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.runtime.executor.context import Action, Env
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step
@@ -144,20 +144,16 @@ def _spans(events: Iterable[Mapping[str, Any]], schedule: Schedule) -> list[Mapp
              (*DEVICE, "gpu_user_annotation")]  # fmt: skip
     if not named:
         raise SpecError(
-            report(
-                "no instruction of a schedule is in this trace.",
-                fix="make the steps within `with fs.profile.traced(step, path):`.",
-            )
+            "no instruction of a schedule is in this trace.",
+            fix="make the steps within `with fs.profile.traced(step, path):`.",
         )
     wanted = [span_name(number, line) for number, line in enumerate(schedule.instructions)]
     foreign = sorted({e["name"] for e in named} - set(wanted))
     if foreign:
         raise SpecError(
-            report(
-                f"the trace is of another schedule; {len(foreign)} of its instructions are not in this one:",
-                [repr(name) for name in foreign[:5]],
-                "lower the step that was traced, with a batch of the same shape.",
-            )
+            f"the trace is of another schedule; {len(foreign)} of its instructions are not in this one:",
+            [repr(name) for name in foreign[:5]],
+            "lower the step that was traced, with a batch of the same shape.",
         )
     return sorted(named, key=lambda e: e["ts"])
 

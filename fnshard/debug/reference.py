@@ -131,11 +131,9 @@ def check(
     step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
     if any(i.kind == "key" for i in parts[0].call(step.lower, params).program.inputs):
         raise StateError(
-            report(
-                "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
-                fix="model.eval() before make_functional, or dropout=0; fs.debug.bisect compares two layouts "
-                "that draw the same.",
-            )
+            "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
+            fix="model.eval() before make_functional, or dropout=0; fs.debug.bisect compares two layouts "
+            "that draw the same.",
         )
     losses, grads, leaves = _sharded(step, params, parts)
     named = leaf_paths(specs)[0]
@@ -151,7 +149,7 @@ def check(
             return found[0] if finite else replace(found[0], cause=_NOT_FINITE)
     result = replace(found[0], cause=_cause(found[1], losses[0], len(micros)))
     if strict:
-        raise DebugError(str(result), result)
+        raise DebugError(str(result), report=result)
     return result
 
 

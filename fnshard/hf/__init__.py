@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.checkpoint.rows import all_or_none
-from fnshard.errors import StateError, leaves, report
+from fnshard.errors import StateError, leaves
 from fnshard.hf.files import open_tensors, read_config
 from fnshard.hf.match import load_block, match_tensors
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, config_of_module, family_of
@@ -233,11 +233,9 @@ def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeD
     bare = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
     if bare:
         raise StateError(
-            report(
-                f"the specs do not know the full shapes of {leaves(len(bare))}:",
-                bare[:8] + ["..."] * (len(bare) > 8),
-                "make them with match_specs or a preset, from make_functional(model).",
-            )
+            f"the specs do not know the full shapes of {leaves(len(bare))}:",
+            bare[:8] + ["..."] * (len(bare) > 8),
+            "make them with match_specs or a preset, from make_functional(model).",
         )
     check_codecs(named)
     check_specs(named, mesh)
@@ -258,10 +256,8 @@ def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any
     blocks, specs, mesh = laid_out(params, specs, mesh)
     if specs is None:
         raise StateError(
-            report(
-                "nobody has said how these blocks are laid out.",
-                fix="give specs, and the mesh; states of step.init and step.adopt know both.",
-            )
+            "nobody has said how these blocks are laid out.",
+            fix="give specs, and the mesh; states of step.init and step.adopt know both.",
         )
     return tree.flatten_with_paths(blocks)[0], specs, mesh
 
@@ -275,10 +271,8 @@ def _config(config: Any) -> Mapping[str, Any] | Path | None:
     if isinstance(config, str | Path) and Path(config).exists():
         return Path(config)
     raise StateError(
-        report(
-            f"config={config!r} is none.",
-            fix="a dict, an object with to_dict(), or the path of an existing directory or config.json.",
-        )
+        f"config={config!r} is none.",
+        fix="a dict, an object with to_dict(), or the path of an existing directory or config.json.",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.runtime.files.json_reader import JsonError, from_json
 from fnshard.runtime.files.tensorfile import (
     Corrupt,
@@ -60,12 +60,10 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
         tensors, problems = _tensors(folder, files, where, stack)
         if problems:
             raise StateError(
-                report(
-                    f"the weights in {str(path)!r} cannot be read:",
-                    problems,
-                    "fetch or copy them once more; all that a directory needs is its *.safetensors files, "
-                    f"and {INDEX} if there are several.",
-                )
+                f"the weights in {str(path)!r} cannot be read:",
+                problems,
+                "fetch or copy them once more; all that a directory needs is its *.safetensors files, "
+                f"and {INDEX} if there are several.",
             )
         yield tensors
 
@@ -109,10 +107,8 @@ def _index(folder: Path) -> dict[str, str]:
         found = {}
     if not found:
         raise StateError(
-            report(
-                f"{INDEX} in {str(folder)!r} has no weight_map from tensors to files.",
-                fix="fetch or copy it once more.",
-            )
+            f"{INDEX} in {str(folder)!r} has no weight_map from tensors to files.",
+            fix="fetch or copy it once more.",
         )
     return found
 
@@ -123,22 +119,18 @@ def _nothing(path: Path, why: str) -> StateError:
     others = [name for name in there if name.endswith(".safetensors")]
     if pickles and not others:
         return StateError(
-            report(
-                f"{str(path)!r} holds pickled weights alone, and reading a pickle runs what is in it:",
-                pickles,
-                "have the model's own library write safetensors once, where you trust the files: "
-                "AutoModelForCausalLM.from_pretrained(path).save_pretrained(other).",
-            )
+            f"{str(path)!r} holds pickled weights alone, and reading a pickle runs what is in it:",
+            pickles,
+            "have the model's own library write safetensors once, where you trust the files: "
+            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(other).",
         )
     return StateError(
-        report(
-            f"no weights in {str(path)!r}: {why}.",
-            others,
-            "name one of these files."
-            if others
-            else "path= is a local directory of a Hugging Face model (of "
-            "a model on the hub: what huggingface_hub.snapshot_download returns), or a .safetensors file.",
-        )
+        f"no weights in {str(path)!r}: {why}.",
+        others,
+        "name one of these files."
+        if others
+        else "path= is a local directory of a Hugging Face model (of "
+        "a model on the hub: what huggingface_hub.snapshot_download returns), or a .safetensors file.",
     )
 
 
@@ -163,7 +155,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
             raise Corrupt(f"{name}: no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise StateError(
-            report(f"{name} in {str(folder)!r} cannot be read:", [str(error)], "fetch or copy it once more.")
+            f"{name} in {str(folder)!r} cannot be read:", [str(error)], "fetch or copy it once more."
         ) from error
     return values
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.hf.files import FileTensor
 from fnshard.hf.names import Family, Names, Transposed, computed_buffers, given_name, possible_names
 from fnshard.layout.codecs import Unfit, is_coded
@@ -104,7 +104,7 @@ def _refuse(kinds: Mapping[str, list[str]]) -> None:
         lines += found[:SHOWN] + [f"... and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
     fixes = "\n     ".join(_FIXES[kind] for kind, found in kinds.items() if found)
     what = "1 problem" if count == 1 else f"{count} problems"
-    raise StateError(report(f"files and specs do not fit each other, {what}:", lines, fixes))
+    raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
 
 
 def _surplus(

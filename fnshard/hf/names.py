@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard.compiler.deferred.deferred_init import recipe_of
-from fnshard.errors import SpecError, StateError, report
+from fnshard.errors import SpecError, StateError
 from fnshard.functional import aliases, make_functional
 from fnshard.step.shards import compare_paths
 
@@ -105,9 +105,7 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
         here = set(paths)
         return replace(known, tied={other: p for other, p in known.tied.items() if other not in here})
     if not isinstance(model, nn.Module):
-        raise SpecError(
-            report(f"model= is {type(model).__name__}.", fix="the nn.Module that the leaves are of.")
-        )
+        raise SpecError(f"model= is {type(model).__name__}.", fix="the nn.Module that the leaves are of.")
     owned = make_functional(model)[1]
     compare_paths(dict.fromkeys(paths), owned)
     saved = model.state_dict(keep_vars=True).keys()
@@ -131,10 +129,8 @@ def given_name(path: str, names: Names) -> Named | None:
     named = names(path) if callable(names) else names.get(path) if names is not None else None
     if named is not None and not isinstance(named, str | Transposed):
         raise StateError(
-            report(
-                f"names gives {type(named).__name__} for params[{path!r}].",
-                fix='the tensor\'s name, or fs.hf.Transposed("its name"), or None for the usual one.',
-            )
+            f"names gives {type(named).__name__} for params[{path!r}].",
+            fix='the tensor\'s name, or fs.hf.Transposed("its name"), or None for the usual one.',
         )
     return named
 
@@ -164,11 +160,9 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
     unknown = sorted(set(names) - set(paths))
     if unknown:
         raise StateError(
-            report(
-                f"names= has {len(unknown)} paths of no leaf:",
-                [repr(p) for p in unknown],
-                "its keys are paths of the parameter tree, its values names in the files.",
-            )
+            f"names= has {len(unknown)} paths of no leaf:",
+            [repr(p) for p in unknown],
+            "its keys are paths of the parameter tree, its values names in the files.",
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnshard.checkpoint.rows import all_or_none, gather_rows
-from fnshard.errors import AgreementError, StateError, leaves, report
+from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
 from fnshard.hf.write import LeafWriter
 from fnshard.layout.codecs import block_of
@@ -80,7 +80,7 @@ class ExportPlan:
                 ExportedLeaf(path, spec, partial(block_of, blocks, path, spec), (name,), kind, transposed)
             )
         if wrong:
-            raise StateError(report("names= does not fit the leaves:", wrong, "give each leaf its own name."))
+            raise StateError("names= does not fit the leaves:", wrong, "give each leaf its own name.")
         return ExportPlan(tuple(parts))
 
     @property
@@ -102,9 +102,7 @@ class ExportPlan:
         wrong = [f"params[{p.path!r}] is {p.dtype}" for p in self.parts if p.dtype not in NAMES]
         if wrong:
             fix = "export to a .pt file, or store them in another dtype (storage_dtype= of their specs)."
-            raise StateError(
-                report(f"safetensors files have no such dtype, {leaves(len(wrong))}:", wrong, fix)
-            )
+            raise StateError(f"safetensors files have no such dtype, {leaves(len(wrong))}:", wrong, fix)
 
     @property
     def digest(self) -> str:
@@ -130,10 +128,8 @@ def export_leaves(
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise AgreementError(
-            report(
-                f"{what}: rank(s) {', '.join(map(str, odd))} mean another file or other leaves than rank 0.",
-                fix="give the same path, specs, names and dtype on every rank.",
-            )
+            f"{what}: rank(s) {', '.join(map(str, odd))} mean another file or other leaves than rank 0.",
+            fix="give the same path, specs, names and dtype on every rank.",
         )
     writer = target if mesh.rank == 0 else None
     try:

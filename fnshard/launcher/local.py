@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fnshard.errors import LaunchError, report
+from fnshard.errors import LaunchError
 from fnshard.launcher.nodes import Ending, Nodes, Peers, meet
 from fnshard.launcher.post_mortem import HostMemory, describe_failure, echo_level
 from fnshard.launcher.rank import ERRORS, LAUNCHER, LOGS, import_command, run_rank
@@ -90,18 +90,14 @@ def launch(
     """
     if isinstance(program, str | Path) or ranks < 1:
         raise LaunchError(
-            report(
-                f"fs.launch({program!r}, ranks={ranks}): a function or a list of words, in some processes.",
-                fix='fs.launch([sys.executable, "train.py"], ranks=2).',
-            )
+            f"fs.launch({program!r}, ranks={ranks}): a function or a list of words, in some processes.",
+            fix='fs.launch([sys.executable, "train.py"], ranks=2).',
         )
     if callable(program):
         if LAUNCHER in os.environ:
             raise LaunchError(
-                report(
-                    "fs.launch in a rank that fs.launch has started.",
-                    fix='call it below `if __name__ == "__main__":`, for each rank imports the script.',
-                )
+                "fs.launch in a rank that fs.launch has started.",
+                fix='call it below `if __name__ == "__main__":`, for each rank imports the script.',
             )
         if under_launcher():
             run_rank(program)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fnshard.errors import FnshardError, report
+from fnshard.errors import FnshardError
 from fnshard.mesh.process_group import RENDEZVOUS
 from fnshard.runtime.files.json_reader import from_json
 
@@ -156,10 +156,8 @@ def _entered(folder: Path) -> Iterator[int]:
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid != os.geteuid() or mode & 0o077:
             raise NodesError(
-                report(
-                    f"{folder}, where nodes meet, is open to others (owner {found.st_uid}, mode {mode:04o}).",
-                    fix="remove it: it is made for this user alone; or name another folder.",
-                )
+                f"{folder}, where nodes meet, is open to others (owner {found.st_uid}, mode {mode:04o}).",
+                fix="remove it: it is made for this user alone; or name another folder.",
             )
         os.listdir(number)
         yield number

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from fnshard import checkpoint
 from fnshard.checkpoint.saving import wait_for_save
-from fnshard.errors import LaunchError, report, stable_repr
+from fnshard.errors import LaunchError, stable_repr
 from fnshard.launcher.post_mortem import PEAK
 from fnshard.mesh.process_group import join_group, leave_group, under_launcher, world_size
 
@@ -141,10 +141,8 @@ def import_command(function: Callable[[], Any]) -> list[str]:
         found = None
     if found is not function or not where:
         raise LaunchError(
-            report(
-                f"{stable_repr(function)} has no name by which other processes could import it.",
-                fix="def it at the top of a file; fs.launch([sys.executable, ...]) takes any program.",
-            )
+            f"{stable_repr(function)} has no name by which other processes could import it.",
+            fix="def it at the top of a file; fs.launch([sys.executable, ...]) takes any program.",
         )
     command = {**where, "function": name, "argv": sys.argv, "path": sys.path}
     return [sys.executable, "-u", "-c", BY_NAME, json.dumps(command)]

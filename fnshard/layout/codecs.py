@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.errors import SpecError, StateError, leaves, report
+from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.spec import LayoutSpec, P, is_spec
 
 __all__ = ["Codec", "decoded", "encoded", "register"]
@@ -186,7 +186,7 @@ def register(codec: Codec) -> None:
         fix = (
             "parts(shape) announces what encode gives; every row is coded by itself; decode gives the shape."
         )
-        raise SpecError(report(f"codec {codec.name!r} does not hold to its contract:", wrong, fix))
+        raise SpecError(f"codec {codec.name!r} does not hold to its contract:", wrong, fix)
     CODECS[codec.name] = codec
 
 
@@ -224,7 +224,7 @@ def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
     if wrong:
         lines = [f"params[{p!r}] {list(specs[p].shape)} with {what}." for p, (what, _) in wrong.items()]
         fixes = dict.fromkeys(fix for _, fix in wrong.values())
-        raise SpecError(report(f"{leaves(len(wrong))} cannot be coded:", lines, " ".join(fixes)))
+        raise SpecError(f"{leaves(len(wrong))} cannot be coded:", lines, " ".join(fixes))
 
 
 def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
@@ -273,7 +273,7 @@ class Unfit:
         if self.lines:
             fix = "load or train them again; or keep them as they are, codec=None."
             what = f"{leaves(len(self.lines))} cannot be coded: inf, nan or too large for fp32 are"
-            raise StateError(report(what, self.lines, fix))
+            raise StateError(what, self.lines, fix)
 
 
 def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.errors import SpecError, leaves, report
+from fnshard.errors import SpecError, leaves
 from fnshard.layout.spec import LayoutSpec, is_buffer, is_spec
 from fnshard.layout.units import numeric
 
@@ -65,20 +65,16 @@ def match_specs(
     unused = [_unused(glob, tied) for i, (glob, _) in enumerate(rules) if i not in used]
     if uncovered:
         raise SpecError(
-            report(
-                f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
-                uncovered,
-                'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
-            )
+            f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
+            uncovered,
+            'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
         )
     if unused:
         shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
         raise SpecError(
-            report(
-                f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
-                unused,
-                f"mend or delete them; the leaves are: {shown}",
-            )
+            f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
+            unused,
+            f"mend or delete them; the leaves are: {shown}",
         )
     return tree.unflatten(specs, structure)
 
@@ -86,21 +82,17 @@ def match_specs(
 def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str, str]:
     fix = "see fnshard.units, or units=lambda params: {path: unit name, for every leaf}."
     if not callable(policy):
-        raise SpecError(
-            report(f"units is a function from the parameter tree, not {type(policy).__name__}.", fix=fix)
-        )
+        raise SpecError(f"units is a function from the parameter tree, not {type(policy).__name__}.", fix=fix)
     unit_of = policy(params)
     if not isinstance(unit_of, Mapping):
-        raise SpecError(
-            report(f"units returned {type(unit_of).__name__}, not a dict from paths to units.", fix=fix)
-        )
+        raise SpecError(f"units returned {type(unit_of).__name__}, not a dict from paths to units.", fix=fix)
     wrong = [
         f"params[{path!r}] " + (f"is of unit {unit_of[path]!r}" if path in unit_of else "has none")
         for path in named
         if not isinstance(unit_of.get(path), str) or not unit_of[path]
     ]
     if wrong:
-        raise SpecError(report(f"units gives {leaves(len(wrong))} no name of a unit:", wrong, fix))
+        raise SpecError(f"units gives {leaves(len(wrong))} no name of a unit:", wrong, fix)
     # An adapter is gathered with the leaf it belongs to.
     return {path: unit_of.get(getattr(leaf, "beside", path), unit_of[path]) for path, leaf in named.items()}
 
@@ -115,11 +107,9 @@ def check_tree(named: Mapping[str, Any]) -> None:
     if wrong is not None:
         what = f"the module {type(wrong).__name__}" if isinstance(wrong, nn.Module) else "an iterator"
         raise SpecError(
-            report(
-                f"the parameters are a tree of tensors, not {what}.",
-                fix="apply, params = fs.make_functional(model): params is {path: tensor}, and "
-                "apply(params, *inputs) the module's forward.",
-            )
+            f"the parameters are a tree of tensors, not {what}.",
+            fix="apply, params = fs.make_functional(model): params is {path: tensor}, and "
+            "apply(params, *inputs) the module's forward.",
         )
 
 
@@ -129,11 +119,9 @@ def _check_rules(rules: Any) -> None:
     )
     if not good:
         raise SpecError(
-            report(
-                "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; a P goes into a "
-                f"LayoutSpec; these are {type(rules).__name__} {str(rules)[:80]}.",
-                fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
-            )
+            "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; a P goes into a "
+            f"LayoutSpec; these are {type(rules).__name__} {str(rules)[:80]}.",
+            fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
         )
 
 
@@ -157,11 +145,9 @@ def _tied_hits(tied: Mapping[str, str], named: Mapping[str, Tensor], rules: Sequ
     ]
     if differ:
         raise SpecError(
-            report(
-                f"{leaves(len(differ))} tied under several names whose rules differ:",
-                differ,
-                "a tied weight is stored once, under the first of its names: give all names one rule.",
-            )
+            f"{leaves(len(differ))} tied under several names whose rules differ:",
+            differ,
+            "a tied weight is stored once, under the first of its names: give all names one rule.",
         )
     return {i for i in hits.values() if i is not None}
 
@@ -189,14 +175,12 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
 
 def _tensors_only(named: Mapping[str, Any]) -> None:
     if not named:
-        raise SpecError(report("the parameter tree has no leaves.", fix="pass a tree of tensors, as a dict."))
+        raise SpecError("the parameter tree has no leaves.", fix="pass a tree of tensors, as a dict.")
     wrong = {p: v for p, v in named.items() if not isinstance(v, Tensor)}
     if wrong:
         raise SpecError(
-            report(
-                f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
-                [f"params[{p!r}] is {type(v).__name__}" for p, v in wrong.items()],
-                f"{tree.how_to_register(wrong.values())}keep tensors, plain constants and functions "
-                "in the tree; close over the rest.",
-            )
+            f"{leaves(len(wrong))} of the parameter tree {'is' if len(wrong) == 1 else 'are'} no tensor:",
+            [f"params[{p!r}] is {type(v).__name__}" for p, v in wrong.items()],
+            f"{tree.how_to_register(wrong.values())}keep tensors, plain constants and functions "
+            "in the tree; close over the rest.",
         )

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fnshard.errors import SpecError, leaves, report
+from fnshard.errors import SpecError, leaves
 from fnshard.mesh import Mesh
 
 __all__ = ["LayoutSpec", "P"]
@@ -159,10 +159,8 @@ class LayoutSpec:
             raise SpecError(f"LayoutSpec(update_on={self.update_on!r}): 'host', 'device' or None.")
         if self.update_on == "host" and self.optimizer_memory == "device":
             raise SpecError(
-                report(
-                    "LayoutSpec(update_on='host', optimizer_memory='device'): the host has no state.",
-                    fix="optimizer_memory='host' (or 'disk'), or update_on=None.",
-                )
+                "LayoutSpec(update_on='host', optimizer_memory='device'): the host has no state.",
+                fix="optimizer_memory='host' (or 'disk'), or update_on=None.",
             )
         for name in ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype"):
             value = getattr(self, name)
@@ -170,17 +168,13 @@ class LayoutSpec:
                 meant = _DTYPES.get(str(value), str(value).removeprefix("torch."))
                 meant = meant if isinstance(getattr(torch, meant, None), torch.dtype) else "bfloat16"
                 raise SpecError(
-                    report(
-                        f"LayoutSpec({name}={value!r}): expected a torch.dtype, not {type(value).__name__}.",
-                        fix=f"{name}=torch.{meant}.",
-                    )
+                    f"LayoutSpec({name}={value!r}): expected a torch.dtype, not {type(value).__name__}.",
+                    fix=f"{name}=torch.{meant}.",
                 )
         if self.compute != P():
             raise SpecError(
-                report(
-                    f"compute={self.compute!r}: `fn` sees whole leaves until the tensor axis is built.",
-                    fix="leave compute=P() and shard with storage=.",
-                )
+                f"compute={self.compute!r}: `fn` sees whole leaves until the tensor axis is built.",
+                fix="leave compute=P() and shard with storage=.",
             )
 
     @property
@@ -280,7 +274,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
             storage, gradient and optimizer that no collective joins, an untrainable dtype.
     """
     if not specs:
-        raise SpecError(report("the spec tree has no leaves.", fix="make it by match_specs or a preset."))
+        raise SpecError("the spec tree has no leaves.", fix="make it by match_specs or a preset.")
     wrong: list[str] = []
     fixes: dict[str, None] = {}
     for path, spec in specs.items():
@@ -290,11 +284,9 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     if wrong:
         count = len({line.split("]")[0] for line in wrong})
         raise SpecError(
-            report(
-                f"{leaves(count)} cannot take {'its' if count == 1 else 'their'} spec on mesh {mesh}:",
-                wrong,
-                " ".join(fixes),
-            )
+            f"{leaves(count)} cannot take {'its' if count == 1 else 'their'} spec on mesh {mesh}:",
+            wrong,
+            " ".join(fixes),
         )
 
 

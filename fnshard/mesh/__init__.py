@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.mesh.process_group import join_group, world_size
 
 __all__ = ["Mesh", "make_mesh"]
@@ -150,10 +150,8 @@ def make_mesh(
     unknown = [a for a in chosen if a not in names]
     if unknown:
         raise SpecError(
-            report(
-                f"data_axes names {', '.join(map(repr, unknown))}, which the mesh does not have.",
-                fix=f"name some of: {', '.join(names)}.",
-            )
+            f"data_axes names {', '.join(map(repr, unknown))}, which the mesh does not have.",
+            fix=f"name some of: {', '.join(names)}.",
         )
     if abstract or simulated:
         return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
@@ -176,21 +174,17 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     if bad or len(free) > 1 or (free and world is None):
         shown = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise SpecError(
-            report(
-                f"mesh ({shown}) has a size that is not a positive integer.",
-                fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
-            )
+            f"mesh ({shown}) has a size that is not a positive integer.",
+            fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
         )
     fixed = math.prod(s for s in axes.values() if s != -1)
     sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
     if world is not None and math.prod(sizes) != world:
         shown = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise SpecError(
-            report(
-                f"mesh ({shown}) needs {math.prod(sizes)} ranks; this world has {world}.",
-                fix="start as many ranks (torchrun --nproc-per-node), change a size, or lower with "
-                "make_mesh(..., abstract=True).",
-            )
+            f"mesh ({shown}) needs {math.prod(sizes)} ranks; this world has {world}.",
+            fix="start as many ranks (torchrun --nproc-per-node), change a size, or lower with "
+            "make_mesh(..., abstract=True).",
         )
     return sizes
 
@@ -200,7 +194,7 @@ def _device_type(device: str) -> str:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise SpecError(
-            report(f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.')
+            f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.'
         ) from error
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fnshard.errors import CollectiveError, SpecError, report
+from fnshard.errors import CollectiveError, SpecError
 
 MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
 SLACK_S = 5.0  # beyond its timeout, for torch to end by itself and say why
@@ -44,10 +44,8 @@ def world_size() -> int:
         count = os.environ.get(variable, "1")
         if count.isdigit() and int(count) > 1:
             raise SpecError(
-                report(
-                    f"{launcher} started {count} processes ({variable}), which do not know each other.",
-                    fix="start them by torchrun or fs.launch; WORLD_SIZE=1 for separate trainings.",
-                )
+                f"{launcher} started {count} processes ({variable}), which do not know each other.",
+                fix="start them by torchrun or fs.launch; WORLD_SIZE=1 for separate trainings.",
             )
     return 1
 
@@ -61,10 +59,8 @@ def _number(variable: str) -> int:
     value = os.environ[variable]
     if not value.isdecimal():
         raise SpecError(
-            report(
-                f"{variable}={value!r} in the environment is no number of ranks.",
-                fix="start the ranks by torchrun or fs.launch, which set it; or unset it.",
-            )
+            f"{variable}={value!r} in the environment is no number of ranks.",
+            fix="start the ranks by torchrun or fs.launch, which set it; or unset it.",
         )
     return int(value)
 
@@ -97,7 +93,7 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
         names = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
         local, there = _number(names[0]) if names else 0, torch.accelerator.device_count()
         if not there:
-            raise SpecError(report(f"device={device_type!r}: this machine has none.", fix='device="cpu".'))
+            raise SpecError(f"device={device_type!r}: this machine has none.", fix='device="cpu".')
         torch.accelerator.set_device_index(local % there)  # one that is visible may be the rank's own
     if world == 1:
         return
@@ -105,18 +101,14 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise SpecError(
-            report(
-                f"WORLD_SIZE={world}, and {', '.join(missing)} not set: this rank cannot meet the others.",
-                fix="start the ranks by torchrun or fs.launch, which set them; or unset WORLD_SIZE.",
-            )
+            f"WORLD_SIZE={world}, and {', '.join(missing)} not set: this rank cannot meet the others.",
+            fix="start the ranks by torchrun or fs.launch, which set them; or unset WORLD_SIZE.",
         )
     rank = _number("RANK")
     if rank >= world:
         raise SpecError(
-            report(
-                f"RANK={rank}, and WORLD_SIZE={world}: ranks count from 0.",
-                fix="start the ranks by torchrun or fs.launch, which set both.",
-            )
+            f"RANK={rank}, and WORLD_SIZE={world}: ranks count from 0.",
+            fix="start the ranks by torchrun or fs.launch, which set both.",
         )
     timeout, patience = (datetime.timedelta(seconds=s) for s in (timeout_s, max(timeout_s, MEET_S)))
     if RENDEZVOUS in os.environ:
@@ -159,7 +151,7 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout: datetime.ti
         said = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
         who = f"rank {', '.join(map(str, missing))} did not come"
         fix = "look at the ranks that did not come; if they import slowly, raise the timeout."
-        raise CollectiveError(report(said, [who], fix)) from None
+        raise CollectiveError(said, [who], fix) from None
 
 
 def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
@@ -177,7 +169,7 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
         socket.getaddrinfo(host, int(port))  # torch would try until time runs out
     except (OSError, ValueError) as error:
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
-        raise SpecError(report(f"{said}: there is no such place.", [f"{where}: {error}"], fix)) from None
+        raise SpecError(f"{said}: there is no such place.", [f"{where}: {error}"], fix) from None
     found: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
 
     def meet() -> None:
@@ -196,11 +188,11 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
         return store
     fix = "another MASTER_PORT, the same on all ranks; or end who listens there."
     if "EADDRINUSE" in str(store):
-        raise SpecError(report(f"{said}: the port is taken.", [where], fix)) from None
+        raise SpecError(f"{said}: the port is taken.", [where], fix) from None
     if isinstance(store, (dist.DistError, TimeoutError)):
         within = f"within {timeout.total_seconds():g} s ({str(store).splitlines()[0]})"
         fix = "start all ranks, with one address and a port at which no other program listens."
-        raise CollectiveError(report(f"{said} {within}:", [where], fix)) from None
+        raise CollectiveError(f"{said} {within}:", [where], fix) from None
     raise store
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves, report
+from fnshard.errors import OptimizerError, leaves
 from fnshard.optim.schedules import PathRules, counterpart
 
 __all__ = ["Optimizer", "StepInfo", "check"]
@@ -72,10 +72,8 @@ class StepInfo:
         value = getattr(self, name)
         if value is None:
             raise OptimizerError(
-                report(
-                    f"the optimizer asks for StepInfo.{name}, which this step does not carry.",
-                    fix=f"declare needs=frozenset({{{name!r}}}), and fill the field where that is declared.",
-                )
+                f"the optimizer asks for StepInfo.{name}, which this step does not carry.",
+                fix=f"declare needs=frozenset({{{name!r}}}), and fill the field where that is declared.",
             )
         return value
 
@@ -276,7 +274,7 @@ def check_kind(optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
         raise OptimizerError(
-            report(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer))
+            f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer)
         )
 
 
@@ -289,12 +287,10 @@ def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:
     blind = not optimizer.elementwise and not optimizer.needs & {"leaf_norms", "gather"}
     if blind and sharded_paths:
         raise OptimizerError(
-            report(
-                f"{optimizer} is not elementwise, and {leaves(len(sharded_paths))} it would see are sharded:",
-                [f"params[{path!r}]" for path in sharded_paths],
-                'declare needs={"leaf_norms"} or {"gather"} and use what StepInfo then carries, or keep '
-                "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
-            )
+            f"{optimizer} is not elementwise, and {leaves(len(sharded_paths))} it would see are sharded:",
+            [f"params[{path!r}]" for path in sharded_paths],
+            'declare needs={"leaf_norms"} or {"gather"} and use what StepInfo then carries, or keep '
+            "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
         )
 
 

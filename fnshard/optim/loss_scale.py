@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fnshard.errors import SpecError, StateError, report
+from fnshard.errors import SpecError, StateError
 
 State = Mapping[str, Tensor]
 
@@ -46,10 +46,8 @@ class LossScale:
         if isinstance(given, str) and given == "dynamic":
             if not has_optimizer:
                 raise SpecError(
-                    report(
-                        "loss_scale='dynamic' needs a state to live in, and this step has no optimizer.",
-                        fix="pass optimizer=, or a number as loss_scale.",
-                    )
+                    "loss_scale='dynamic' needs a state to live in, and this step has no optimizer.",
+                    fix="pass optimizer=, or a number as loss_scale.",
                 )
             return LossScale(2.0**16, dynamic=True)
         number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -81,13 +79,11 @@ class LossScale:
         if set(state) == wanted:
             return
         raise StateError(
-            report(
-                f"the state's loss_scale holds {', '.join(sorted(state)) or 'nothing'}; this step's is "
-                f"{'dynamic' if self.dynamic else f'constant ({self.initial:g})'} and needs "
-                f"{', '.join(sorted(wanted)) or 'nothing'}.",
-                fix="make the step with the loss_scale= that the state was made with, or carry on from "
-                "a TrainState of the old fields and a new step.init(...).loss_scale.",
-            )
+            f"the state's loss_scale holds {', '.join(sorted(state)) or 'nothing'}; this step's is "
+            f"{'dynamic' if self.dynamic else f'constant ({self.initial:g})'} and needs "
+            f"{', '.join(sorted(wanted)) or 'nothing'}.",
+            fix="make the step with the loss_scale= that the state was made with, or carry on from "
+            "a TrainState of the old fields and a new step.init(...).loss_scale.",
         )
 
     def updates(self, step: int, state: State) -> int:

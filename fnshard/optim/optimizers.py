@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves, report
+from fnshard.errors import OptimizerError, leaves
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text, rate_first
 
@@ -274,7 +274,7 @@ def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
     ]
     if bare:
         raise OptimizerError(
-            report(f"{leaves(len(bare))} without a slot {name!r}:", bare, "end the chain with ema(decay).")
+            f"{leaves(len(bare))} without a slot {name!r}:", bare, "end the chain with ema(decay)."
         )
     return {path: held[name] for path, held in slots.items()}
 
@@ -294,11 +294,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
     strange = [f"{t!r}" for t in transforms if not isinstance(t, Optimizer)]
     if strange:
         raise OptimizerError(
-            report(
-                "chain takes transforms of fnshard.optim, and these are none:",
-                strange,
-                "chain(clip_by_global_norm(1.0), adamw(3e-4)); torch.optim's are no pure functions.",
-            )
+            "chain takes transforms of fnshard.optim, and these are none:",
+            strange,
+            "chain(clip_by_global_norm(1.0), adamw(3e-4)); torch.optim's are no pure functions.",
         )
     members = tuple(m for t in transforms for m in (t.members or (t,)))
     heads = next((i for i, m in enumerate(members) if m.factor is None), len(members))
@@ -375,11 +373,9 @@ def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
     early = [f"{m} at {i}" for i, m in enumerate(members[:tails]) if m.follow is not None]
     if late or early:
         raise OptimizerError(
-            report(
-                f"{len(late) + len(early)} member(s) of the chain stand in the wrong place:",
-                late + early,
-                "clip_by_global_norm(...) first, then one optimizer, ema(...) last.",
-            )
+            f"{len(late) + len(early)} member(s) of the chain stand in the wrong place:",
+            late + early,
+            "clip_by_global_norm(...) first, then one optimizer, ema(...) last.",
         )
 
 

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves, report, stable_repr
+from fnshard.errors import OptimizerError, leaves, stable_repr
 
 __all__ = [
     "SCHEDULES",
@@ -62,10 +62,8 @@ class Schedule:
             return torch.tensor(float(rate), dtype=torch.float64)
         if not isinstance(rate, Tensor) or rate.dim() != 0:
             raise OptimizerError(
-                report(
-                    f"the schedule {self.text} returned {_kind(rate)}, not a number or a 0-d tensor.",
-                    fix="compute one rate from the step, as lambda step: 0.1 * 0.99**step.",
-                )
+                f"the schedule {self.text} returned {_kind(rate)}, not a number or a 0-d tensor.",
+                fix="compute one rate from the step, as lambda step: 0.1 * 0.99**step.",
             )
         return rate
 
@@ -138,12 +136,9 @@ def as_schedule(rate: Rate) -> Schedule:
         return Schedule(stable_repr(rate), rate)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise OptimizerError(
-            report(
                 f"lr={rate!r} is no rate." if isinstance(rate, str | float | int) else
                 f"lr is of type {type(rate).__name__}, and no rate.",
-                fix=counterpart(rate),
-            )
-        )  # fmt: skip
+                fix=counterpart(rate))  # fmt: skip
     return Schedule(repr(rate), constant(float(rate)).function)
 
 
@@ -190,9 +185,7 @@ def _warmed(
 def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
     if min(warmup, decay) < 0 or total < 1 or warmup + decay > total:
         raise OptimizerError(
-            report(
-                f"{text}: the phases do not fit in {total} updates.", fix="0 <= warmup (+ decay) <= total."
-            )
+            f"{text}: the phases do not fit in {total} updates.", fix="0 <= warmup (+ decay) <= total."
         )
 
 
@@ -244,22 +237,18 @@ class PathRules:
         bare = [f"params[{path!r}]" for path, (_, value) in found.items() if value is None]
         if bare:
             raise OptimizerError(
-                report(
-                    f"{leaves(len(bare))} of {len(paths)} matched by no rule of {self.name}:",
-                    bare,
-                    'add a last rule ("*", value) for the rest.',
-                )
+                f"{leaves(len(bare))} of {len(paths)} matched by no rule of {self.name}:",
+                bare,
+                'add a last rule ("*", value) for the rest.',
             )
         used = {index for index, _ in found.values()}
         idle = [f"{rule!r}" for index, rule in enumerate(self.rules) if index not in used]
         if idle:
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise OptimizerError(
-                report(
-                    f"rules of {self.name} that match no leaf, or only leaves an earlier rule took:",
-                    idle,
-                    f"mend or delete them, narrow globs first; the leaves are: {shown}",
-                )
+                f"rules of {self.name} that match no leaf, or only leaves an earlier rule took:",
+                idle,
+                f"mend or delete them, narrow globs first; the leaves are: {shown}",
             )
 
     def _find(self, path: str) -> tuple[int, float | None]:

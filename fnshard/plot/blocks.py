@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.layout.spec import LayoutSpec, P, block_shape
 from fnshard.mesh import Mesh
 
@@ -66,7 +66,7 @@ def grid_of(layout: P, shape: Sequence[int], mesh: Mesh) -> Grid:
     if len(layout.parts) > len(shape):
         wrong.append(f"{layout!r} names {len(layout.parts)} dims, the leaf {list(shape)} has {len(shape)}")
     if wrong:
-        raise SpecError(report(f"{layout!r} does not fit mesh {mesh}:", wrong, "fs.match_specs checks both."))
+        raise SpecError(f"{layout!r} does not fit mesh {mesh}:", wrong, "fs.match_specs checks both.")
     cut = [dim for dim in range(len(shape)) if layout.of(dim)]
     first = cut[0] if cut else 0
     across = next((d for d in cut[1:]), next((d for d in range(len(shape)) if d != first), None))
@@ -111,18 +111,14 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
     """
     if not isinstance(spec, LayoutSpec | P):
         raise SpecError(
-            report(
-                f"a leaf's layout is a LayoutSpec or a P, not {type(spec).__name__}.",
-                fix='pass one leaf of the spec tree, such as specs["layers.0.attn.wq.weight"].',
-            )
+            f"a leaf's layout is a LayoutSpec or a P, not {type(spec).__name__}.",
+            fix='pass one leaf of the spec tree, such as specs["layers.0.attn.wq.weight"].',
         )
     whole = getattr(spec, "shape", None) if shape is None else shape
     if whole is None:
         raise SpecError(
-            report(
-                f"{spec!r} knows no shape.",
-                fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
-            )
+            f"{spec!r} knows no shape.",
+            fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
         )
     if (
         isinstance(whole, str)

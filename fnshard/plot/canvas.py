@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fnshard.errors import MissingExtraError, SpecError, report
+from fnshard.errors import MissingExtraError, SpecError
 
 # Okabe and Ito's palette: apart for every kind of colour vision.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
@@ -24,10 +24,7 @@ def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **gr
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError(
-            report(
-                "fnshard.plot draws with matplotlib, which is not installed.",
-                fix="pip install fnshard[plot].",
-            )
+            "fnshard.plot draws with matplotlib, which is not installed.", fix="pip install fnshard[plot]."
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -71,7 +68,7 @@ def save(figure: Any, path: str | Path) -> Path:
     path = Path(path)
     kind = FORMATS.get(path.suffix)
     if kind is None:
-        raise SpecError(report(f"{path.name!r} is no name of a picture.", fix="end it in .png or .svg."))
+        raise SpecError(f"{path.name!r} is no name of a picture.", fix="end it in .png or .svg.")
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)

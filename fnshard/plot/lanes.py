@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.plot.canvas import COLOURS, figure_of, legend, save
 from fnshard.plot.scales import time_text, time_unit
 
@@ -60,10 +60,8 @@ def check(timeline: Any) -> Timeline:
     """
     if not hasattr(timeline, "spans"):
         raise SpecError(
-            report(
-                f"fs.plot.timeline draws a Timeline, not {type(timeline).__name__}.",
-                fix='pass lowered.timeline(hardware), such as lowered.timeline("h100").',
-            )
+            f"fs.plot.timeline draws a Timeline, not {type(timeline).__name__}.",
+            fix='pass lowered.timeline(hardware), such as lowered.timeline("h100").',
         )
     return timeline
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fnshard.compiler.ir.program import short_dtype
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.layout.spec import LayoutSpec, block_shape, check_specs
 from fnshard.mesh import Mesh
 from fnshard.step.shards import resolve_specs, spec_paths
@@ -45,7 +45,7 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
     named, _ = spec_paths(specs if params is None else resolve_specs(specs, params))
     open_ones = [f"specs[{path!r}] knows no shape" for path, spec in named.items() if not spec.resolved]
     if open_ones:
-        raise SpecError(report("specs were written by hand:", open_ones, "pass params=, or fs.match_specs."))
+        raise SpecError("specs were written by hand:", open_ones, "pass params=, or fs.match_specs.")
     check_specs(named, mesh)
     return [
         Leaf(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.plot.canvas import COLOURS, figure_of, save
 from fnshard.plot.lanes import LANE_VERBS
 from fnshard.plot.scales import byte_text, byte_unit, digits
@@ -126,10 +126,8 @@ def traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
     values = comm.as_dict() if hasattr(comm, "as_dict") else comm
     if not isinstance(values, Mapping):
         raise SpecError(
-            report(
-                f"fs.plot.traffic draws a step's traffic, not {type(comm).__name__}.",
-                fix="pass a lowered step, or its lowered.comm_analysis().",
-            )
+            f"fs.plot.traffic draws a step's traffic, not {type(comm).__name__}.",
+            fix="pass a lowered step, or its lowered.comm_analysis().",
         )
     rows = [
         (verb, float(sums["bytes" if verb in TRANSFERRED else "sent_bytes"]), int(sums.get("count", 0)))

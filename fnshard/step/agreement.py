@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.schedule.instructions import Schedule
-from fnshard.errors import AgreementError, leaves, report, stable_repr
+from fnshard.errors import AgreementError, leaves, stable_repr
 from fnshard.layout.spec import LayoutSpec
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.collectives.base import Collectives
@@ -118,12 +118,10 @@ def compare_replicas(
                 break
     if wrong:
         raise AgreementError(
-            report(
-                f"{leaves(len(wrong))} replicated over ranks that hold different values:",
-                wrong[:12],
-                "make the initial values alike: a module built in fs.deferred(), the same "
-                "torch.manual_seed on every rank, or the same checkpoint.",
-            )
+            f"{leaves(len(wrong))} replicated over ranks that hold different values:",
+            wrong[:12],
+            "make the initial values alike: a module built in fs.deferred(), the same "
+            "torch.manual_seed on every rank, or the same checkpoint.",
         )
 
 
@@ -164,7 +162,7 @@ def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
         fix = "give the step the same on every rank; a function may depend on its arguments alone."
     ranks = ", ".join(map(str, differing))
     raise AgreementError(
-        report(f"rank(s) {ranks} hold another program than rank 0: unlike {', '.join(names)}.", shown, fix)
+        f"rank(s) {ranks} hold another program than rank 0: unlike {', '.join(names)}.", shown, fix
     )
 
 

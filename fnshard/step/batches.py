@@ -14,7 +14,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.losses.objectives import Whole
 
 Batch = Arguments | Sequence[Any]
@@ -36,11 +36,9 @@ def micro_batch(batch: Batch, parts: int) -> Arguments:
     ]
     if wrong:
         raise StateError(
-            report(
-                f"{len(wrong)} batch leaves cannot be cut into {parts} equal micro-batches along dim 0:",
-                wrong,
-                f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
-            )
+            f"{len(wrong)} batch leaves cannot be cut into {parts} equal micro-batches along dim 0:",
+            wrong,
+            f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
         )
     cut = [v.narrow(0, 0, v.shape[0] // parts) if n in tensors else v for n, v in named.items()]
     return tree.unflatten(cut, structure)
@@ -106,21 +104,17 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     }
     if wrong:
         raise StateError(
-            report(
-                f"{len(wrong)} batch leaves are neither tensors nor plain Python constants:",
-                list(wrong.values()),
-                f"{tree.how_to_register(inner[n] for n in wrong)}torch.as_tensor(array) for an array; "
-                "the object's tensors, in a dict; fs.Whole around each tensor, not around a tree of them.",
-            )
+            f"{len(wrong)} batch leaves are neither tensors nor plain Python constants:",
+            list(wrong.values()),
+            f"{tree.how_to_register(inner[n] for n in wrong)}torch.as_tensor(array) for an array; "
+            "the object's tensors, in a dict; fs.Whole around each tensor, not around a tree of them.",
         )
     empty = [f"batch[{n!r}] {list(v.shape)}" for n, v in inner.items() if isinstance(v, Tensor) and v.is_meta]
     if values and empty:
         raise StateError(
-            report(
-                f"{len(empty)} batch leaves are on the meta device, and hold no values to run with:",
-                empty,
-                "make the batch on the CPU or on this rank's device; step.lower(params, *batch) takes meta.",
-            )
+            f"{len(empty)} batch leaves are on the meta device, and hold no values to run with:",
+            empty,
+            "make the batch on the CPU or on this rank's device; step.lower(params, *batch) takes meta.",
         )
 
 
@@ -135,12 +129,10 @@ def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:
         passed.call(signature.bind, None)
     except TypeError as error:
         raise StateError(
-            report(
-                f"the batch does not fit `fn`: {error}.",
-                [f"fn{signature}, called with the parameters and {_counted(passed)}"],
-                "pass the arguments of `fn` behind the parameters, in order or by name: "
-                "step(state, tokens, mask=mask).",
-            )
+            f"the batch does not fit `fn`: {error}.",
+            [f"fn{signature}, called with the parameters and {_counted(passed)}"],
+            "pass the arguments of `fn` behind the parameters, in order or by name: "
+            "step(state, tokens, mask=mask).",
         ) from error
 
 

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from fnshard.errors import DebugError, SpecError, report
+from fnshard.errors import DebugError, SpecError
 from fnshard.step.batches import Key
 from fnshard.step.programs import batch_changes, folded, lines, shown
 
@@ -42,13 +42,11 @@ class Compiles:
         self.seen.append((lowering, key))
         if len(self.seen) > self.most:
             raise DebugError(
-                report(
-                    f"compilation {len(self.seen)}, and at most {self.most} may happen here:",
-                    self.lines[-8:],
-                    "pad batches to few shapes, drop the last, ragged one, make the step once, outside the "
-                    "loop, and pass changing numbers as tensors; shard_step(cache=) keeps more shapes.",
-                ),
-                self,
+                f"compilation {len(self.seen)}, and at most {self.most} may happen here:",
+                self.lines[-8:],
+                "pad batches to few shapes, drop the last, ragged one, make the step once, outside the "
+                "loop, and pass changing numbers as tensors; shard_step(cache=) keeps more shapes.",
+                report=self,
             )
 
     def _line(self, lowering: Any, key: Key) -> str:

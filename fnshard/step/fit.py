@@ -26,7 +26,7 @@ from fnshard.compiler.frontend.trace import without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
-from fnshard.errors import BudgetError, SpecError, report
+from fnshard.errors import BudgetError, SpecError
 from fnshard.layout import presets
 from fnshard.layout.codecs import decoding
 from fnshard.layout.spec import LayoutSpec, is_spec
@@ -349,14 +349,12 @@ class Search:
         analysis = self.lower(least.choice).memory_analysis()
         largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
         return BudgetError(
-            report(
-                f"nothing fits into {size(budget)}: the most frugal plan takes {size(least.peak_bytes)} "
-                f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
-                [f"{name}: {size(held)}" for name, held in largest],
-                f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; "
-                "or change one thing: "
-                f"{self._dimension(analysis.units, largest[0][0])}.",
-            )
+            f"nothing fits into {size(budget)}: the most frugal plan takes {size(least.peak_bytes)} "
+            f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
+            [f"{name}: {size(held)}" for name, held in largest],
+            f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; "
+            "or change one thing: "
+            f"{self._dimension(analysis.units, largest[0][0])}.",
         )
 
     def _dimension(self, units: Mapping[str, Mapping[str, int]], largest: str) -> str:
@@ -416,4 +414,4 @@ def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options:
     if not isinstance(hardware, str | Hardware):
         wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
     if wrong:
-        raise SpecError(report("these arguments of fit are not to be had:", wrong))
+        raise SpecError("these arguments of fit are not to be had:", wrong)

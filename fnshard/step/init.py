@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import check_values, recipe_of
 from fnshard.compiler.deferred.tape import fill_blank, has_blanks, seeded
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit
 from fnshard.layout.spec import LayoutSpec
@@ -65,7 +65,7 @@ def init_params(
         return shard(params, tree.unflatten(specs.values(), structure), mesh, disk_dir=disk_dir, seed=made)
     if not any(leaf.is_meta for leaf in named.values()):
         raise StateError(
-            report("init= was given, and no leaf is on the meta device to be filled.", fix="leave init= out.")
+            "init= was given, and no leaf is on the meta device to be filled.", fix="leave init= out."
         )
     wrong = [
         f"params[{p!r}] {list(named[p].shape)}, its spec says {list(spec.shape)}"
@@ -74,7 +74,7 @@ def init_params(
     ]
     if wrong:
         raise StateError(
-            report(f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves.")
+            f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves."
         )
     return tree.unflatten(_from_function(named, specs, mesh, init, number, disk_dir), structure)
 
@@ -123,11 +123,9 @@ def _from_function(
         blocks.append(stored_at_rest(local_block(full, spec.storage, mesh), spec, mesh, disk_dir))
     if unset:
         raise StateError(
-            report(
-                f"init left {len(unset)} leaves unset, in whole or in part:",
-                unset,
-                "fill the leaf it is given in place, as leaf.normal_() does: what it returns is not read.",
-            )
+            f"init left {len(unset)} leaves unset, in whole or in part:",
+            unset,
+            "fill the leaf it is given in place, as leaf.normal_() does: what it returns is not read.",
         )
     unfit.refuse()
     return blocks

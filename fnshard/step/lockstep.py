@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.step.step import Step
 
 __all__ = ["lockstep"]
@@ -39,10 +39,8 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
             yield batch
             if step.count == made:
                 raise StateError(
-                    report(
-                        "the loop over lockstep went on to the next batch without a step.",
-                        fix="call the step once for each batch; filter batches before lockstep sees them.",
-                    )
+                    "the loop over lockstep went on to the next batch without a step.",
+                    fix="call the step once for each batch; filter batches before lockstep sees them.",
                 )
             if fewest == 1 or step.heard("out_of_data"):
                 return

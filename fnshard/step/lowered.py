@@ -24,7 +24,7 @@ from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
 from fnshard.compiler.kernels.split import Segments
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFERS, Run, Schedule
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
 
@@ -134,7 +134,7 @@ class Lowered:
             SpecError: `bytes` is no number above 0.
         """
         if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes > 0:
-            raise SpecError(report(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9."))
+            raise SpecError(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9.")
         check_fits(self.memory_analysis(), bytes)
 
     def comm_analysis(self) -> Traffic:
@@ -210,10 +210,8 @@ def diff(before: Lowered, after: Lowered) -> Difference:
     wrong = [type(each).__name__ for each in (before, after) if not isinstance(each, Lowered)]
     if wrong:
         raise SpecError(
-            report(
-                f"fs.diff compares two lowered steps, not {' and '.join(wrong)}.",
-                fix="step.lower(params, *batch) of each.",
-            )
+            f"fs.diff compares two lowered steps, not {' and '.join(wrong)}.",
+            fix="step.lower(params, *batch) of each.",
         )
     return compare(
         *((each.schedule, each.memory_analysis(), each.comm_analysis()) for each in (before, after))

@@ -15,7 +15,7 @@ from fnshard.compiler.frontend.trace import deterministic, flatten_batch, withou
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.lower import Keeping, PlanOf, lower, trace_and_split
-from fnshard.errors import SpecError, StateError, TraceError, report
+from fnshard.errors import SpecError, StateError, TraceError
 from fnshard.layout.codecs import decoding
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
@@ -52,11 +52,9 @@ class Lowering:
     ):
         if isinstance(fn, nn.Module):
             raise TraceError(
-                report(
-                    f"`fn` is a function of (params, *batch), not the module {type(fn).__name__}.",
-                    fix="apply, params = fs.make_functional(model), and a function that calls "
-                    "apply(params, *inputs) and returns the loss.",
-                )
+                f"`fn` is a function of (params, *batch), not the module {type(fn).__name__}.",
+                fix="apply, params = fs.make_functional(model), and a function that calls "
+                "apply(params, *inputs) and returns the loss.",
             )
         if not callable(fn):
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
@@ -159,12 +157,10 @@ class Lowering:
                 program = trace_and_split(*self._front(micro), sources=True).program
             outside = Indices.of(program).outside(values, program.constants)
             raise StateError(
-                report(
-                    "numbers of the batch are outside of what they are looked up in:",
-                    [*explain(program, outside), *ranges(flatten_batch(batch)[0])],
-                    "token ids below the size of the vocabulary: is the tokenizer the model's own, and its "
-                    "embedding as large? Targets that do not count are ignore_index, -100.",
-                )
+                "numbers of the batch are outside of what they are looked up in:",
+                [*explain(program, outside), *ranges(flatten_batch(batch)[0])],
+                "token ids below the size of the vocabulary: is the tokenizer the model's own, and its "
+                "embedding as large? Targets that do not count are ignore_index, -100.",
             )
 
     def of(self, batch: Batch) -> Lowered:

@@ -12,7 +12,7 @@ from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.schedule.plan import AccumulateMode
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
@@ -65,7 +65,7 @@ class Options:
         if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
             wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
         if wrong:
-            raise SpecError(report("these options of a step are not to be had:", wrong))
+            raise SpecError("these options of a step are not to be had:", wrong)
         LossScale.choose(self.loss_scale, fp16=False)
 
     def compiles_update(self, optimizer: Optimizer | None, device_type: str) -> bool:

@@ -68,12 +68,10 @@ class Programs:
         changed = baked or batch_changes(before, key)
         if lowered.schedule.fingerprint() != known.schedule.fingerprint():
             raise StateError(
-                report(
-                    f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
-                    "collectives than the batches before:",
-                    lines(changed),
-                    "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
-                )
+                f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
+                "collectives than the batches before:",
+                lines(changed),
+                "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
             )
         if baked:
             return self._schedules(baked)

@@ -13,7 +13,7 @@ from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import check_values, recipe_of, values_of
 from fnshard.compiler.ir.reachable import ABSENT
 from fnshard.compiler.schedule.buckets import make_buckets
-from fnshard.errors import SpecError, StateError, leaves, report
+from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.codecs import Unfit, check_codecs, decoded, encoded, is_coded, parts_of, stored_specs
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import LayoutSpec, P, block_shape, check_specs, is_spec
@@ -40,7 +40,7 @@ def leaf_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
         fix = "make it with match_specs(params, rules) or a preset, as fs.presets.full_shard(params, mesh)"
         layout = next((value for value in wrong.values() if isinstance(value, P)), None)
         fix += "." if layout is None else f"; a P goes into a LayoutSpec: LayoutSpec({layout!r})."
-        raise SpecError(report("a spec tree holds LayoutSpecs alone:", lines, fix))
+        raise SpecError("a spec tree holds LayoutSpecs alone:", lines, fix)
     return named, structure
 
 
@@ -128,12 +128,10 @@ def compare_constants(specs: Any, params: Any) -> None:
     ]
     if wrong:
         raise SpecError(
-            report(
-                f"the tree's constants, which are part of the program, differ in {leaves(len(wrong))}:",
-                wrong,
-                "make specs and step anew from this tree; what changes between steps is a tensor, in the "
-                "batch or in the tree (trainable=False).",
-            )
+            f"the tree's constants, which are part of the program, differ in {leaves(len(wrong))}:",
+            wrong,
+            "make specs and step anew from this tree; what changes between steps is a tensor, in the "
+            "batch or in the tree (trainable=False).",
         )
 
 
@@ -148,11 +146,9 @@ def compare_paths(specs: dict[str, Any], params: dict[str, Any]) -> None:
     surplus = [f"specs[{p!r}] has no leaf" for p in specs if p not in params]
     if missing or surplus:
         raise SpecError(
-            report(
-                f"the spec tree and the parameter tree differ in {leaves(len(missing) + len(surplus))}:",
-                missing + surplus,
-                "make the specs from this tree with match_specs(params, rules).",
-            )
+            f"the spec tree and the parameter tree differ in {leaves(len(missing) + len(surplus))}:",
+            missing + surplus,
+            "make the specs from this tree with match_specs(params, rules).",
         )
 
 
@@ -225,12 +221,10 @@ def check_is_used(seed: int, named: Mapping[str, Tensor]) -> None:
     """
     if not any(map(recipe_of, named.values())):
         raise StateError(
-            report(
-                f"seed={seed}: every leaf has its values already, so the seed would change none.",
-                fix="leave seed= out; or build the module in `with fs.deferred():`, which it then fills. For "
-                "the random ops of steps (dropout): step.init(params, seed=...), of the tree of values; "
-                "without an optimizer, step(params, *batch, rng=(seed, step)).",
-            )
+            f"seed={seed}: every leaf has its values already, so the seed would change none.",
+            fix="leave seed= out; or build the module in `with fs.deferred():`, which it then fills. For "
+            "the random ops of steps (dropout): step.init(params, seed=...), of the tree of values; "
+            "without an optimizer, step(params, *batch, rng=(seed, step)).",
         )
 
 
@@ -275,11 +269,9 @@ def unshard(
     open_ = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
     if open_:
         raise SpecError(
-            report(
-                f"the specs of {leaves(len(open_))} do not know the shapes of their leaves:",
-                open_,
-                "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
-            )
+            f"the specs of {leaves(len(open_))} do not know the shapes of their leaves:",
+            open_,
+            "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
         )
     given = {p: None if v is _GAP else v for p, v in tree.flatten_with_paths(shards)[0].items()}
     if layout == "optimizer":  # by path, of the leaves that train alone
@@ -353,10 +345,4 @@ def check_blocks(
                 f"of {list(spec.shape)} with {spec.storage!r}"
             )
     if wrong:
-        raise StateError(
-            report(
-                f"not this rank's stored blocks on mesh {mesh}, {leaves(len(wrong))}:",
-                wrong,
-                fix,
-            )
-        )
+        raise StateError(f"not this rank's stored blocks on mesh {mesh}, {leaves(len(wrong))}:", wrong, fix)

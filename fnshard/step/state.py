@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.optim.contract import Optimizer
 
 __all__ = ["Metrics", "TrainState"]
@@ -138,12 +138,10 @@ class TrainState:
             raise AttributeError(f"TrainState has no {name!r}; it has {', '.join(_FIELDS)}")
         if self._consumed_by is not None:
             raise StateError(
-                report(
-                    f"this TrainState was consumed by {self._consumed_by}: the state that was returned "
-                    "takes its place (if it failed, there is none); the tensors were written to or freed.",
-                    fix="write `state, metrics = step(state, ...)`, `state = fs.reshard(state, ...)`; to "
-                    "keep an old one, clone its tensors before (state.copy()).",
-                )
+                f"this TrainState was consumed by {self._consumed_by}: the state that was returned "
+                "takes its place (if it failed, there is none); the tensors were written to or freed.",
+                fix="write `state, metrics = step(state, ...)`, `state = fs.reshard(state, ...)`; to "
+                "keep an old one, clone its tensors before (state.copy()).",
             )
         return self._values[name]
 
@@ -198,10 +196,8 @@ def checked_rng(rng: Any) -> tuple[int, int]:
     if isinstance(rng, tuple) and len(rng) == 2 and all(isinstance(v, int) for v in rng):
         return rng
     raise StateError(
-        report(
-            f"rng is {type(rng).__name__}, and without an optimizer it is what random ops draw from.",
-            fix="rng=(seed, step), two integers; an argument of `fn` needs another name.",
-        )
+        f"rng is {type(rng).__name__}, and without an optimizer it is what random ops draw from.",
+        fix="rng=(seed, step), two integers; an argument of `fn` needs another name.",
     )
 
 
@@ -220,10 +216,8 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
         returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)
         kind = "what a step returned, (state, metrics)" if returned else type(value).__name__
         raise StateError(
-            report(
-                f"the first argument of this step is a TrainState, not {kind}.",
-                fix="state = step.init(params); state, metrics = step(state, *batch).",
-            )
+            f"the first argument of this step is a TrainState, not {kind}.",
+            fix="state = step.init(params); state, metrics = step(state, *batch).",
         )
     if not has_optimizer and training:
         raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
@@ -231,11 +225,9 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
     is_number = isinstance(loss, Tensor) and loss.dim() == 0
     if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):
         raise StateError(
-            report(
-                "the first argument of this step is a loss, not parameters: made without an optimizer, it "
-                "returns (loss, grads), and not (state, metrics).",
-                fix="shard_step(..., optimizer=fs.optim.adamw(3e-4)) and state = step.init(params); or "
-                "loss, grads = step(params, *batch).",
-            )
+            "the first argument of this step is a loss, not parameters: made without an optimizer, it "
+            "returns (loss, grads), and not (state, metrics).",
+            fix="shard_step(..., optimizer=fs.optim.adamw(3e-4)) and state = step.init(params); or "
+            "loss, grads = step(params, *batch).",
         )
     return training

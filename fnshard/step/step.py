@@ -14,7 +14,7 @@ from fnshard.analysis.slots import Slots, check_slots, gathers_of, slots_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import SCALARS, SEED, slots
 from fnshard.compiler.schedule.plan import Plan
-from fnshard.errors import StateError, leaves, report
+from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, check_kind
@@ -350,7 +350,7 @@ class Step(Generic[OptimizerT, LossT]):
             return self._lowering.follow(params)
         if self.mesh.size > 1:
             fix = "make them with match_specs or a preset, or call step.init first."
-            raise StateError(report("the specs do not know the leaves' full shapes.", fix=fix))
+            raise StateError("the specs do not know the leaves' full shapes.", fix=fix)
         self._lowering.resolve(params)
 
     # -------------------------------------------------------------- results

@@ -21,7 +21,7 @@ from fnshard.compiler.deferred.host_random import refused
 from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
 from fnshard.compiler.deferred.tape import Tape, View, generator_lock, leaves_of
 from fnshard.compiler.ir.reachable import Reachable
-from fnshard.errors import StateError, leaves, report
+from fnshard.errors import StateError, leaves
 
 __all__ = ["deferred"]
 
@@ -81,11 +81,9 @@ def deferred() -> Iterator[None]:
 
 def _draw(name: str) -> StateError:
     return StateError(
-        report(
-            f"a constructor draws random numbers by {name}, which differ from rank to rank.",
-            fix="draw with torch, which step.init(model, seed=) makes alike; or with a generator that has a "
-            "seed, numpy.random.default_rng(0), random.Random(0).",
-        )
+        f"a constructor draws random numbers by {name}, which differ from rank to rank.",
+        fix="draw with torch, which step.init(model, seed=) makes alike; or with a generator that has a "
+        "seed, numpy.random.default_rng(0), random.Random(0).",
     )
 
 
@@ -150,11 +148,9 @@ def values_of(named: Mapping[str, Tensor], seed: int, take: Callable[[str, Tenso
     unset = [p for tape, views in recorded.values() for p in tape.replay(views, seed, take)]
     if unset:
         raise StateError(
-            report(
-                f"the constructor leaves {leaves(len(unset))} unset, in whole or in part:",
-                [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
-                "set what torch.empty makes, in the fs.deferred() block; buffers too.",
-            )
+            f"the constructor leaves {leaves(len(unset))} unset, in whole or in part:",
+            [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
+            "set what torch.empty makes, in the fs.deferred() block; buffers too.",
         )
 
 
@@ -167,13 +163,11 @@ def check_values(named: Mapping[str, Tensor]) -> None:
     bare = [p for p, leaf in named.items() if leaf.is_meta and recipe_of(leaf) is None]
     if bare:
         raise StateError(
-            report(
-                f"{leaves(len(bare))} on the meta device without values, or a record of how to make them:",
-                [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
-                "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
-                "its constructor does, and pass the module or the tree of make_functional as it is; or "
-                "step.init(params, init=lambda path, leaf: ...), which fills a leaf in place.",
-            )
+            f"{leaves(len(bare))} on the meta device without values, or a record of how to make them:",
+            [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
+            "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
+            "its constructor does, and pass the module or the tree of make_functional as it is; or "
+            "step.init(params, init=lambda path, leaf: ...), which fills a leaf in place.",
         )
 
 
@@ -185,7 +179,7 @@ def check_closed() -> None:
     """
     if getattr(_here, "recorder", None) is not None:
         raise StateError(
-            report("values are asked for inside fs.deferred(), which records.", fix="leave the block first.")
+            "values are asked for inside fs.deferred(), which records.", fix="leave the block first."
         )
 
 
@@ -242,7 +236,7 @@ class _Placeholder(Tensor):
             )
         if problem is not None:
             lines = [_describe(v) for v in inputs if isinstance(v, _Placeholder)]
-            raise StateError(report(f"{name} {problem[0]}", lines, problem[1]))
+            raise StateError(f"{name} {problem[0]}", lines, problem[1])
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

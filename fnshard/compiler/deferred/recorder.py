@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.compiler.deferred.tape import CPU, START, Call, Tape, View, leaves_of, map_leaves
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 
 META = torch.device("meta")
 _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
@@ -349,4 +349,4 @@ def _refusal(headline: str, fix: str) -> StateError:
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"
-    return StateError(report(f"{headline}, which fs.deferred() cannot record:", [line], fix))
+    return StateError(f"{headline}, which fs.deferred() cannot record:", [line], fix)
