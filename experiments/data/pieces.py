@@ -51,8 +51,9 @@ class Encoder(Protocol):
 def joined(pieces: Sequence[TextPiece]) -> list[TextPiece]:
     """Neighbours of one kind become one, as they are tokenised when a model is asked to go on.
 
-    >>> joined([TextPiece("a", False), TextPiece("", True), TextPiece("b", False), TextPiece("c", True)])
-    [TextPiece(content='ab', learned=False, control=False), TextPiece(content='c', learned=True, control=False)]
+    >>> pieces = [TextPiece("a", False), TextPiece("", True), TextPiece("b", False), TextPiece("c", True)]
+    >>> [(piece.content, piece.learned) for piece in joined(pieces)]
+    [('ab', False), ('c', True)]
     """
     out: list[TextPiece] = []
     for piece in pieces:

@@ -33,8 +33,9 @@ class Rendering:
     def pieces(self, start: int, stop: int, *, learned: bool) -> list[TextPiece]:
         """A stretch of it.
 
-        >>> Rendering("<e>a<e>", ((3, 4),)).pieces(0, 4, learned=True)
-        [TextPiece(content='<e>', learned=True, control=True), TextPiece(content='a', learned=True, control=False)]
+        >>> pieces = Rendering("<e>a<e>", ((3, 4),)).pieces(0, 4, learned=True)
+        >>> [(piece.content, piece.control) for piece in pieces]
+        [('<e>', True), ('a', False)]
         """
         out, place = [], start
         for first, last in (*self.written, (stop, stop)):
