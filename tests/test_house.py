@@ -340,6 +340,19 @@ def test_no_machine_paths() -> None:
     assert found == []
 
 
+def test_what_is_above_a_step_uses_its_public_names() -> None:
+    above = [
+        m for m in TREES if m.split(".")[1:2] in (["debug"], ["checkpoint"], ["hf"], ["plot"], ["adapters"])
+    ]
+    found = [
+        f"{module}:{node.lineno} {node.attr}"
+        for module in [*above, "fnshard.step.fit"]
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute) and node.attr in ("_lowering", "_runner")
+    ]
+    assert len(above) > 30 and found == []
+
+
 def test_no_confessions() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}"

@@ -23,7 +23,6 @@ from experiments.checkpoint.job import CheckpointJob, as_dtensors, nbytes, train
 from fnshard.checkpoint.coordination import group_of
 from fnshard.checkpoint.read_blocks import load_blocks
 from fnshard.checkpoint.state_leaves import restore_targets, state_leaves
-from fnshard.step.shards import spec_paths
 
 Seconds = dict[str, list[float]]
 
@@ -69,7 +68,7 @@ def contenders(step: Any, state: Any, held: dict[str, Tensor], mesh: fs.Mesh) ->
     """Who saves, and who restores how; all of them the same blocks."""
     own = state.copy()
     into = {"fnshard": as_dtensors(step, own, mesh), "dcp": as_dtensors(step, state, mesh, fresh=True)}
-    named = spec_paths(step.specs)[0]
+    named = step.resolved.stored
 
     def dcp_load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))

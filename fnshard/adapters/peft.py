@@ -24,6 +24,7 @@ from fnshard.checkpoint.rows import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.hf.write import write_flushed
 from fnshard.layout.codecs import block_of, is_coded
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.files.folder import flush_directory
@@ -37,7 +38,7 @@ from fnshard.runtime.files.tensorfile import (
 )
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
-from fnshard.step.shards import leaf_paths, unshard
+from fnshard.step.shards import unshard
 
 __all__ = ["load", "merge", "save"]
 
@@ -66,20 +67,20 @@ def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None)
             [6., 6., 6.]])
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
-    named, structure = leaf_paths(specs["base"])
+    base = ResolvedSpecs.of(specs["base"])
     stored = tree.flatten_with_paths(blocks["base"])[0]
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
     out = []
     with torch.no_grad():
-        for path, spec in named.items():
+        for path, spec in base.leaves.items():
             block = block_of(stored, path, spec)
             if path in asked.targets:
                 full = _update(adapters[path], asked, path)
                 update = local_block(full.to(block.device), spec.storage, mesh)
                 block = (block.to(update.dtype) + update).to(spec.storage_dtype)
             out.append(block)
-    plain = [replace(s, codec=None) if is_coded(s) else s for s in named.values()]
-    return tree.unflatten(out, structure), tree.unflatten(plain, structure)
+    plain = base.with_leaves(replace(s, codec=None) if is_coded(s) else s for s in base.leaves.values())
+    return tree.unflatten(out, base.leaf_structure), plain.tree
 
 
 def _update(adapter: Mapping[str, Tensor], asked: Lora, path: str) -> Tensor:
@@ -108,7 +109,7 @@ def save(
         CheckpointError: it could not be written.
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
-    trained = [f"params['base'][{p!r}]" for p, s in leaf_paths(specs["base"])[0].items() if s.trainable]
+    trained = [f"params['base'][{p!r}]" for p in ResolvedSpecs.of(specs["base"]).trainable]
     if trained or (asked.transposed and asked.transposed != asked.targets):
         lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in asked.transposed]
         fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."

@@ -34,11 +34,11 @@ from fnshard.checkpoint.state_leaves import (
     state_leaves,
 )
 from fnshard.errors import CheckpointError, CheckpointWarning
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES, PASSING, Corrupt
 from fnshard.step.blank import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
-from fnshard.step.shards import leaf_paths, spec_paths
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -223,28 +223,29 @@ def restore(
         CheckpointError: there is none, or none that is whole, or it is of another model or optimizer.
     """
 
+    resolved, on = _where(step_or_specs, mesh)
+
     def blank(found: Manifest) -> TrainState:
+        specs = resolved_as_saved(resolved, found.leaves)
         if isinstance(step_or_specs, Step):
-            return step_or_specs.blank(resolved_as_saved(step_or_specs.specs, found.leaves))
-        specs = resolved_as_saved(step_or_specs, found.leaves)
-        named, structure = spec_paths(specs)
+            return step_or_specs.blank(specs.tree)
+        named = specs.stored
         slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
-        params = tree.unflatten(blank_params(named, on, disk_dir).values(), structure)
+        params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
         scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
         loss_scale = {k: torch.zeros((), dtype=DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
         zero = torch.zeros((), dtype=torch.int64)
-        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs, on))
+        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs.tree, on))
 
     def made(found: Manifest) -> tuple[TrainState, dict[str, Any]]:
-        check_codecs_alike(leaf_paths(_specs(step_or_specs))[0], found.leaves)
+        check_codecs_alike(resolved.leaves, found.leaves)
         state = blank(found)
-        named = spec_paths(state.where[0])[0]
-        held = state_leaves(state, named, on)
+        specs = ResolvedSpecs.of(state.where[0])
+        held = state_leaves(state, specs.stored, on)
         # A scale that nobody saved begins anew.
         scaled = any(n.startswith("loss_scale/") for n in found.leaves)
         held = {n: h for n, h in held.items() if scaled or not n.startswith("loss_scale/")}
-        trained = {p for p, s in named.items() if s.trainable}
-        return state, restore_targets(held, found.leaves, trained)
+        return state, restore_targets(held, found.leaves, set(specs.trainable))
 
     def fill(folder: Path, found: Manifest) -> TrainState:
         state, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
@@ -254,7 +255,6 @@ def restore(
         state.data = _position(found, on)
         return state
 
-    on = step_or_specs.mesh if isinstance(step_or_specs, Step) else mesh or default_mesh()
     return _newest(Path(path), fill, on, timeout)
 
 
@@ -281,30 +281,31 @@ def restore_params(
     if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
         raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
+    resolved, on = _where(step_or_specs, mesh)
+
     def made(found: Manifest) -> tuple[Any, dict[str, Any]]:
-        given = _specs(step_or_specs)
-        if globs is None:
-            check_codecs_alike(leaf_paths(given)[0], found.leaves)
         saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
-        named, structure = spec_paths(given)
-        if globs is not None:
-            named = {p: s for p, s in named.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
-            saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in named}
-            if not named:
+        if globs is None:
+            check_codecs_alike(resolved.leaves, found.leaves)
+            specs = resolved
+        else:
+            some = {p: s for p, s in resolved.stored.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
+            saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in some}
+            if not some:
                 raise CheckpointError(f"only={only!r} matches no leaf of the specs.")
-        named = spec_paths(resolved_as_saved(named, found.leaves))[0]
+            specs = ResolvedSpecs.of(some)
+        specs = resolved_as_saved(specs, found.leaves)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
-        blocks = blank_params(named, on, disk_dir)
-        held = checked_param_leaves(blocks, named, on)
-        complete_checkpoints = blocks if globs is not None else tree.unflatten(blocks.values(), structure)
-        return complete_checkpoints, restore_targets(held, saved | masters, set())
+        blocks = blank_params(specs.stored, on, disk_dir)
+        held = checked_param_leaves(blocks, specs.stored, on)
+        params = tree.unflatten(blocks.values(), specs.structure)
+        return params, restore_targets(held, saved | masters, set())
 
     def fill(folder: Path, found: Manifest) -> Any:
-        complete_checkpoints, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
+        params, held = agreed(group_of(on, timeout), f"restoring {folder}", lambda: made(found))
         _read(folder, found, held, on, timeout)
-        return complete_checkpoints
+        return params
 
-    on = step_or_specs.mesh if isinstance(step_or_specs, Step) else mesh or default_mesh()
     return _newest(Path(path), fill, on, timeout)
 
 
@@ -365,8 +366,10 @@ def _read(folder: Path, found: Manifest, held: Mapping[str, Any], mesh: Mesh, ti
     load_blocks(folder, found, held, mesh, group_of(mesh, timeout))
 
 
-def _specs(step_or_specs: Any) -> Any:
-    return step_or_specs.specs if isinstance(step_or_specs, Step) else step_or_specs
+def _where(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs, Mesh]:
+    if isinstance(step_or_specs, Step):
+        return step_or_specs.resolved, step_or_specs.mesh
+    return ResolvedSpecs.of(step_or_specs), mesh or default_mesh()
 
 
 def _position(found: Manifest, mesh: Mesh) -> Any:

@@ -21,17 +21,16 @@ from fnshard.checkpoint.state_leaves import (
     slot_leaves,
     state_leaves,
 )
-from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError
 from fnshard.layout.codecs import Unfit, block_of, check_codecs, is_coded, parts_of
+from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.packing import Packer, local_block
+from fnshard.runtime.packing import local_block
 from fnshard.step.blank import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
-from fnshard.step.shards import aligned, compare_paths, leaf_paths, spec_paths, stored_at_rest
+from fnshard.step.shards import gather_full, stored_at_rest
 from fnshard.step.state import TrainState
 
 __all__ = ["Cost", "reshard", "reshard_cost"]
@@ -80,8 +79,8 @@ def reshard_cost(
     {'params/w': 96}
     """
     mesh = mesh or default_mesh()
-    before = aligned(before, state.params)
-    old, before, plain = _decoded(state, before, aligned(after, before))
+    before, after = _aligned(state, before, after)
+    old, before, plain = _decoded(state, before, after)
     moves = _moves(old, before, plain, mesh, to, None, on_paper=True)
     gathered = [moves.old[n] for n in moves.gathered]
     sent = {
@@ -133,14 +132,18 @@ def reshard(
         zero = torch.zeros((), dtype=torch.int64)
         whole = TrainState(zero, state, {}, {}, zero.clone())
         return reshard(whole, before, after, mesh, to=to, disk_dir=disk_dir).params
-    before = aligned(before, state.params)
-    after = aligned(after, before)
+    before, after = _aligned(state, before, after)
     old, before, plain = _decoded(state, before, after)
     moves = _moves(old, before, plain, mesh, to, disk_dir)
     del old
     state.consume(by="fs.reshard")
     _move(moves)
     return _coded(moves.new, plain, after, moves.to, disk_dir)
+
+
+def _aligned(state: TrainState, before: Any, after: Any) -> tuple[ResolvedSpecs, ResolvedSpecs]:
+    before = ResolvedSpecs.of(before).align(state.params)
+    return before, ResolvedSpecs.of(after).align(before.tree)
 
 
 def _move(moves: _Moves) -> None:
@@ -150,28 +153,33 @@ def _move(moves: _Moves) -> None:
         for name in list(moves.old):
             gathered = name in moves.gathered
             held = moves.old.pop(name)
-            whole = _gathered(held, moves.specs[name], moves.mesh, comm) if gathered else held.block
+            full = held.block
+            if gathered:
+                spec = replace(moves.specs[name], storage=held.layout, storage_dtype=held.block.dtype)
+                full = gather_full({name: held.block}, {name: spec}, moves.mesh, comm)[name]
             for leaf in moves.targets.get(name, ()):
                 split = gathered or not moves.mesh.ordered(held.layout.axes)
-                leaf.block.copy_(local_block(whole, leaf.layout, moves.to) if split else whole)
+                leaf.block.copy_(local_block(full, leaf.layout, moves.to) if split else full)
 
 
-def _decoded(state: TrainState, before: Any, after: Any) -> tuple[TrainState, Any, Any]:
+def _decoded(
+    state: TrainState, before: ResolvedSpecs, after: ResolvedSpecs
+) -> tuple[TrainState, ResolvedSpecs, ResolvedSpecs]:
     """A state whose leaves that change their codec are as they are, its specs, and those to move it to."""
-    (old, structure), (new, _) = leaf_paths(before), leaf_paths(after)
+    old, new = before.leaves, after.leaves
     changed = {p for p in old if old[p].codec != new[p].codec}
     if not changed:
         return state, before, after
     check_codecs({p: new[p] for p in changed})
     blocks = tree.flatten_with_paths(state.params)[0]
 
-    def plain(named: Mapping[str, LayoutSpec]) -> Any:
-        return tree.unflatten([_plain(s) if p in changed else s for p, s in named.items()], structure)
+    def plain(specs: ResolvedSpecs) -> ResolvedSpecs:
+        return before.with_leaves(_plain(s) if p in changed else s for p, s in specs.leaves.items())
 
     with torch.no_grad():
         values = [block_of(blocks, p, s) if p in changed else _stored(blocks, p, s) for p, s in old.items()]
-    fields = {**state.as_dict(), "params": tree.unflatten(values, structure)}
-    return TrainState(**fields, data=state.data), plain(old), plain(new)
+    fields = {**state.as_dict(), "params": tree.unflatten(values, before.leaf_structure)}
+    return TrainState(**fields, data=state.data), plain(before), plain(after)
 
 
 def _plain(spec: LayoutSpec) -> LayoutSpec:
@@ -186,42 +194,30 @@ def _stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
     return {n: blocks[f"{path}.{n}"] for n in parts_of(spec)} if is_coded(spec) else blocks[path]
 
 
-def _coded(state: TrainState, plain: Any, after: Any, mesh: Mesh, disk_dir: str | None) -> TrainState:
+def _coded(
+    state: TrainState, plain: ResolvedSpecs, after: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
+) -> TrainState:
     """A state of `plain` specs with the codecs of `after`. A collective: all ranks refuse, or none."""
     if plain is after:
         return state
-    (now, _), (wanted_specs, structure) = leaf_paths(plain), leaf_paths(after)
     blocks = tree.flatten_with_paths(state.params)[0]
-    changed = {p for p, s in wanted_specs.items() if is_coded(s) and not is_coded(now[p])}
+    changed = {p for p, s in after.leaves.items() if is_coded(s) and not is_coded(plain.leaves[p])}
 
     def check() -> None:
         unfit = Unfit()
         for path in changed:
-            unfit.look(path, wanted_specs[path], blocks[path])
+            unfit.look(path, after.leaves[path], blocks[path])
         unfit.refuse()
 
     all_or_none(connection(mesh), "coding leaves", check)
     with torch.no_grad():
         values = [
             stored_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
-            for p, s in wanted_specs.items()
+            for p, s in after.leaves.items()
         ]
-    made = state.replace(params=tree.unflatten(values, structure))
-    made.where, made.data = (after, mesh), state.data
+    made = state.replace(params=tree.unflatten(values, after.leaf_structure))
+    made.where, made.data = (after.tree, mesh), state.data
     return made
-
-
-def _gathered(held: LocalLeaf, spec: LayoutSpec, mesh: Mesh, comm: Collectives) -> Tensor:
-    """The full leaf, on every rank that has a part of it."""
-    as_stored = {"leaf": replace(spec, storage=held.layout, storage_dtype=held.block.dtype)}
-    (bucket,) = make_buckets(as_stored, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "reshard")
-    packer = Packer(bucket, mesh, mesh.rank)
-    flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-    packer.pack_blocks({"leaf": held.block}, flat)
-    handle = comm.all_gather(flat, bucket.axes)
-    whole = packer.unpack_rows(handle.wait(), bucket.dtype)["leaf"]
-    handle.release()
-    return whole
 
 
 @dataclass
@@ -250,14 +246,14 @@ class _Moves:
 
 def _moves(
     state: TrainState,
-    before: Any,
-    after: Any,
+    before: ResolvedSpecs,
+    after: ResolvedSpecs,
     mesh: Mesh,
     to: Mesh | None,
     disk_dir: str | None,
     on_paper: bool = False,
 ) -> _Moves:
-    (named, _), (others, structure) = spec_paths(before), spec_paths(after)
+    named, others = before.stored, after.stored
     compare_paths(named, others)
     target = to or mesh
     if target.size != mesh.size:
@@ -268,17 +264,16 @@ def _moves(
     slots = blank_slots(saved_slots(saved, others, target), others, target, disk_dir, on_paper=on_paper)
     new = TrainState(
         state.step.clone(),
-        tree.unflatten(params.values(), structure),
+        tree.unflatten(params.values(), after.structure),
         slots,
         {k: v.clone() for k, v in state.loss_scale.items()},
         state.seed.clone(),
-        where=(after, target),
+        where=(after.tree, target),
         data=state.data,
     )
     held = param_leaves(params, others) | slot_leaves(slots, others, target)
-    trained = {p for p, s in others.items() if s.trainable}
     targets: dict[str, list[RestoreTarget]] = {}
-    for leaf in restore_targets(held, saved, trained).values():
+    for leaf in restore_targets(held, saved, set(after.trainable)).values():
         targets.setdefault(leaf.source, []).append(leaf)
     specs = {n: named[path_of(n)] for n in old if not n.startswith("loss_scale/")}
     return _Moves(old, specs, new, targets, mesh, target)

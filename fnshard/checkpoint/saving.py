@@ -22,10 +22,10 @@ from fnshard.checkpoint.retention import Keep, prune
 from fnshard.checkpoint.state_leaves import checked_param_leaves, state_leaves
 from fnshard.checkpoint.write_blocks import save_blocks
 from fnshard.errors import CheckpointError, CheckpointWarning
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory
 from fnshard.step.runner import laid_out
-from fnshard.step.shards import spec_paths
 from fnshard.step.state import TrainState
 
 
@@ -155,7 +155,7 @@ class SaveRequest:
             fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
             raise CheckpointError("nobody has said how this state is laid out.", fix=fix)
         state, training = self.state, isinstance(self.state, TrainState)
-        named = spec_paths(specs)[0]
+        named = ResolvedSpecs.of(specs).stored
         held = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
         place, metrics = AtomicDirectory(Path(self.path).absolute()), self._metrics()
         if self.keep is not None:

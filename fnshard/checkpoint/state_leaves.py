@@ -17,11 +17,12 @@ from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
 from fnshard.checkpoint.manifest_file import SavedLeaf
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
+from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, P, block_shape
 from fnshard.mesh import Mesh
 from fnshard.runtime.executor.update import MASTER
 from fnshard.runtime.files.tensorfile import DTYPES
-from fnshard.step.shards import check_blocks, compare_paths, resolve_specs, spec_paths
+from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
 Specs = Mapping[str, LayoutSpec]
@@ -34,7 +35,7 @@ def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, Loc
         SpecError, StateError: blocks of another tree, mesh or spec.
     """
     given = tree.flatten_with_paths(params)[0]
-    compare_paths(dict(specs), given)
+    compare_paths(specs, given)
     check_blocks(specs, given, mesh)
     return param_leaves({p: given[p].detach() for p in specs}, specs)
 
@@ -82,21 +83,21 @@ def path_of(name: str) -> str:
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def resolved_as_saved(specs: Any, saved: Mapping[str, SavedLeaf]) -> Any:
-    """A spec tree that knows its shapes: its own, or else the saved parameters'.
+def resolved_as_saved(specs: ResolvedSpecs, saved: Mapping[str, SavedLeaf]) -> ResolvedSpecs:
+    """Specs that know their shapes: their own, or else the saved parameters'.
 
     Raises:
         CheckpointError: some of them were not saved.
     """
-    named, structure = spec_paths(specs)
-    if all(s.resolved for s in named.values()):
+    if specs.complete:
         return specs
+    named = specs.stored
     missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
     if missing:
         raise CheckpointError("the checkpoint is of another model; it has not:", missing[:20])
     of = [saved[f"params/{p}"] for p in named]
     shapes = [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
-    return resolve_specs(specs, tree.unflatten(shapes, structure))
+    return specs.resolve(tree.unflatten(shapes, specs.structure))
 
 
 # ------------------------------------------------------------------ to be filled

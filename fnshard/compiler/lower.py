@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fnshard import tree
 from fnshard.compiler.frontend.trace import trace
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
@@ -29,6 +28,7 @@ from fnshard.compiler.schedule.passes import (
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import TraceError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
@@ -79,8 +79,7 @@ class Stages:
 
 def trace_and_split(
     fn: Callable[..., Any],
-    specs: Mapping[str, LayoutSpec],
-    structure: tree.TreeDef,
+    specs: ResolvedSpecs,
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
     plan_of: PlanOf | None,
@@ -93,15 +92,16 @@ def trace_and_split(
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
         sources: keep where in the user's code each node comes from.
     """
-    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.items()}
+    stored = specs.stored
+    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
-            fn, shapes, structure, specs, batch,
+            specs.decoding(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
-        cuts = frozenset(p for p, s in specs.items() if s.trainable or mesh.ordered(s.storage.axes))
+        cuts = frozenset(p for p, s in stored.items() if s.trainable or mesh.ordered(s.storage.axes))
         plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
-        return Front(program, split(program, specs, cuts), plan)
+        return Front(program, split(program, stored, cuts), plan)
 
 
 def schedule_for(
@@ -134,8 +134,7 @@ def schedule_for(
 
 def lower(
     fn: Callable[..., Any],
-    specs: Mapping[str, LayoutSpec],
-    structure: tree.TreeDef,
+    specs: ResolvedSpecs,
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
     plan_of: PlanOf | None,
@@ -147,12 +146,12 @@ def lower(
     Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
     """
     try:
-        front = trace_and_split(fn, specs, structure, batch, mesh, plan_of)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of)
     except TraceError as error:
         if getattr(error, "placed", True):
             raise
-        front = trace_and_split(fn, specs, structure, batch, mesh, plan_of, sources=True)
-    return schedule_for(front, specs, mesh, keeping, passes)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True)
+    return schedule_for(front, specs.stored, mesh, keeping, passes)
 
 
 def run_passes(schedule: Schedule, passes: Passes, offloaded: frozenset[int] = frozenset()) -> Schedule:

@@ -11,11 +11,11 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.errors import SpecError, StateError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, block_slices
 from fnshard.losses.objectives import Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.step.batches import check_leaves, micro_batch
-from fnshard.step.shards import leaf_paths, resolve_specs
 from fnshard.step.state import TrainState
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -50,7 +50,7 @@ def simulated_mesh(mesh: Mesh | None, *trees: Any) -> Mesh:
         SpecError: a mesh of another kind.
     """
     if mesh is None:
-        specs = [s for t in trees for s in leaf_paths(t)[0].values()]
+        specs = [s for t in trees for s in ResolvedSpecs.of(t).leaves.values()]
         named = [a for s in specs for p in (s.storage, s.gradient, s.optimizer) if p for a in p.axes]
         return make_mesh(**dict.fromkeys(dict.fromkeys(named) or ["shard"], 2), simulated=True)
     if mesh.kind != "simulated":
@@ -76,7 +76,7 @@ def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
                 fix="on every rank: params = fs.unshard(state.params, specs, mesh).",
             )
         source = source.params
-    return source, resolve_specs(specs, source)
+    return source, ResolvedSpecs.of(specs).resolve(source).tree
 
 
 def split_batch(batch: Arguments, parts: int) -> list[Arguments]:

@@ -10,22 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard.compiler.frontend.trace import without_autocast
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
-from fnshard.compiler.lower import trace_and_split
 from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
 from fnshard.debug.batch import as_arguments
 from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
 from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
 from fnshard.errors import DebugError, FnshardError, StateError, report
-from fnshard.layout.codecs import decoding
 from fnshard.runtime.executor.context import Action, Env
 from fnshard.runtime.files.json_reader import from_json
-from fnshard.step import agreement
-from fnshard.step.batches import batch_key, micro_batch
-from fnshard.step.lowered import Lowered
-from fnshard.step.runner import Runner, items_of
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -135,20 +128,18 @@ def nan_hunt(
             f"nan_hunt replays what shard_step made, not {type(step).__name__}.",
             fix="step = fs.shard_step(...).",
         )
-    batch = as_arguments(step._lowering.fn, batch, keywords)
-    twin = _twin(step, batch)
-    tracker, found = NonFiniteTracker(twin._lowering.of(batch).schedule, step.mesh.rank), []
-    training = isinstance(state, TrainState)
+    batch = as_arguments(step.fn, batch, keywords)
+    again, training = step.replay(backend="eager"), isinstance(state, TrainState)
+    tracker, found = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank), []
     copy = state.copy() if training else state
-    _agree_like(step._runner, twin._runner, twin._lowering.of(batch))
-    with twin.watching(tracker.watch):
-        result = batch.call(twin if training else partial(twin, rng=rng), copy)
+    with again.watching(tracker.watch):
+        result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
-    if any(json.loads(text) for text in twin.gather_text(json.dumps(tracker.ill))):
-        mine = [asdict(a) for a in _with_sources(twin, batch, tracker.found)]
+    if any(json.loads(text) for text in again.gather_text(json.dumps(tracker.ill))):
+        mine = [asdict(a) for a in _with_sources(again, batch, tracker)]
         found = [
             from_json(NonFinite, each)
-            for text in twin.gather_text(json.dumps(mine))
+            for text in again.gather_text(json.dumps(mine))
             for each in json.loads(text)
         ]
         found = _caused(_one_each(found), tracker.schedule)
@@ -270,36 +261,13 @@ def _worse(kind: Health, before: Health) -> bool:
 # ------------------------------------------------------------------ the replay
 
 
-def _twin(step: Step, batch: Arguments) -> Step:
-    """The same step on the eager backend; it shares what was lowered, unless Inductor has rewritten that."""
-    lowering, options = step._lowering, replace(step.options, backend="eager")
-    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, options)
-    known = lowering.programs.get(batch_key(batch))
-    if known is not None and step.options.backend == "eager":
-        sizes = known.batch_bytes
-        lowered = Lowered(known.stages, options, known.compiled, step.optimizer, sizes)
-        twin._lowering.programs.put(batch_key(batch), lowered)
-    return twin
-
-
-def _agree_like(before: Runner, after: Runner, lowered: Lowered) -> None:
-    """What ranks have agreed on holds for the replay. Replicas are not compared: one may hold the NaN."""
-    rank = after.rank
-    agreed = before.rank.agreement
-    rank.agreement = agreed or agreement.reach(rank.comm, lowered.schedule, dict, items_of(lowered.program))
-
-
-def _with_sources(step: Step, batch: Arguments, found: list[NonFinite]) -> list[NonFinite]:
+def _with_sources(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> list[NonFinite]:
     """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
+    found = tracker.found
     if not any(a.source for a in found):
         return found
-    lowering = step._lowering
-    with without_autocast():
-        front = trace_and_split(
-            decoding(lowering.fn, lowering.tree), lowering.specs, lowering.structure,
-            micro_batch(batch, step.options.accumulate), step.mesh, lowering.plan, sources=True,
-        )  # fmt: skip
-    segments, lines = front.segments, lowering.of(batch).schedule.instructions
+    segments = batch.call(partial(step.front, sources=True)).segments
+    lines = tracker.schedule.instructions
 
     def line_of(arose: NonFinite) -> str:
         segment = segments.segments[lines[arose.number].segment]

@@ -31,7 +31,6 @@ from fnshard.errors import CollectiveError
 from fnshard.layout.spec import P
 from fnshard.runtime.collectives.simulated import Adversary, simulate
 from fnshard.runtime.executor.context import Action, Env, Reduced, Watch
-from fnshard.step.batches import batch_key
 from fnshard.step.lowered import Lowered
 from fnshard.step.runner import data_rank
 from fnshard.step.step import Step
@@ -115,22 +114,20 @@ def record(
     """Run a step once on all ranks of its simulated mesh.
 
     Args:
-        step: on the eager backend; a twin of it is run, itself it stays as it was.
+        step: on the eager backend; a replay of it is run, itself it stays as it was.
         params: the full tree.
         parts: the global batch, a slice for each data rank.
     """
     lowered = parts[0].call(step.lower, params)
     recording = Recording(lowered)
-    lowering = step._lowering
-    twin = Step(lowering.fn, lowering.tree, step.mesh, step.optimizer, step.options)
+    again = step.replay()
 
     def run(rank: int) -> None:
-        state = twin.init(params, seed=seed if step.optimizer else None)
+        state = again.init(params, seed=seed if step.optimizer else None)
         part = parts[data_rank(step.mesh)]
-        with twin.watching(recording.watch(rank)):
-            part.call(twin if step.optimizer else partial(twin, rng=(seed, 0)), state)
+        with again.watching(recording.watch(rank)):
+            part.call(again if step.optimizer else partial(again, rng=(seed, 0)), state)
 
-    twin._lowering.programs.put(batch_key(parts[0]), lowered)
     try:
         simulate(step.mesh, run, adversary=adversary)
     except Exception:

@@ -31,7 +31,7 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.make_step import shard_step
 from fnshard.step.runner import data_rank
-from fnshard.step.shards import leaf_paths, unshard
+from fnshard.step.shards import unshard
 from fnshard.step.step import Step
 
 
@@ -136,7 +136,7 @@ def check(
             "that draw the same.",
         )
     losses, grads, leaves = _sharded(step, params, parts)
-    named = leaf_paths(specs)[0]
+    named = step.resolved.leaves
     micros = [without_wrapper(m) for part in parts for m in micro_batches(part, step.options.accumulate)]
     dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
     rtol = tolerance(*dtypes) if rtol is None else rtol
@@ -169,7 +169,7 @@ def _sharded(
         blocks = step.init(params)
         result, grads = parts[data_rank(mesh)].call(step, blocks)
         loss = result[0] if isinstance(result, tuple) else result
-        coded = any(is_coded(s) for s in leaf_paths(step.specs)[0].values())
+        coded = any(map(is_coded, step.resolved.leaves.values()))
         whole = unshard(blocks, step.specs, mesh) if coded else params
         return loss.detach(), tree.flatten_with_paths(grads)[0], whole
 

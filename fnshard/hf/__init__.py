@@ -39,12 +39,13 @@ from fnshard.hf.write import (
     split_files,
 )
 from fnshard.layout.codecs import Unfit, check_codecs
+from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.runner import default_mesh, laid_out
-from fnshard.step.shards import check_blocks, compare_paths, leaf_paths, spec_paths
+from fnshard.step.shards import check_blocks
 
 __all__ = ["FAMILIES", "Family", "Transposed", "export", "load", "save"]
 
@@ -96,7 +97,8 @@ def load(
     globs = [ignore] if isinstance(ignore, str) else list(ignore)
 
     def read() -> Any:
-        named, structure = _resolved(specs, mesh)
+        resolved = _resolved(specs, mesh)
+        named = resolved.leaves
         check_names(names, named)
         family = family_of(read_config(path), model, named)
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
@@ -109,7 +111,7 @@ def load(
                     for p, spec in named.items()
                 ]
             unfit.refuse()
-        return tree.unflatten(blocks, structure)
+        return tree.unflatten(blocks, resolved.leaf_structure)
 
     if mesh.kind == "abstract":  # there is nobody to tell
         return read()
@@ -228,27 +230,26 @@ def export(
 # ------------------------------------------------------------------ what is given
 
 
-def _resolved(specs: Any, mesh: Mesh) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-    named, structure = leaf_paths(specs)
-    bare = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
-    if bare:
+def _resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
+    resolved = ResolvedSpecs.of(specs)
+    if not resolved.complete:
+        bare = resolved.incomplete
         raise StateError(
             f"the specs do not know the full shapes of {leaves(len(bare))}:",
             bare[:8] + ["..."] * (len(bare) > 8),
             "make them with match_specs or a preset, from make_functional(model).",
         )
-    check_codecs(named)
-    check_specs(named, mesh)
-    return named, structure
+    check_codecs(resolved.leaves)
+    check_specs(resolved.leaves, mesh)
+    return resolved
 
 
 def _checked(blocks: Mapping[str, Tensor], specs: Any, mesh: Mesh) -> dict[str, LayoutSpec]:
     """Specs by path, which these blocks are laid out by."""
-    named, _ = _resolved(specs, mesh)
-    stored, _ = spec_paths(specs)
-    compare_paths(stored, dict(blocks))
-    check_blocks(stored, blocks, mesh)
-    return named
+    resolved = _resolved(specs, mesh)
+    compare_paths(resolved.stored, blocks)
+    check_blocks(resolved.stored, blocks, mesh)
+    return resolved.leaves
 
 
 def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any], Any, Mesh]:

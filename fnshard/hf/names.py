@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fnshard.compiler.deferred.deferred_init import recipe_of
 from fnshard.errors import SpecError, StateError
 from fnshard.functional import aliases, make_functional
-from fnshard.step.shards import compare_paths
+from fnshard.layout.resolved import compare_paths
 
 
 @dataclass(frozen=True)

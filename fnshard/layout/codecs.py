@@ -8,7 +8,6 @@ a shard of the codes.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -297,11 +296,6 @@ def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
     }
 
 
-def stored_specs(specs: Any) -> Any:
-    """The spec tree of the stored tensors: each coded leaf is replaced by a dict of its parts."""
-    return tree.map(lambda s: parts_of(s) if is_coded(s) else s, specs, is_leaf=is_spec)
-
-
 def is_coded(spec: Any) -> bool:
     """Whether a leaf is stored as the parts of a codec."""
     return is_spec(spec) and spec.codec is not None and spec.shape is not None
@@ -337,23 +331,6 @@ def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tenso
     parts = {name: blocks[f"{path}.{name}"].detach() for name in codec.parts(spec.shape)}
     rows = next(iter(parts.values())).shape[0]
     return codec.decode(parts, (rows, *spec.shape[1:]), spec.storage_dtype)
-
-
-def decoding(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """`fn` for a tree in which coded leaves are dicts of their parts.
-
-    Args:
-        specs: the tree with the codecs, resolved.
-    """
-    named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
-    if not any(map(is_coded, named.values())):
-        return fn
-
-    @functools.wraps(fn)
-    def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
-        return fn(decoded(params, named, structure), *batch, **keywords)
-
-    return of_parts
 
 
 def decoded(params: Any, named: Mapping[str, LayoutSpec], structure: tree.TreeDef) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.errors import SpecError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, block_shape, check_specs
 from fnshard.mesh import Mesh
-from fnshard.step.shards import resolve_specs, spec_paths
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -42,11 +42,12 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
     Raises:
         SpecError: specs without shapes, or that do not fit the mesh or `params`.
     """
-    named, _ = spec_paths(specs if params is None else resolve_specs(specs, params))
-    open_ones = [f"specs[{path!r}] knows no shape" for path, spec in named.items() if not spec.resolved]
-    if open_ones:
-        raise SpecError("specs were written by hand:", open_ones, "pass params=, or fs.match_specs.")
-    check_specs(named, mesh)
+    resolved = ResolvedSpecs.of(specs)
+    resolved = resolved if params is None else resolved.resolve(params)
+    if not resolved.complete:
+        lines = [f"{leaf} knows no shape" for leaf in resolved.incomplete]
+        raise SpecError("specs were written by hand:", lines, "pass params=, or fs.match_specs.")
+    check_specs(resolved.stored, mesh)
     return [
         Leaf(
             path,
@@ -56,7 +57,7 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
             math.prod(spec.shape) * spec.storage_dtype.itemsize,
             math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize,
         )
-        for path, spec in named.items()
+        for path, spec in resolved.stored.items()
     ]
 
 

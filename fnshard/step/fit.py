@@ -25,19 +25,18 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.frontend.trace import without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for, trace_and_split
+from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for
 from fnshard.errors import BudgetError, SpecError
 from fnshard.layout import presets
-from fnshard.layout.codecs import decoding
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.optimizers import adamw
-from fnshard.step.batches import bytes_of_batch, check_arguments, micro_batch
+from fnshard.step.batches import bytes_of_batch, check_arguments
 from fnshard.step.lowered import Lowered
 from fnshard.step.make_step import shard_step
 from fnshard.step.plan import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
-from fnshard.step.shards import spec_paths
 from fnshard.step.step import Step
 
 __all__ = ["fit"]
@@ -116,8 +115,8 @@ class Search:
         check_arguments(fn, self.arguments)
         base = presets.full_shard(params, mesh) if specs is None else specs
         step = shard_step(fn, base, mesh=mesh, optimizer=self.optimizer, **options)
-        step._lowering.resolve(params)
-        self.base = step._lowering.tree
+        step.resolve(params)
+        self.base = step.specs
         self.divisors = _divisors(self.arguments)
         self.fronts: dict[int, tuple[Step, Front, dict[str, Kernel]]] = {}
         self.seen: dict[Choice, Candidate] = {}
@@ -142,17 +141,7 @@ class Search:
                 self.fn, self.base, mesh=self.mesh, optimizer=self.optimizer, accumulate=accumulate,
                 **self.options,
             )  # fmt: skip
-            lowering, micro = step._lowering, micro_batch(self.arguments, accumulate)
-            with without_autocast():
-                front = trace_and_split(
-                    decoding(self.fn, lowering.tree),
-                    lowering.specs,
-                    lowering.structure,
-                    micro,
-                    self.mesh,
-                    lowering.plan,
-                )
-            self.fronts[accumulate] = step, front, {}
+            self.fronts[accumulate] = step, self.arguments.call(step.front), {}
         return self.fronts[accumulate]
 
     def specs_of(self, choice: Choice) -> Any:
@@ -183,7 +172,7 @@ class Search:
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front, known = self._front(choice.accumulate)
-        specs = spec_paths(self.specs_of(choice))[0]
+        specs = ResolvedSpecs.of(self.specs_of(choice)).stored
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         with without_autocast():

@@ -16,7 +16,6 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Backend, Options
 from fnshard.step.runner import Runner, default_mesh
-from fnshard.step.shards import compare_paths
 from fnshard.step.state import TrainState
 
 __all__ = ["Forward", "shard_forward"]
@@ -67,7 +66,6 @@ class Forward:
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""
         if not isinstance(params, TrainState):
-            compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
             self._lowering.resolve(params)
         return self._lowering.lower(self._lowering.arguments(batch, keywords))
 
@@ -79,7 +77,7 @@ class Forward:
         training = isinstance(params, TrainState)
         seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
         blocks = params.params if training else params
-        if self.mesh.size == 1 and not self._lowering.resolved:
+        if self.mesh.size == 1 and not self._lowering.specs.complete:
             self._lowering.resolve(blocks)
         self._lowering.follow(blocks)
         passed = self._lowering.arguments(batch, keywords)

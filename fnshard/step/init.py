@@ -16,18 +16,18 @@ from fnshard.compiler.deferred.tape import fill_blank, has_blanks, seeded
 from fnshard.errors import StateError
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit
+from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.packing import local_block
-from fnshard.step.shards import check_is_used, check_seed, compare_paths, shard, stored_at_rest
+from fnshard.step.shards import check_is_used, check_seed, shard, stored_at_rest
 
 InitFn = Callable[[str, Tensor], Any]
 
 
 def init_params(
     source: Any,
-    specs: dict[str, LayoutSpec],
-    structure: tree.TreeDef,
+    resolved: ResolvedSpecs,
     mesh: Mesh,
     *,
     init: InitFn | None,
@@ -55,8 +55,9 @@ def init_params(
     is_module = isinstance(source, nn.Module)
     params = make_functional(source)[1] if is_module else source
     named = tree.flatten_with_paths(params)[0]
-    compare_paths(specs, named)
-    specs = with_masters(specs) if trains else specs
+    compare_paths(resolved.leaves, named)
+    specs = with_masters(resolved.leaves) if trains else resolved.leaves
+    structure = resolved.leaf_structure
     if init is None:
         check_values(named)
         if seed is not None and (is_module or not trains):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,10 +15,10 @@ from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
-from fnshard.compiler.lower import Keeping, PlanOf, lower, trace_and_split
+from fnshard.compiler.lower import Front, Keeping, PlanOf, lower, trace_and_split
 from fnshard.errors import SpecError, StateError, TraceError
-from fnshard.layout.codecs import decoding
-from fnshard.layout.spec import LayoutSpec, check_specs
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import check_specs
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.executor import cuda_graph
@@ -34,7 +35,6 @@ from fnshard.step.batches import (
 from fnshard.step.lowered import Lowered
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, fits
-from fnshard.step.shards import aligned, leaf_paths, resolve_specs, spec_paths
 
 
 class Lowering:
@@ -63,7 +63,7 @@ class Lowering:
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
         self._signature = signature_of(fn)
         self.optimizer = optimizer
-        self._take(specs)
+        self._take(ResolvedSpecs.of(specs))
         self.programs = Programs(options.cache)
         self.on_paper: tuple[Key, Lowered] | None = None
         self.lock = threading.RLock()
@@ -75,8 +75,8 @@ class Lowering:
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves, in the form of that tree."""
         with self.lock:
-            specs = resolve_specs(self.tree, params)
-            if not self.resolved or not self._lowered:
+            specs = self.specs.resolve(params)
+            if not self.specs.complete or not self._lowered:
                 self._take(specs)
 
     def follow(self, blocks: Any) -> None:
@@ -85,30 +85,22 @@ class Lowering:
         What is lowered keeps the form that it was lowered with.
         """
         with self.lock:
-            if not self._lowered and tree.flatten(blocks)[1] != self.structure:
-                self._take(aligned(self.tree, blocks))
+            if not self._lowered and tree.flatten(blocks)[1] != self.specs.structure:
+                self._take(self.specs.align(blocks))
 
     def adopt(self, specs: Any) -> None:
         """Take the same specs with what they left open."""
-        if not self.resolved:
-            self._take(specs)
+        if not self.specs.complete:
+            self._take(ResolvedSpecs.of(specs))
 
     @property
     def _lowered(self) -> bool:
         return len(self.programs) > 0 or self.on_paper is not None
 
-    def _take(self, specs: Any) -> None:
-        """`specs`: of what is stored, by path; `leaves`: of what `fn` sees.
-
-        `resolved`: whether the specs know shape, unit and trainability of their leaves.
-        """
-        self.tree = specs
-        self.specs: Mapping[str, LayoutSpec]
-        self.specs, self.structure = spec_paths(specs)
-        self.leaves, self.leaf_structure = leaf_paths(specs)
-        self.resolved = all(s.resolved for s in self.specs.values())
-        if self.resolved:
-            check_specs(self.specs, self.mesh)
+    def _take(self, specs: ResolvedSpecs) -> None:
+        if specs.complete:
+            check_specs(specs.stored, self.mesh)
+        self.specs = specs
 
     def lower(self, batch: Batch) -> Lowered:
         """All stages for this rank's batch; the last one lowered is kept for the step that may follow.
@@ -128,7 +120,7 @@ class Lowering:
                 if self.mesh.kind != "abstract":
                     warm_up(self.mesh.device_type, self.options.backend)
                 keeping = Keeping(self.options.remat, self.options.save)
-                stages = lower(*self._front(micro), self.options.passes, keeping)
+                stages = lower(self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping)
                 if self.options.passes.graph:
                     cuda_graph.check(stages.schedule, self.optimizer is not None)
                 sizes = bytes_of_batch(batch)
@@ -136,9 +128,21 @@ class Lowering:
                 self.on_paper = key, lowered
             return self.on_paper[1]
 
-    def _front(self, micro: Batch) -> tuple[Any, ...]:
-        fn = decoding(self.fn, self.tree)
-        return fn, self.specs, self.structure, micro, self.mesh, self.plan
+    def front(self, batch: Batch, *, sources: bool = False) -> Front:
+        """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept.
+
+        Args:
+            sources: keep where in the user's code each node comes from.
+        """
+        micro = micro_batch(batch, self.options.accumulate)
+        with self.lock, without_autocast():
+            return trace_and_split(self.fn, self.specs, micro, self.mesh, self.plan, sources)
+
+    def share(self, other: Lowering) -> None:
+        """Keep the programs that another lowering of the same function and specs has."""
+        entries = other.programs.entries + ([other.on_paper] if other.on_paper is not None else [])
+        for key, known in entries:
+            self.programs.put(key, replace(known, options=self.options))
 
     def check_indices(self, lowered: Lowered, batch: Batch, micros: Sequence[Mapping[str, Any]]) -> None:
         """Refuse numbers of a batch that are outside of what they are looked up in.
@@ -152,9 +156,7 @@ class Lowering:
         for values in micros:
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
-            with self.lock, without_autocast():  # once more, for the lines of code
-                micro = micro_batch(batch, self.options.accumulate)
-                program = trace_and_split(*self._front(micro), sources=True).program
+            program = self.front(batch, sources=True).program  # once more, for the lines of code
             outside = Indices.of(program).outside(values, program.constants)
             raise StateError(
                 "numbers of the batch are outside of what they are looked up in:",

@@ -18,9 +18,9 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.graph import graph_length
+from fnshard.layout.resolved import compare_paths
 from fnshard.losses.objectives import Whole
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.executor.context import Context, Watch
@@ -35,7 +35,7 @@ from fnshard.step import agreement as agree
 from fnshard.step.batches import Batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
-from fnshard.step.shards import check_blocks, compare_constants, compare_paths
+from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
 FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
@@ -104,18 +104,18 @@ class Rank:
 
 
 class Runner:
-    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it."""
+    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it.
 
-    def __init__(
-        self,
-        lowering: Lowering,
-        optimizer: Optimizer | None = None,
-    ):
-        self.lowering, self.optimizer = lowering, optimizer
+    Args:
+        replayed: of a step that this one replays: what its ranks have agreed on holds here too.
+    """
+
+    def __init__(self, lowering: Lowering, replayed: Runner | None = None):
+        self.lowering, self.replayed = lowering, replayed
         self._ranks: dict[int, Rank] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
-        compiled = lowering.options.compiles_update(optimizer, lowering.mesh.device_type)
-        self._fused = FusedUpdates(optimizer, lowering.options.inductor) if compiled else None
+        compiled = lowering.options.compiles_update(lowering.optimizer, lowering.mesh.device_type)
+        self._fused = FusedUpdates(lowering.optimizer, lowering.options.inductor) if compiled else None
 
     @property
     def rank(self) -> Rank:
@@ -149,8 +149,7 @@ class Runner:
             return rank.bound[key]
         first = rank.agreement is None
         if first:
-            rank.agreement = agree.reach(rank.comm, lowered.schedule, settings, items_of(lowered.program))
-            agree.compare_replicas(rank.comm, self.blocks(params), self.lowering.specs)
+            rank.agreement = self._agreement(rank, lowered, params, settings)
         if first and lowered.options.backend != "eager":
             agree.compile_in_turn(rank.comm, lowered.compile)
         lowered.compile()
@@ -158,6 +157,17 @@ class Runner:
         kept = {id(v) for v in self.lowering.programs.values()}
         rank.bound = {k: v for k, v in rank.bound.items() if k[0] in kept} | {key: bound}
         return bound
+
+    def _agreement(
+        self, rank: Rank, lowered: Lowered, params: Any, settings: Callable[[], Mapping[str, str]]
+    ) -> agree.Agreement:
+        known = None if self.replayed is None else self.replayed.rank.agreement
+        if known is not None:
+            return known
+        found = agree.reach(rank.comm, lowered.schedule, settings, items_of(lowered.program))
+        if self.replayed is None:  # of a replay, one may hold the NaN that is looked for
+            agree.compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.stored)
+        return found
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:
@@ -173,8 +183,8 @@ class Runner:
     def _bind(self, lowered: Lowered, rank: Rank, scalars: Scalars | None) -> Bound:
         mesh = self.lowering.mesh
         updater = None
-        if self.optimizer is not None:
-            updater = Updater(self.optimizer, self.lowering.specs, mesh, mesh.rank, self._fused)
+        if (optimizer := self.lowering.optimizer) is not None:
+            updater = Updater(optimizer, self.lowering.specs.stored, mesh, mesh.rank, self._fused)
         context = Context(
             lowered.schedule,
             lowered.compiled,
@@ -211,16 +221,16 @@ class Runner:
         Raises:
             StateError: blocks of another mesh or spec.
         """
-        specs, before = self.lowering.specs, self._checked
-        blocks, structure = tree.flatten(params)
+        specs, structure, before = self.lowering.specs.stored, self.lowering.specs.structure, self._checked
+        blocks, form = tree.flatten(params)
         # At every step, and not by identity: a tensor's `.data` may have been assigned.
         found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
-        if structure != self.lowering.structure or before[0] is not specs or before[1] != found:
+        if form != structure or before[0] is not specs or before[1] != found:
             given = tree.flatten_with_paths(params)[0]
             compare_paths(specs, given)
-            compare_constants(self.lowering.tree, params)
+            self.lowering.specs.check_constants(params)
             check_blocks(specs, given, self.lowering.mesh)
-            if structure == self.lowering.structure:
+            if form == structure:
                 self._checked = specs, found
             blocks = [given[p] for p in specs]
         # A schedule writes in place, which torch refuses for what requires grad.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import check_values, recipe_of, values_of
-from fnshard.compiler.ir.reachable import ABSENT
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
-from fnshard.layout.codecs import Unfit, check_codecs, decoded, encoded, is_coded, parts_of, stored_specs
-from fnshard.layout.rules import check_tree
-from fnshard.layout.spec import LayoutSpec, P, block_shape, check_specs, is_spec
+from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_of
+from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
+from fnshard.layout.spec import LayoutSpec, block_shape, check_specs, is_spec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
@@ -24,132 +23,6 @@ from fnshard.runtime.packing import Packer, local_block
 from fnshard.runtime.tiers import check_directory, rest
 
 __all__ = ["shard", "unshard"]
-
-
-def leaf_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-    """`{path: spec}` of a spec tree, as it was given.
-
-    Raises:
-        SpecError: not a tree of LayoutSpecs.
-    """
-    named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
-    wrong = {p: s for p, s in named.items() if not is_spec(s)}
-    wrong |= {} if named else tree.constants_of(specs)
-    if wrong:
-        lines = [f"specs[{path!r}] is {type(value).__name__}" for path, value in wrong.items()]
-        fix = "make it with match_specs(params, rules) or a preset, as fs.presets.full_shard(params, mesh)"
-        layout = next((value for value in wrong.values() if isinstance(value, P)), None)
-        fix += "." if layout is None else f"; a P goes into a LayoutSpec: LayoutSpec({layout!r})."
-        raise SpecError("a spec tree holds LayoutSpecs alone:", lines, fix)
-    return named, structure
-
-
-def spec_paths(specs: Any) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-    """`{path: spec}` of what is stored by a spec tree: coded leaves by their parts.
-
-    Raises:
-        SpecError: not a tree of LayoutSpecs; leaves that cannot be coded.
-    """
-    named, structure = leaf_paths(specs)
-    if not any(map(is_coded, named.values())):
-        return named, structure
-    check_codecs(named)
-    return tree.flatten_with_paths(stored_specs(specs), is_leaf=is_spec)
-
-
-def resolve_specs(specs: Any, params: Any) -> Any:
-    """The specs in the tree of `params` (full shapes; real, meta or fake), what they leave open filled in.
-
-    Raises:
-        SpecError: trees of other leaves.
-    """
-    from fnshard.layout.units import numeric
-
-    specs = aligned(specs, params)
-    named, structure = leaf_paths(specs)
-    if all(s.resolved for s in named.values()):
-        return specs
-    given = tree.flatten_with_paths(params)[0]
-    unit_of = numeric(params)
-    return tree.unflatten(
-        [s if s.resolved else s.resolve(given[p], unit_of[p]) for p, s in named.items()], structure
-    )
-
-
-def aligned(specs: Any, like: Any) -> Any:
-    """A spec tree in the form of another tree of the same leaves: names decide which is which, never order.
-
-    Specs without any constants (handwritten ones) take those of the other tree.
-
-    Args:
-        like: full leaves, stored blocks, or specs.
-
-    Raises:
-        SpecError: trees of other leaves or constants.
-    """
-    named, structure = leaf_paths(specs)
-    given, form = tree.flatten_with_paths(like, is_leaf=is_spec)
-    parts = {f"{p}.{n}": p for p, s in named.items() if is_coded(s) for n in parts_of(s)}
-    if not parts.keys().isdisjoint(given):
-
-        def is_one_leaf(node: Any) -> bool:
-            of = node.values() if isinstance(node, dict) else ()
-            return bool(of) and all(isinstance(v, _Path) and v.name in parts for v in of)
-
-        nodes, form = tree.flatten(tree.unflatten(map(_Path, given), form), is_one_leaf)
-        given = dict.fromkeys(
-            n.name if isinstance(n, _Path) else parts[next(iter(n.values())).name] for n in nodes
-        )
-    compare_paths(named, given)
-    if structure.constants:
-        compare_constants(specs, like)
-    return specs if form == structure else tree.unflatten([named[p] for p in given], form)
-
-
-@dataclass(frozen=True)
-class _Path:
-    """In the place of a leaf; a string would be a constant."""
-
-    name: str
-
-
-def compare_constants(specs: Any, params: Any) -> None:
-    """Refuse a tree whose constants and functions are not those that the specs were made with.
-
-    Raises:
-        SpecError: names them all, with both values.
-    """
-    known, now = (tree.constants_of(t, is_spec) for t in (specs, params))
-    pairs = {p: (known.get(p, ABSENT), now.get(p, ABSENT)) for p in known | now}
-    wrong = [
-        f"params[{p!r}] is {_shown(is_)}, the specs were made with {_shown(was)}"
-        for p, (was, is_) in pairs.items()
-        if not tree.is_same(was, is_)
-    ]
-    if wrong:
-        raise SpecError(
-            f"the tree's constants, which are part of the program, differ in {leaves(len(wrong))}:",
-            wrong,
-            "make specs and step anew from this tree; what changes between steps is a tensor, in the "
-            "batch or in the tree (trainable=False).",
-        )
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is ABSENT else repr(value)
-
-
-def compare_paths(specs: dict[str, Any], params: dict[str, Any]) -> None:
-    """Refuse trees whose leaves differ, naming all that do."""
-    check_tree(params)
-    missing = [f"params[{p!r}] has no spec" for p in params if p not in specs]
-    surplus = [f"specs[{p!r}] has no leaf" for p in specs if p not in params]
-    if missing or surplus:
-        raise SpecError(
-            f"the spec tree and the parameter tree differ in {leaves(len(missing) + len(surplus))}:",
-            missing + surplus,
-            "make the specs from this tree with match_specs(params, rules).",
-        )
 
 
 def shard(
@@ -177,7 +50,8 @@ def shard(
     >>> shard(params, specs, make_mesh(shard=2, abstract=True))["w"]
     tensor([0., 1., 2.])
     """
-    named, structure = leaf_paths(resolve_specs(specs, params))
+    resolved = ResolvedSpecs.of(specs).resolve(params)
+    named = resolved.leaves
     check_codecs(named)
     check_specs(named, mesh)
     given = tree.flatten_with_paths(params)[0]
@@ -200,7 +74,7 @@ def shard(
 
     values_of(given, seed or 0, take)
     unfit.refuse()
-    return tree.unflatten([blocks[path] for path in named], structure)
+    return tree.unflatten([blocks[path] for path in named], resolved.leaf_structure)
 
 
 def check_seed(seed: Any) -> None:
@@ -262,17 +136,17 @@ def unshard(
     """
     if layout not in ("storage", "gradient", "optimizer"):
         raise SpecError(f"layout={layout!r}: 'storage', 'gradient' or 'optimizer', a field of LayoutSpec.")
+    resolved = ResolvedSpecs.of(specs)
     if layout != "optimizer":
-        shards = _without_gaps(shards, specs)
-        specs = aligned(specs, shards)
-    named, structure = spec_paths(specs)
-    open_ = [f"specs[{p!r}]" for p, s in named.items() if not s.resolved]
-    if open_:
+        shards = _without_gaps(shards, resolved)
+        resolved = resolved.align(shards)
+    if not resolved.complete:
         raise SpecError(
-            f"the specs of {leaves(len(open_))} do not know the shapes of their leaves:",
-            open_,
+            f"the specs of {leaves(len(resolved.incomplete))} do not know the shapes of their leaves:",
+            resolved.incomplete,
             "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
         )
+    named = resolved.stored
     given = {p: None if v is _GAP else v for p, v in tree.flatten_with_paths(shards)[0].items()}
     if layout == "optimizer":  # by path, of the leaves that train alone
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given
@@ -280,32 +154,36 @@ def unshard(
     if layout != "storage":
         named = {p: _stored_as(s, layout) for p, s in named.items() if given[p] is not None}
     check_blocks(named, given, mesh, fix=_UNSHARD)
-    comm = comm or connection(mesh)
+    out = gather_full({p: given[p] for p in named}, named, mesh, comm or connection(mesh))
+    if layout != "storage":  # a coded leaf, which has no gradient, is one leaf of these
+        return tree.unflatten([out.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
+    return resolved.decoded(tree.unflatten([out[p] for p in named], resolved.structure))
+
+
+def gather_full(
+    blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, comm: Collectives
+) -> dict[str, Tensor]:
+    """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective."""
     out: dict[str, Tensor] = {}
-    moved = {p: s for p, s in named.items() if mesh.ordered(s.storage.axes)}
+    split = {p: s for p, s in specs.items() if mesh.ordered(s.storage.axes)}
     with torch.no_grad():
-        for bucket in make_buckets(moved, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "unshard"):
+        for bucket in make_buckets(split, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "unshard"):
             packer = Packer(bucket, mesh, mesh.rank)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks({p: given[p] for p in bucket.paths}, flat)
+            packer.pack_blocks({p: blocks[p] for p in bucket.paths}, flat)
             handle = comm.all_gather(flat, bucket.axes)
             out |= packer.unpack_rows(handle.wait(), bucket.dtype)
             handle.release()
-    out |= {p: given[p].to(mesh.device, copy=True) for p in named if p not in out}
-    if layout != "storage":
-        paths, structure = leaf_paths(specs)  # a coded leaf, which has none, is one leaf of these
-        return tree.unflatten([out.get(p) for p in paths], structure.of_gradients)
-    return decoded(tree.unflatten([out[p] for p in named], structure), *leaf_paths(specs))
+    return out | {p: blocks[p].to(mesh.device, copy=True) for p in specs if p not in out}
 
 
-_GAP = _Path("no gradient")
+_GAP = PathLeaf("no gradient")
 
 
-def _without_gaps(grads: Any, specs: Any) -> Any:
+def _without_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
     """Gradients in which leaves without one are leaves, and constants the specs' own, where None stood."""
-    constants, named = tree.constants_of(specs, is_spec), spec_paths(specs)[0]
+    fill = tree.constants_of(specs.tree, is_spec) | dict.fromkeys(specs.stored, _GAP)
     given, form = tree.flatten_with_paths(grads, constants=True)
-    fill = constants | dict.fromkeys(named, _GAP)
     return tree.unflatten([fill.get(p) if v is None else v for p, v in given.items()], form)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Generic, overload
 
 import torch
@@ -13,9 +14,12 @@ from fnshard import tree
 from fnshard.analysis.slots import Slots, check_slots, gathers_of, slots_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import SCALARS, SEED, slots
+from fnshard.compiler.lower import Front
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
+from fnshard.layout.resolved import ResolvedSpecs, compare_paths
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, check_kind
 from fnshard.optim.contract import check as check_optimizer
@@ -32,7 +36,7 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Options
 from fnshard.step.runner import FLAGS, Bound, Runner
-from fnshard.step.shards import check_blocks, compare_paths
+from fnshard.step.shards import check_blocks
 from fnshard.step.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
 
 __all__ = ["Step"]
@@ -47,24 +51,45 @@ class Step(Generic[OptimizerT, LossT]):
         check_kind(optimizer)
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
-        self._runner = Runner(self._lowering, optimizer)
+        self._runner = Runner(self._lowering)
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
         self._checked_slots: Any = None
         self._check_optimizer()
 
     def __repr__(self) -> str:
-        name = name_of(self._lowering.fn)
-        shapes = len(self._lowering.programs)
+        name, shapes = name_of(self.fn), len(self._lowering.programs)
         return (
-            f"Step({name}, {leaves(len(self._lowering.specs))} on mesh {self.mesh}, {self.optimizer!r}, "
+            f"Step({name}, {leaves(len(self._stored))} on mesh {self.mesh}, {self.optimizer!r}, "
             f"{self.options.backend}, {shapes} batch {'shape' if shapes == 1 else 'shapes'} lowered)"
         )
 
     @property
+    def fn(self) -> Callable[..., Any]:
+        """The function that `shard_step` was given."""
+        return self._lowering.fn
+
+    @property
     def specs(self) -> Any:
         """The spec tree, resolved as soon as a tree of full leaves was seen."""
-        return self._lowering.tree
+        return self._lowering.specs.tree
+
+    @property
+    def resolved(self) -> ResolvedSpecs:
+        """The same by path, of leaves and of stored tensors."""
+        return self._lowering.specs
+
+    @property
+    def _stored(self) -> Mapping[str, LayoutSpec]:
+        return self._lowering.specs.stored
+
+    def resolve(self, params: Any) -> None:
+        """Complete handwritten specs from a tree of full leaves.
+
+        Raises:
+            SpecError: a tree of other leaves; specs that do not fit the mesh.
+        """
+        self._lowering.resolve(params)
 
     @overload
     def init(
@@ -89,12 +114,11 @@ class Step(Generic[OptimizerT, LossT]):
         Raises:
             StateError: meta leaves and no way to fill them; a seed that nothing uses.
         """
-        self._lowering.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
-        specs = self._lowering.leaves
-        disk_dir = self.options.disk_dir
+        self.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
+        specs, disk_dir = self.resolved.leaves, self.options.disk_dir
         check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
         shards = init_params(
-            source, specs, self._lowering.leaf_structure, self.mesh, init=init, seed=seed, disk_dir=disk_dir,
+            source, self.resolved, self.mesh, init=init, seed=seed, disk_dir=disk_dir,
             trains=self.optimizer is not None,
         )  # fmt: skip
         return self._begin(shards, seed or 0)
@@ -117,9 +141,8 @@ class Step(Generic[OptimizerT, LossT]):
         """
         check_seed(seed)
         self._resolve_from_blocks(blocks)
-        named = tree.flatten_with_paths(blocks)[0]
-        compare_paths(self._lowering.specs, named)
-        specs = self._lowering.specs
+        named, specs = tree.flatten_with_paths(blocks)[0], self._stored
+        compare_paths(specs, named)
         check_blocks(specs, named, self.mesh)
         check_directory(self.options.disk_dir, [p for p, s in specs.items() if s.optimizer_memory == "disk"])
         return self._begin(blocks, seed)
@@ -129,7 +152,7 @@ class Step(Generic[OptimizerT, LossT]):
         if self.optimizer is None:
             return shards
         self._check_optimizer()
-        specs, mesh, disk_dir = self._lowering.specs, self.mesh, self.options.disk_dir
+        specs, mesh, disk_dir = self._stored, self.mesh, self.options.disk_dir
         blocks = tree.flatten_with_paths(shards)[0]
         slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
         shards = narrowed(shards, specs, mesh, disk_dir)
@@ -149,12 +172,12 @@ class Step(Generic[OptimizerT, LossT]):
             raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
         self._lowering.adopt(specs)
         self._check_optimizer()
-        specs, mesh = self._lowering.specs, self.mesh
+        specs, mesh = self._stored, self.mesh
         params = blank_params(specs, mesh, self.options.disk_dir)
         slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
         step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-        held = tree.unflatten(params.values(), self._lowering.structure)
-        return TrainState(step, held, slots, self._scale.init(), seed, where=(self.specs, mesh))
+        blocks = tree.unflatten(params.values(), self.resolved.structure)
+        return TrainState(step, blocks, slots, self._scale.init(), seed, where=(self.specs, mesh))
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
@@ -166,8 +189,7 @@ class Step(Generic[OptimizerT, LossT]):
             batch, keywords: this rank's slice, passed as `fn` takes it.
         """
         if not isinstance(params, TrainState):
-            compare_paths(self._lowering.leaves, tree.flatten_with_paths(params)[0])
-            self._lowering.resolve(params)
+            self.resolve(params)
         return self._lowering.lower(self._lowering.arguments(batch, keywords))
 
     @overload
@@ -192,7 +214,7 @@ class Step(Generic[OptimizerT, LossT]):
             AgreementError: at the first step, where ranks hold different programs.
             CollectiveError: a peer died or stayed silent.
         """
-        training = check_state(state, self.optimizer is not None, self._lowering.specs)
+        training = check_state(state, self.optimizer is not None, self._stored)
         params = state.params if training else state
         self._resolve_from_blocks(params)
         seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
@@ -239,6 +261,31 @@ class Step(Generic[OptimizerT, LossT]):
         """
         return self._runner.watching(observer)
 
+    def front(self, *batch: Any, sources: bool = False, **keywords: Any) -> Front:
+        """The program of this batch, cut into segments: all of a lowering that no layout or option changes.
+
+        Args:
+            batch, keywords: this rank's slice, passed as `fn` takes it.
+            sources: keep where in the user's code each node comes from.
+        """
+        return self._lowering.front(self._lowering.arguments(batch, keywords), sources=sources)
+
+    def replay(self, **options: Any) -> Step[OptimizerT, LossT]:
+        """A second step of the same function to run a state through again, without a trace on this one.
+
+        It shares what ranks have agreed on, and the programs where neither step compiles; replicas are not
+        compared.
+
+        Args:
+            options: fields of `Options` to change.
+        """
+        chosen = replace(self.options, **options)
+        other = Step(self.fn, self.specs, self.mesh, self.optimizer, chosen)
+        other._runner.replayed = self._runner
+        if chosen.backend == self.options.backend == "eager":  # Inductor rewrites what it compiles
+            other._lowering.share(self._lowering)
+        return other
+
     # -------------------------------------------------------------- what ranks tell each other
 
     def tell(self, flag: str) -> None:
@@ -271,20 +318,19 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _settings(self, seed: int, number: int) -> dict[str, str]:
         """What must be alike on all ranks beside the schedule, as text by name."""
-        optimizer, scale = optimizer_text(self.optimizer, self._lowering.specs), repr(self._scale)
+        optimizer, scale = optimizer_text(self.optimizer, self._stored), repr(self._scale)
         return {"optimizer": optimizer, "loss scale": scale, "seed": str(seed), "step": str(number)}
 
     @property
     def _slots(self) -> Slots:
         if self._expected_slots is None:
-            self._expected_slots = slots_of(self.optimizer, self._lowering.specs, self.mesh)
+            self._expected_slots = slots_of(self.optimizer, self._stored, self.mesh)
         return self._expected_slots
 
     @property
     def _scale(self) -> LossScale:
-        if self._chosen_scale is None or not self._lowering.resolved:
-            specs = self._lowering.specs.values()
-            fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs)
+        if self._chosen_scale is None or not self.resolved.complete:
+            fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in self._stored.values())
             self._chosen_scale = LossScale.choose(self.options.loss_scale, fp16, self.optimizer is not None)
         return self._chosen_scale
 
@@ -301,22 +347,21 @@ class Step(Generic[OptimizerT, LossT]):
             scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
             barrier=stands_between or (counted and norms),
             counted=counted and not norms,
-            gathers=gathers_of(self.optimizer, self._lowering.specs) if self.optimizer else {},
+            gathers=gathers_of(self.optimizer, self._stored) if self.optimizer else {},
         )
 
     @property
     def _leaf_norms(self) -> tuple[str, ...]:
         """Leaves whose norms the optimizer asks for."""
-        asked = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
-        return tuple(p for p, s in self._lowering.specs.items() if s.trainable) if asked else ()
+        needed = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
+        return tuple(self.resolved.trainable) if needed else ()
 
     def _scalars(self, lowered: Lowered) -> Scalars:
-        specs = self._lowering.specs
         return Scalars(
             outputs=lowered.program.outputs,
             results=lowered.segments.results,
             mesh=self.mesh,
-            specs=specs,
+            specs=self._stored,
             accumulate=self.options.accumulate,
             norms=self._plan(lowered.program).norms,
             leaf_norms=self._leaf_norms,
@@ -332,26 +377,25 @@ class Step(Generic[OptimizerT, LossT]):
     # -------------------------------------------------------------- checks
 
     def _check_optimizer(self) -> None:
-        if self.optimizer is None or not self._lowering.resolved:
-            return
-        specs = self._lowering.specs.items()
-        check_optimizer(
-            self.optimizer, [p for p, s in specs if s.trainable and self.mesh.ordered(s.optimizer.axes)]
-        )
+        if self.optimizer is not None and self.resolved.complete:
+            specs, split = self._stored, self.mesh.ordered
+            check_optimizer(
+                self.optimizer, [p for p in self.resolved.trainable if split(specs[p].optimizer.axes)]
+            )
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, held in state.items() for n, v in held.items()]
         if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
-            check_slots(state, self._slots, self._lowering.specs, self.mesh)
+            check_slots(state, self._slots, self._stored, self.mesh)
             self._checked_slots = list(state), found
 
     def _resolve_from_blocks(self, params: Any) -> None:
-        if self._lowering.resolved:
+        if self.resolved.complete:
             return self._lowering.follow(params)
         if self.mesh.size > 1:
             fix = "make them with match_specs or a preset, or call step.init first."
             raise StateError("the specs do not know the leaves' full shapes.", fix=fix)
-        self._lowering.resolve(params)
+        self.resolve(params)
 
     # -------------------------------------------------------------- results
 
@@ -363,14 +407,14 @@ class Step(Generic[OptimizerT, LossT]):
         for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
         grads = []
-        for path, spec in self._lowering.specs.items():
+        for path, spec in self._stored.items():
             block = blocks.get(path)
             if block is not None and factor is not None:
                 block = block * factor.to(block.device)
             grads.append(None if block is None else block.to(spec.storage_dtype))
         loss = summary.loss.to(env[SEED].dtype)
         aux = bound.scalars.aux_tree(summary, env)
-        structure = self._lowering.structure.of_gradients
+        structure = self.resolved.structure.of_gradients
         return (loss if aux is None else (loss, aux)), tree.unflatten(grads, structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:

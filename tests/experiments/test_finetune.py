@@ -38,7 +38,7 @@ from experiments.training.resume import RunFolder
 from experiments.training.run_record import PARTS
 from fnshard.errors import BudgetError
 from fnshard.launcher.rank import Stop
-from fnshard.step.shards import spec_paths
+from fnshard.layout.resolved import ResolvedSpecs
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,7 +338,7 @@ def test_a_large_model_on_paper(layers, limit):
     case = sizes.SizeCase("nf4", 2, "host")
     assert sizes.row_of(tuning, case)["device GB"] * 1e9 < limit
     mesh = fs.make_mesh(shard=2, abstract=True)
-    stored = spec_paths(tuning.specs(mesh, sizes.BF16, fs.presets.full_shard))[0]
+    stored = ResolvedSpecs.of(tuning.specs(mesh, sizes.BF16, fs.presets.full_shard)).stored
     held = sum(
         math.prod(spec.shape) * spec.storage_dtype.itemsize / 2
         for path, spec in stored.items()

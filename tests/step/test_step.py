@@ -443,3 +443,16 @@ def test_the_second_step_flattens_state_and_batch_once_and_checks_every_leaf(mon
     state.params["b"].data = torch.ones(2)
     state.params["a"] = torch.ones(2, requires_grad=True)
     step(state, *batch)
+
+
+def test_a_replay_shares_programs_and_leaves_counts_alone():
+    params = {"w": torch.ones(3)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
+    step(params, torch.ones(3))
+    with fs.debug.assert_max_compiles(0):
+        again = step.replay(backend="eager")
+        loss, _ = again(params, torch.ones(3))
+    assert (float(loss), again.count, step.count) == (3.0, 1, 1)
+    assert again.resolved.stored == step.resolved.stored and again.fn is step.fn
+    assert len(step.front(torch.ones(3)).segments.segments) == 1

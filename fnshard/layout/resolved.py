@@ -1,0 +1,204 @@
+"""`ResolvedSpecs`: the one form of a spec tree behind the public one: its specs by path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fnshard import tree
+from fnshard.errors import SpecError, leaves
+from fnshard.layout.codecs import check_codecs, decoded, is_coded, parts_of
+from fnshard.layout.rules import check_tree
+from fnshard.layout.spec import LayoutSpec, P, is_spec
+from fnshard.layout.units import numeric
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedSpecs:
+    """A spec tree and its specs by path.
+
+    `stored` and `structure` are of the stored tensors, in which a coded leaf is replaced by its parts.
+
+    Args:
+        tree: the spec tree.
+        leaves: `{path: spec}` of the leaves that `fn` sees.
+        leaf_structure: of a tree of these leaves.
+    """
+
+    tree: Any
+    leaves: dict[str, LayoutSpec]
+    leaf_structure: tree.TreeDef
+
+    @staticmethod
+    def of(specs: Any) -> ResolvedSpecs:
+        """Flatten a spec tree.
+
+        Raises:
+            SpecError: not a tree of LayoutSpecs.
+        """
+        named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
+        wrong = {p: s for p, s in named.items() if not is_spec(s)}
+        wrong |= {} if named else tree.constants_of(specs)
+        if wrong:
+            lines = [f"specs[{path!r}] is {type(value).__name__}" for path, value in wrong.items()]
+            layout = next((value for value in wrong.values() if isinstance(value, P)), None)
+            fix = (
+                "make it with match_specs(params, rules) or a preset, as fs.presets.full_shard(params, mesh)"
+            )
+            fix += "." if layout is None else f"; a P goes into a LayoutSpec: LayoutSpec({layout!r})."
+            raise SpecError("a spec tree holds LayoutSpecs alone:", lines, fix)
+        return ResolvedSpecs(specs, named, structure)
+
+    def with_leaves(self, specs: Iterable[LayoutSpec]) -> ResolvedSpecs:
+        """The same tree with other specs, in the order of `leaves`."""
+        return ResolvedSpecs.of(tree.unflatten(specs, self.leaf_structure))
+
+    @property
+    def stored(self) -> dict[str, LayoutSpec]:
+        """`{path: spec}` of the stored tensors.
+
+        Raises:
+            SpecError: leaves that cannot be coded.
+        """
+        return self._stored[0]
+
+    @property
+    def structure(self) -> tree.TreeDef:
+        """Of a tree of the stored tensors."""
+        return self._stored[1]
+
+    @cached_property
+    def _stored(self) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
+        if not any(map(is_coded, self.leaves.values())):
+            return self.leaves, self.leaf_structure
+        check_codecs(self.leaves)
+        parts = [parts_of(s) if is_coded(s) else s for s in self.leaves.values()]
+        return tree.flatten_with_paths(tree.unflatten(parts, self.leaf_structure), is_leaf=is_spec)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """The leaves whose shape, unit or trainability is not known yet, as messages name them."""
+        return [f"specs[{p!r}]" for p, s in self.leaves.items() if not s.resolved]
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every spec knows its leaf."""
+        return not self.incomplete
+
+    @property
+    def trainable(self) -> list[str]:
+        """Paths of the stored leaves that train."""
+        return [p for p, s in self.stored.items() if s.trainable]
+
+    def resolve(self, params: Any) -> ResolvedSpecs:
+        """The specs in the tree of `params` (full shapes; real, meta or fake), all defaults filled in.
+
+        Raises:
+            SpecError: trees of other leaves.
+        """
+        here = self.align(params)
+        if here.complete:
+            return here
+        full, unit_of = tree.flatten_with_paths(params)[0], numeric(params)
+        return here.with_leaves(
+            s if s.resolved else s.resolve(full[p], unit_of[p]) for p, s in here.leaves.items()
+        )
+
+    def align(self, like: Any) -> ResolvedSpecs:
+        """The specs in the form of another tree of the same leaves, matched by name and never by order.
+
+        Specs without any constants (handwritten ones) take those of the other tree.
+
+        Args:
+            like: full leaves, stored blocks, or specs.
+
+        Raises:
+            SpecError: trees of other leaves or constants.
+        """
+        given, form = tree.flatten_with_paths(like, is_leaf=is_spec)
+        parts = {f"{p}.{n}": p for p, s in self.leaves.items() if is_coded(s) for n in parts_of(s)}
+        if not parts.keys().isdisjoint(given):
+
+            def is_one_leaf(node: Any) -> bool:
+                of = node.values() if isinstance(node, dict) else ()
+                return bool(of) and all(isinstance(v, PathLeaf) and v.path in parts for v in of)
+
+            nodes, form = tree.flatten(tree.unflatten(map(PathLeaf, given), form), is_one_leaf)
+            given = dict.fromkeys(
+                n.path if isinstance(n, PathLeaf) else parts[next(iter(n.values())).path] for n in nodes
+            )
+        compare_paths(self.leaves, given)
+        if self.leaf_structure.constants:
+            self.check_constants(like)
+        if form == self.leaf_structure:
+            return self
+        return ResolvedSpecs.of(tree.unflatten([self.leaves[p] for p in given], form))
+
+    def check_constants(self, params: Any) -> None:
+        """Refuse a tree whose constants and functions are not those that the specs were made with.
+
+        Raises:
+            SpecError: names them all, with both values.
+        """
+        known, now = (tree.constants_of(t, is_spec) for t in (self.tree, params))
+        pairs = {p: (known.get(p, _ABSENT), now.get(p, _ABSENT)) for p in known | now}
+        wrong = [
+            f"params[{p!r}] is {_shown(is_)}, the specs were made with {_shown(was)}"
+            for p, (was, is_) in pairs.items()
+            if not tree.is_same(was, is_)
+        ]
+        if wrong:
+            raise SpecError(
+                f"the tree's constants, which are part of the program, differ in {leaves(len(wrong))}:",
+                wrong,
+                "make specs and step anew from this tree; what changes between steps is a tensor, in the "
+                "batch or in the tree (trainable=False).",
+            )
+
+    def decoded(self, params: Any) -> Any:
+        """The tree that `fn` sees, from one of full stored tensors."""
+        return decoded(params, self.leaves, self.leaf_structure)
+
+    def decoding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a function of full stored tensors."""
+        if not any(map(is_coded, self.leaves.values())):
+            return fn
+
+        @functools.wraps(fn)
+        def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
+            return fn(self.decoded(params), *batch, **keywords)
+
+        return of_parts
+
+
+@dataclass(frozen=True)
+class PathLeaf:
+    """Stands for a leaf by its path; a string would be a constant."""
+
+    path: str
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else repr(value)
+
+
+def compare_paths(specs: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    """Refuse trees whose leaves differ.
+
+    Raises:
+        SpecError: names all that do; a module, or an iterator, for a tree.
+    """
+    check_tree(params)
+    missing = [f"params[{p!r}] has no spec" for p in params if p not in specs]
+    surplus = [f"specs[{p!r}] has no leaf" for p in specs if p not in params]
+    if missing or surplus:
+        raise SpecError(
+            f"the spec tree and the parameter tree differ in {leaves(len(missing) + len(surplus))}:",
+            missing + surplus,
+            "make the specs from this tree with match_specs(params, rules).",
+        )
