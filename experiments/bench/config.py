@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from experiments.bench.contenders import CONTENDERS, GRAPH
-from experiments.configs.checks import configuration, refusal
+from experiments.cli.command_spec import CommandSpec, Help
+from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
 from experiments.configs.decoders import decoder, names
 from experiments.configs.train import DecoderConfig
 
@@ -93,59 +92,48 @@ class BenchConfig:
         return self.ranks * self.rows * self.length
 
 
-def build(values: Mapping[str, Any]) -> BenchConfig:
-    """A complete configuration from what Hydra composed.
+def complete(config: BenchConfig) -> BenchConfig:
+    """Fill in what depends on the device.
 
     Raises:
-        ConfigError: unknown keys or values that cannot be; all of them at once.
+        ConfigError: values that cannot be; all of them at once.
     """
-    known = {f.name for f in dataclasses.fields(BenchConfig)}
-    problems = [
-        f"{key}: no such key; there are {', '.join(sorted(known))}." for key in values if key not in known
-    ]
-    config = BenchConfig(**{k: tuple(v) if k == "contenders" else v for k, v in values.items() if k in known})
     if config.device not in DEFAULTS:
-        problems.append(f"device={config.device}: one of {', '.join(DEFAULTS)}.")
-    else:
-        given = {k: v for k, v in DEFAULTS[config.device].items() if getattr(config, k) is None}
-        config = replace(config, **given)
-        problems += _problems(config)
+        raise ConfigError(f"device={config.device}: one of {', '.join(DEFAULTS)}.")
+    config = with_defaults(config, DEFAULTS[config.device])
+    choices = {
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "store": DTYPES, "contenders": CONTENDERS,
+        "update": ("auto", "eager", "compiled"), "backend": ("inductor", "eager"),
+    }  # fmt: skip
+    least = dict.fromkeys(("ranks", "rounds", "steps", "warmup", "rows", "length"), 1)
+    least |= {"losses": 0, "memory": 0}
+    problems = out_of_range(config, choices, least)
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            problems.append(
+                "device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu."
+            )
+        elif config.ranks != 1:
+            problems.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
     if problems:
         raise refusal(problems)
     return config
 
 
-def _problems(config: BenchConfig) -> list[str]:
-    out = []
-    choices = {
-        "size": names(),
-        "dtype": list(DTYPES),
-        "reduce": [None, *DTYPES],
-        "store": [None, *DTYPES],
-        "update": ["auto", "eager", "compiled"],
-        "backend": ["inductor", "eager"],
-    }
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            out.append(f"{name}={getattr(config, name)}: one of {', '.join(filter(None, known))}.")
-    for name, least in {
-        "ranks": 1,
-        "rounds": 1,
-        "steps": 1,
-        "warmup": 1,
-        "rows": 1,
-        "length": 1,
-        "losses": 0,
-        "memory": 0,
-    }.items():
-        if getattr(config, name) < least:
-            out.append(f"{name}={getattr(config, name)}: must be {least} or more.")
-    unknown = [name for name in config.contenders if name not in CONTENDERS]
-    if unknown or not config.contenders:
-        out.append(f"contenders={list(config.contenders)}: some of {', '.join(CONTENDERS)}.")
-    if config.device == "cuda":
-        if not torch.cuda.is_available():
-            out.append("device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu.")
-        elif config.ranks != 1:
-            out.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
-    return out
+HELP = Help(
+    about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",
+    options={
+        "device": "cpu: gloo ranks of one thread each; cuda: one GPU",
+        "ranks": "how many; null: 2 on the CPU, 1 GPU",
+        "size": "a file of conf/model; null: 25m, or 1b on a GPU",
+        "dtype": "of compute: fp32 or bf16",
+        "rounds": "timed samples of each contender, of `steps` steps",
+        "contenders": "who takes part",
+    },
+    examples={
+        "python -m experiments.bench": "everything, as this machine can",
+        "python -m experiments.bench size=5m rounds=5 losses=0": "a short look",
+        "python -m experiments.bench size=5m dtype=bf16 rows=4": "other sizes, in bf16",
+    },
+)
+SPEC = CommandSpec("bench", BenchConfig, HELP, complete=complete)

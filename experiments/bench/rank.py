@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from experiments.bench import measure, report
-from experiments.bench.config import BenchConfig, build
+from experiments.bench.config import SPEC, BenchConfig
+from experiments.ranks import job_values
 from fnshard.launcher.local import run_rank
 from fnshard.mesh.process_group import make_group
 
@@ -31,15 +32,10 @@ def bench(config: BenchConfig, folder: Path) -> None:
         print(f"\n{report.table(result)}\n\nresults: {path}", flush=True)
 
 
-def main(job: Path) -> None:
-    """Join the other ranks, measure, leave."""
-    told = json.loads(job.read_text(encoding="utf-8"))
-    config = build(told["config"])
-    run_rank(
-        lambda: bench(config, Path(told["folder"])), device_type=config.device, timeout_s=config.timeout_s
-    )
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    values = job_values()
+    config = SPEC.read(values["config"])
+    run_rank(
+        lambda: bench(config, Path(values["folder"])), device_type=config.device, timeout_s=config.timeout_s
+    )

@@ -7,25 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-
 from experiments.chaos.campaign import Campaign
-from experiments.chaos.config import SPEC, ChaosConfig, build
+from experiments.chaos.config import SPEC, ChaosConfig
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
 from experiments.cli.main import answer
-
-
-def main() -> None:
-    """Run the command line; a mistake is one message and exit code 2, a run that failed unasked 1."""
-    answer(SPEC, _command_line, ChaosError)
-
-
-def _command_line(composed: DictConfig) -> None:
-    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
-    if failed(start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)):
-        raise SystemExit(1)
 
 
 def start(config: ChaosConfig, folder: Path) -> dict[str, Any]:
@@ -43,5 +29,11 @@ def start(config: ChaosConfig, folder: Path) -> dict[str, Any]:
     return found
 
 
+def run(config: ChaosConfig, folder: Path) -> None:
+    """`start`, with exit code 1 where something was lost."""
+    if failed(start(config, folder)):
+        raise SystemExit(1)
+
+
 if __name__ == "__main__":
-    main()
+    answer(SPEC, run, ChaosError)

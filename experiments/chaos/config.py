@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
 from experiments.cli.command_spec import CommandSpec, Help
-from experiments.configs.checks import configuration, refusal
+from experiments.configs.checks import configuration, out_of_range, refusal
 
 MODES = ("kill_rank", "kill_all", "kill_launcher", "term_launcher", "term_rank")
 MOMENTS = ("start", "step", "save")
@@ -42,25 +38,14 @@ class ChaosConfig:
     patience_s: float = 120.0
 
 
-def build(values: Mapping[str, Any]) -> ChaosConfig:
-    """The configuration from what Hydra composed.
+def complete(config: ChaosConfig) -> ChaosConfig:
+    """Check the values.
 
     Raises:
-        ConfigError: unknown keys or values that cannot be; all of them at once.
+        ConfigError: values that cannot be; all of them at once.
     """
-    known = [f.name for f in dataclasses.fields(ChaosConfig)]
-    problems = [f"{key}: no such key; there are {', '.join(known)}." for key in values if key not in known]
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known}
-    config = ChaosConfig(**given)
-    for name, choices in (("modes", MODES), ("moments", MOMENTS)):
-        chosen = getattr(config, name)
-        problems += [f"{name}={each}: one of {', '.join(choices)}." for each in chosen if each not in choices]
-        problems += [f"{name}: at least one of {', '.join(choices)}."] * (not chosen)
     least = {"kills": 1, "ranks": 1, "steps": 2, "save_every": 1, "held_out_every": 1, "max_restarts": 0}
-    for name, bound in least.items():
-        if getattr(config, name) < bound:
-            problems.append(f"{name}={getattr(config, name)}: must be {bound} or more.")
-    if problems:
+    if problems := out_of_range(config, {"modes": MODES, "moments": MOMENTS}, least):
         raise refusal(problems)
     return config
 
@@ -80,4 +65,4 @@ HELP = Help(
         "python -m experiments.chaos modes=[kill_rank] moments=[save]": "one way to die",
     },
 )
-SPEC = CommandSpec("chaos", ChaosConfig, HELP, build=build)
+SPEC = CommandSpec("chaos", ChaosConfig, HELP, complete=complete)

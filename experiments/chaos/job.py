@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments import ROOT
 from experiments.training.report import METRICS
 from experiments.training.resume import CHECKPOINTS
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_S, SLOW_S = 0.001, 0.02
 RESUMED = re.compile(r"^resume: (?:step (\d+) of|nothing to go on)", re.MULTILINE)
 RESTARTED = re.compile(r"^restart \d+ of \d+: ", re.MULTILINE)

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import sys
 import tempfile
 from pathlib import Path
 
 from experiments.checkpoint.job import CheckpointJob
 from experiments.configs.checks import count
-from fnshard.launcher.local import launch
+from experiments.configs.decoders import names
+from experiments.ranks import start
 from fnshard.layout.presets import PRESETS
-
-ROOT = Path(__file__).resolve().parents[2]
-SIZES = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
 
 
 def main() -> None:
@@ -32,7 +27,7 @@ def main() -> None:
     parser.add_argument("--part", default="both", choices=("throughput", "async", "both"))
     parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2])
     parser.add_argument("--folder", help="on the disk to be measured; default: below the output folder")
-    parser.add_argument("--size", default=CheckpointJob.size, choices=SIZES, help="a file of conf/model")
+    parser.add_argument("--size", default=CheckpointJob.size, choices=names(), help="a file of conf/model")
     parser.add_argument("--preset", default=CheckpointJob.preset, choices=sorted(PRESETS))
     parser.add_argument("--backend", default=CheckpointJob.backend, choices=("inductor", "eager"))
     numbers = {"rounds": "of each", "steps": "of a window", "every": "steps a save", "rows": "of a rank"}
@@ -42,15 +37,10 @@ def main() -> None:
     args = vars(parser.parse_args())
     ranks, out, folder = args.pop("ranks"), args.pop("out").resolve(), args.pop("folder")
     out.mkdir(parents=True, exist_ok=True)
-    env = {"OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for number in ranks:
         with tempfile.TemporaryDirectory(dir=folder or out) as place:
-            told = {"job": dataclasses.asdict(CheckpointJob(folder=place, **args)), "out": str(out)}
-            job = out / "job.json"
-            job.write_text(json.dumps(told) + "\n", encoding="utf-8")
-            command = [sys.executable, "-u", "-m", "experiments.checkpoint.rank", str(job)]
-            launch(command, ranks=number, logs=out / "ranks", env=env)
+            values = {"job": dataclasses.asdict(CheckpointJob(folder=place, **args)), "out": str(out)}
+            start("experiments.checkpoint.rank", values, out, number)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fnshard as fs
 from experiments.bench.contenders import global_batch
+from experiments.configs.decoders import decoder
 from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
-
-MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class CheckpointJob:
     @property
     def model(self) -> DecoderConfig:
         """The decoder that `size` names."""
-        return DecoderConfig(**yaml.safe_load((MODELS / f"{self.size}.yaml").read_text(encoding="utf-8")))
+        return decoder(self.size)
 
 
 def world() -> fs.Mesh:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from experiments.checkpoint import report, throughput, training
 from experiments.checkpoint.job import CheckpointJob, world
+from experiments.ranks import job_values
 from fnshard.launcher.local import run_rank
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[int, dict[str, Any]], str]]] = {
@@ -40,5 +40,5 @@ def main(job: CheckpointJob, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    run_rank(lambda: main(CheckpointJob(**told["job"]), Path(told["out"])), device_type="cpu")
+    values = job_values()
+    run_rank(lambda: main(CheckpointJob(**values["job"]), Path(values["out"])), device_type="cpu")

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import schema
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-ROOT = Path(__file__).resolve().parents[2]
+from experiments import ROOT
+from experiments.cli import schema
+from experiments.configs.checks import ConfigError
+
 CONF = ROOT / "conf"
 
 
@@ -32,19 +36,40 @@ class CommandSpec:
         config: the dataclass of the configuration.
         help: for `--help`.
         conf: the folder of its configuration; groups of `conf/shared` are found from any.
-        build: checks plain values of the right types further, and gives the configuration.
+        complete: checks a configuration of the right keys and types further, and fills in what depends on
+            its other values.
     """
 
     name: str
     config: type
     help: Help
     conf: Path = CONF
-    build: Callable[[Mapping[str, Any]], Any] | None = None
+    complete: Callable[[Any], Any] = lambda config: config
 
     @property
     def module(self) -> str:
         """What is run: `python -m MODULE`."""
         return f"experiments.{self.name}"
+
+    def read(self, values: Mapping[str, Any]) -> Any:
+        """The configuration from plain values.
+
+        Raises:
+            ConfigError: unknown keys, wrong types; or values that cannot be.
+        """
+        return self.complete(schema.build(values, self.config))
+
+    def read_composed(self, composed: DictConfig) -> Any:
+        """The configuration that Hydra composed, without Hydra's own part.
+
+        Raises:
+            ConfigError: as `read`; or a value refers to one that is missing.
+        """
+        try:
+            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(str(error)) from None
+        return self.read(values)
 
     def register(self) -> None:
         """Store the defaults where Hydra finds them, as `NAME_schema`."""

@@ -21,11 +21,9 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from experiments.cli import schema
-from experiments.cli.command_spec import ROOT, Job
+from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
 from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
 from experiments.cli.sweep import TABLE, objective, tell
@@ -36,6 +34,7 @@ from experiments.configs.budget import check_memory
 from experiments.configs.machine import place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
+from experiments.ranks import python_path
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
 from experiments.training.resume import finished, sweep_taken, taken
 from fnshard.launcher.local import LaunchError, launch, under_launcher
@@ -104,12 +103,13 @@ def _one(job: Job, composed: DictConfig) -> float | None:
     overrides, launcher = list(here.overrides.task), here.runtime.choices["hydra/launcher"]
     if here.mode != RunMode.MULTIRUN:
         check_used(launcher)
-        start(job, asked_of(job, composed), folder, overrides, chosen=_names_folder(here.overrides.hydra))
+        asked = job.spec.read_composed(composed)
+        start(job, asked, folder, overrides, chosen=_names_folder(here.overrides.hydra))
         return None
     if launcher == SIDE_BY_SIDE:
         end_with_parent(signal.SIGTERM)  # a worker would finish its job, unseen
     try:  # a run that fails must not take the table of all runs with it
-        asked = asked_of(job, composed)
+        asked = job.spec.read_composed(composed)
         if asked.run.resume != NEVER and finished(folder, asked):
             print(f"resume: {folder} is finished", flush=True)
         elif start(job, asked, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
@@ -130,19 +130,6 @@ def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
 
 def _names_folder(overrides: Iterable[str]) -> bool:
     return any(o.startswith("hydra.run.dir=") and not o.startswith(BY_SLURM) for o in overrides)
-
-
-def asked_of(job: Job, composed: DictConfig) -> Any:
-    """The composed configuration as dataclasses, as the command says it.
-
-    Raises:
-        ConfigError: see `experiments.cli.schema.build`.
-    """
-    try:
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error)) from None
-    return schema.build(values, job.config)
 
 
 def accelerators() -> dict[str, int]:
@@ -221,12 +208,11 @@ def _start_on_nodes(
 
 
 def _launch(job: Job, config: Any, told: Path, logs: Path, ranks: int, nodes: Nodes | None = None) -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     launch(
         [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(told)],
         ranks=ranks,
         logs=logs,
-        env={"PYTHONPATH": path},
+        env={"PYTHONPATH": python_path()},
         max_restarts=config.run.max_restarts,
         grace_s=config.run.stop_grace_s,
         nodes=nodes,
@@ -249,7 +235,7 @@ def be_a_rank(job: Job, arguments: list[str], validated: Validated) -> NoReturn:
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")
-    asked = asked_of(job, OmegaConf.create(with_hydra))
+    asked = job.spec.read_composed(OmegaConf.create(with_hydra))
     with validated.cited():
         config = placed(asked, world=int(os.environ["WORLD_SIZE"]))
     values = {**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)}

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
 
 from experiments.cli.command_spec import CommandSpec, Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
@@ -31,17 +33,22 @@ def main(job: Job) -> None:
     exiting(run)
 
 
-def answer(spec: CommandSpec, task: Callable[[DictConfig], None], *also: type[Exception]) -> None:
+def answer(spec: CommandSpec, task: Callable[[Any, Path], Any], *also: type[Exception]) -> None:
     """Run the command line of a command that starts no ranks by itself.
 
     Args:
-        task: what it does with the composed configuration.
+        task: what it does with its configuration and the folder for its results.
         also: exceptions that are one line beside mistakes; all else is a bug, with its traceback.
     """
 
     def run() -> None:
         validated_arguments(spec)
-        run_by_hydra(spec, task)
+        run_by_hydra(
+            spec,
+            lambda composed: task(
+                spec.read_composed(composed), Path(HydraConfig.get().runtime.output_dir).resolve()
+            ),
+        )
 
     exiting(run, *also)
 

@@ -14,7 +14,6 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -23,11 +22,12 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from pydantic import TypeAdapter, ValidationError
 
+from experiments import ROOT
 from experiments.cli.suggest import no_such_key
 from experiments.configs.checks import refusal, too_large
 from experiments.configs.train import TrainConfig
 
-SHARED = Path(__file__).resolve().parents[2] / "conf" / "shared"
+SHARED = ROOT / "conf" / "shared"
 MISSING = "???"  # OmegaConf's mark of a value that has to be given
 EXPECTED = {
     "int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",

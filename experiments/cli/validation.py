@@ -52,6 +52,7 @@ from experiments.cli.provenance import (
     lines_of,
     source_of,
 )
+from experiments.cli.suggest import no_such_key
 from experiments.configs.checks import ConfigError, refusal, too_large, unmakeable
 
 READING_CPU_S = 30.0  # for all files: it is one second; defaults that name others twice each are 2^n files
@@ -166,7 +167,9 @@ def _validated(
         wrong = problem_of(override, groups, sweeps=sweeps, searched=searched)
         if override.key_or_group not in groups and loader.repository.group_exists(override.key_or_group):
             own = ", ".join(group for group in groups if "/" not in group)
-            wrong = wrong or f"is no group of this command; it has {own}."
+            known = schema.leaves(spec.config, {})
+            other = f"is no group of this command; it has {own}."
+            wrong = wrong or (other if own else no_such_key(override.key_or_group, known))
         if wrong:
             problems.append(f"{override.input_line} ({COMMAND_LINE}): {wrong}")
             unsure.add(override.key_or_group.partition(".")[0])
@@ -252,9 +255,7 @@ def _composed(
             found += _of_sweep(spec, values, override, groups, sources)
     config = None
     if not (problems or found) and rules(""):
-        config = schema.build(values, spec.config)
-        if spec.build is not None:
-            config = spec.build(values)
+        config = spec.read(values)
     return Validated(config, sources), [*problems, *found]
 
 

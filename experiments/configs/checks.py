@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
@@ -123,6 +123,29 @@ def fraction(config: object, *names: str) -> None:
 
 def one_of(choices: tuple[str, ...], config: object, *names: str) -> None:
     _each(config, names, lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+def with_defaults(config: T, defaults: Mapping[str, Any]) -> T:
+    """The dataclass with these values where it has None."""
+    return replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
+
+
+def out_of_range(config: object, choices: Mapping[str, Iterable[str]], least: Mapping[str, int]) -> list[str]:
+    """Which values, or members of a list, are none of their choices or below their bound; None is neither."""
+    problems = []
+    for name, known in choices.items():
+        problems += [
+            f"{name}={v}: one of {', '.join(known)}." for v in _members(config, name) if v not in known
+        ]
+        problems += [f"{name}: at least one of {', '.join(known)}."] * (getattr(config, name) == ())
+    for name, bound in least.items():
+        problems += [f"{name}={v}: must be {bound} or more." for v in _members(config, name) if v < bound]
+    return problems
+
+
+def _members(config: object, name: str) -> tuple[Any, ...]:
+    value = getattr(config, name)
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def count(text: str) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+from experiments import ROOT
 from experiments.configs.train import DecoderConfig
 
-MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
+MODELS = ROOT / "conf" / "model"
 
 
 def names() -> list[str]:

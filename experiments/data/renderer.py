@@ -18,8 +18,9 @@ import sys
 import threading
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
+
+from experiments import ROOT
 
 CPU_S, MEMORY_bytes = 10.0, 2 << 30
 WALL_S = 120.0  # for an answer of a process that stands still: on a busy machine CPU time takes its time
@@ -29,7 +30,6 @@ COSTS = (
     f"takes more than {CPU_S:g} s of CPU time, {MEMORY_bytes >> 30} GiB of memory or {MOST} characters "
     "for one text"
 )
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class StartError(Exception):

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
+from experiments import ROOT
 from experiments.configs.checks import count
 from experiments.configs.decoders import names
 from experiments.gpu.parts import PARTS
 from experiments.gpu.setup import GpuSetup
 from experiments.gpu.table import markdown
+from experiments.ranks import python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = "table.md", "results.json"
 SMALL = {"size": "tiny", "rows": 2, "length": 64, "rounds": 2, "steps": 2}  # on a CPU
 
@@ -86,14 +87,13 @@ def run(name: str, setup: GpuSetup, folder: Path, seconds: float) -> str:
     result.unlink(missing_ok=True)
     told = {"part": name, "setup": asdict(setup), "result": str(result)}
     job.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     threads = {"OMP_NUM_THREADS": "1"} if setup.device == "cpu" else {}
     began = time.monotonic()
     with log.open("wb") as out:
         child = subprocess.Popen(
             [sys.executable, "-u", "-m", "experiments.gpu.worker", str(job)],
             cwd=ROOT,
-            env={**os.environ, **threads, **PARTS[name].env, "PYTHONPATH": path},
+            env={**os.environ, **threads, **PARTS[name].env, "PYTHONPATH": python_path()},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 import fnshard as fs
+from experiments import ROOT
 from experiments.bench.measure import make_task
 from experiments.bench.memory import live_bytes
 from experiments.gpu.setup import GpuSetup, GpuTraining, clocked
 
-ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
 CORE = ("trace", "differentiate", "remat", "schedule", "step")  # `tests/versions.py` has them, too
 # What a step is asked for beside; each may bring a wait for the device of its own.

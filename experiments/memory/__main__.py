@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-
 from experiments.cli.main import answer
 from experiments.memory import recipe, sizes, targets, zero
-from experiments.memory.config import SPEC, MemoryConfig, build
+from experiments.memory.config import SPEC, MemoryConfig
 
 Part = tuple[Callable[[MemoryConfig, Path], dict[str, Any]], Callable[[Mapping[str, Any]], str]]
 PARTS: dict[str, Part] = {
@@ -22,16 +19,6 @@ PARTS: dict[str, Part] = {
     "sizes": (sizes.run, sizes.table),
     "targets": (targets.run, targets.table),
 }
-
-
-def main() -> None:
-    """Run the command line; a user's mistake is one message and exit code 2."""
-    answer(SPEC, _command_line)
-
-
-def _command_line(composed: DictConfig) -> None:
-    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
-    start(build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)), folder)
 
 
 def start(config: MemoryConfig, folder: Path) -> dict[str, Any]:
@@ -51,4 +38,4 @@ def start(config: MemoryConfig, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    answer(SPEC, start)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from experiments.cli.command_spec import CommandSpec, Help
-from experiments.configs.checks import configuration, refusal
+from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
+from experiments.configs.decoders import decoder, names
+from experiments.configs.train import DecoderConfig
 from experiments.memory.plans import LLAMA
-from experiments.training.decoder import DecoderConfig
 
-MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 TARGETS = ("remat", "offload", "resident", "fit")
 # What `null` means, by part: of what is measured on this machine.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -62,57 +56,27 @@ class MemoryConfig:
     @property
     def model(self) -> DecoderConfig:
         """The decoder that `size` names."""
-        return model_of(self.size)
+        return decoder(self.size)
 
 
-def model_of(size: str) -> DecoderConfig:
-    """A file of `conf/model`."""
-    return DecoderConfig(**yaml.safe_load((MODELS / f"{size}.yaml").read_text(encoding="utf-8")))
-
-
-def build(values: Mapping[str, Any]) -> MemoryConfig:
-    """A complete configuration from what Hydra composed.
+def complete(config: MemoryConfig) -> MemoryConfig:
+    """Fill in what depends on the part.
 
     Raises:
-        ConfigError: unknown keys or values that cannot be; all of them at once.
+        ConfigError: values that cannot be; all of them at once.
     """
-    fields = {f.name: f for f in dataclasses.fields(MemoryConfig)}
-    problems = [f"{key}: no such key; there are {', '.join(fields)}." for key in values if key not in fields]
-    known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in fields}
-    config = MemoryConfig(**known)
     if config.part not in DEFAULTS:
-        problems.append(f"part={config.part}: one of {', '.join(DEFAULTS)}.")
-    else:
-        given = {k: v for k, v in DEFAULTS[config.part].items() if getattr(config, k) is None}
-        config = replace(config, **given)
-        problems += _problems(config)
-    if problems:
-        raise refusal(problems)
-    return config
-
-
-def _problems(config: MemoryConfig) -> list[str]:
-    out = []
-    choices: dict[str, Any] = {
-        "size": sorted(path.stem for path in MODELS.glob("*.yaml")),
-        "backend": ["inductor", "eager"],
-        "large": list(LLAMA),
-        "models": list(LLAMA),
-        "targets": list(TARGETS),
-    }
-    for name, known in choices.items():
-        value = getattr(config, name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each not in known:
-                out.append(f"{name}={each}: one of {', '.join(known)}.")
+        raise ConfigError(f"part={config.part}: one of {', '.join(DEFAULTS)}.")
+    config = with_defaults(config, DEFAULTS[config.part])
+    choices = {
+        "size": names(), "backend": ("inductor", "eager"), "large": LLAMA, "models": LLAMA,
+        "targets": TARGETS,
+    }  # fmt: skip
     least = {"rows": 1, "length": 1, "rounds": 0, "large_rows": 1, "large_length": 1, "worlds": 2,
              "measured_worlds": 2, "ranks": 1}  # fmt: skip
-    for name, bound in least.items():
-        value = getattr(config, name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each < bound:
-                out.append(f"{name}={each}: must be {bound} or more.")
-    return out
+    if problems := out_of_range(config, choices, least):
+        raise refusal(problems)
+    return config
 
 
 HELP = Help(
@@ -130,4 +94,4 @@ HELP = Help(
         "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": "all of it",
     },
 )
-SPEC = CommandSpec("memory", MemoryConfig, HELP, build=build)
+SPEC = CommandSpec("memory", MemoryConfig, HELP, complete=complete)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from experiments.memory.plans import MemoryJob
-from fnshard.launcher.local import launch
+from experiments.ranks import start
 
-ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "measured.json"
 
 
@@ -24,17 +21,8 @@ def measure(job: MemoryJob, folder: Path, timeout_s: float) -> dict[str, Any]:
     Raises:
         LaunchError: a rank failed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "job.json"
-    told = {"job": dataclasses.asdict(job), "folder": str(folder), "timeout_s": timeout_s}
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    launch(
-        [sys.executable, "-u", "-m", "experiments.memory.rank", str(path)],
-        ranks=job.ranks,
-        logs=folder / "ranks",
-        env={"PYTHONPATH": python, "OMP_NUM_THREADS": "1"},
-    )
+    values = {"job": dataclasses.asdict(job), "folder": str(folder), "timeout_s": timeout_s}
+    start("experiments.memory.rank", values, folder, job.ranks)
     return json.loads((folder / MEASURED).read_text(encoding="utf-8"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,14 +106,6 @@ class MemoryJob:
     steps: int = 6
     pictures: bool = False
     seed: int = 0
-
-    @staticmethod
-    def read(values: Mapping[str, Any]) -> MemoryJob:
-        """From plain values, as `dataclasses.asdict` makes them."""
-        made = dict(values)
-        made["model"] = DecoderConfig(**made["model"])
-        made["plans"] = tuple(MemoryPlan(**p) for p in made["plans"])
-        return MemoryJob(**made)
 
 
 @dataclass

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 import fnshard as fs
 from experiments.bench.measure import largest, release
 from experiments.bench.memory import live_bytes
 from experiments.memory.measured import MEASURED
 from experiments.memory.plans import MemoryJob, MemoryPlan, RunningPlan, choose, start
+from experiments.ranks import job_values
 from fnshard.launcher.local import run_rank
 
 
@@ -116,9 +118,6 @@ def say(world: fs.Mesh, text: str) -> None:
 
 
 if __name__ == "__main__":
-    told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    run_rank(
-        lambda: measure(MemoryJob.read(told["job"]), Path(told["folder"])),
-        device_type="cpu",
-        timeout_s=told["timeout_s"],
-    )
+    values = job_values()
+    job = TypeAdapter(MemoryJob).validate_python(values["job"])
+    run_rank(lambda: measure(job, Path(values["folder"])), device_type="cpu", timeout_s=values["timeout_s"])

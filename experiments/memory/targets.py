@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.memory.config import MemoryConfig, model_of
+from experiments.configs.decoders import decoder
+from experiments.memory.config import MemoryConfig
 from experiments.memory.measured import markdown, measure, mega, ratio, setting
 from experiments.memory.plans import DDP, MemoryJob, MemoryPlan
 
@@ -21,7 +22,7 @@ Row = tuple[str, float, float]  # what, measured, at most
 def jobs(config: MemoryConfig) -> dict[str, MemoryJob]:
     """What is run for each target."""
     job = MemoryJob(config.model, (PLAIN,), 2, config.rows, config.length, config.rounds, config.backend)
-    small = model_of("5m") if config.size == "25m" else config.model
+    small = decoder("5m") if config.size == "25m" else config.model
     few = replace(job, rows=min(2, job.rows), length=min(256, job.length))
     return {
         "remat": replace(job, steps=2, plans=(PLAIN, MemoryPlan("unit", remat="unit"))),

@@ -10,9 +10,7 @@ import statistics
 import time
 from typing import Any
 
-from omegaconf import DictConfig
-
-from experiments.cli.job import accelerators, asked_of
+from experiments.cli.job import accelerators
 from experiments.cli.main import answer
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
@@ -23,21 +21,13 @@ SECONDS = 2.0  # that the loader is watched for
 STEPS = 5  # the first compiles, and is not counted
 
 
-def main() -> None:
-    """Run the command line; a mistake is one message and exit code 2."""
-    answer(JOB.spec, _command_line)
-
-
-def _command_line(composed: DictConfig) -> None:
-    asked = asked_of(JOB, composed)
-    if not isinstance(asked.data, ShardsConfig):
+def run(config: TrainConfig, _: object) -> None:
+    """Measure and print."""
+    if not isinstance(config.data, ShardsConfig):
         raise ConfigError("the loader of shards is measured. Fix: data=shards data.root=FOLDER.")
-    placed = place(asked, accelerators=accelerators())
-    print(
-        told(
-            measure(dataclasses.replace(placed, mesh=dataclasses.replace(placed.mesh, shard=1, replicate=1)))
-        )
-    )
+    placed = place(config, accelerators=accelerators())
+    alone = dataclasses.replace(placed, mesh=dataclasses.replace(placed.mesh, shard=1, replicate=1))
+    print(told(measure(alone)))
 
 
 def measure(config: TrainConfig) -> dict[str, float]:
@@ -89,4 +79,4 @@ def told(found: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    answer(JOB.spec, run)

@@ -8,16 +8,11 @@ Writes `predict.json`, `predict.png` and a timeline of each plan below the outpu
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from pathlib import Path
 
 from experiments.configs.checks import count
 from experiments.predict.plans import PLANS
-from fnshard.launcher.local import launch
-
-ROOT = Path(__file__).parents[2]
+from experiments.ranks import start
 
 
 def main() -> None:
@@ -34,18 +29,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs") / "predict")
     args = parser.parse_args()
     folder = args.out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    told = {"folder": str(folder), "rounds": args.rounds, "backend": args.backend}
-    told |= {"clock": args.clock, "names": args.plans}
-    job = folder / "job.json"
-    job.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    launch(
-        [sys.executable, "-u", "-m", "experiments.predict.rank", str(job)],
-        ranks=args.ranks,
-        logs=folder / "ranks",
-        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    values = {"folder": str(folder), "rounds": args.rounds, "backend": args.backend}
+    values |= {"clock": args.clock, "names": args.plans}
+    start("experiments.predict.rank", values, folder, args.ranks)
 
 
 if __name__ == "__main__":

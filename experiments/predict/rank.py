@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.predict.plans import PLANS, Trained
 from experiments.predict.report import write
+from experiments.ranks import job_values
 from fnshard.analysis.timeline import Timeline
 from fnshard.launcher.local import run_rank
 
@@ -27,7 +26,7 @@ WARMUP = 3
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
-def main(folder: Path, rounds: int, backend: str, clock: str, names: list[str]) -> None:
+def main(folder: str, rounds: int, backend: str, clock: str, names: list[str]) -> None:
     """Measure, predict, compare; rank 0 writes `folder/predict.json` and the pictures.
 
     Micro-benchmarks and steps take turns, so that both see the machine in the same moods; a plan's
@@ -66,7 +65,7 @@ def main(folder: Path, rounds: int, backend: str, clock: str, names: list[str]) 
                 for plan, seconds, timelines in zip(plans, measured, predicted, strict=True)
             ],
         }
-        write(found, [t.lowered.timeline(hardware[-1]) for t in trained], folder)
+        write(found, [t.lowered.timeline(hardware[-1]) for t in trained], Path(folder))
 
 
 def _seconds(mesh: fs.Mesh, trained: Trained, clock: Callable[[], float]) -> float:
@@ -101,6 +100,4 @@ def _say(mesh: fs.Mesh, text: str) -> None:
 
 
 if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    job["folder"] = Path(job["folder"])
-    run_rank(lambda: main(**job), device_type="cpu")
+    run_rank(lambda: main(**job_values()), device_type="cpu")

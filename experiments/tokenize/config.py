@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from experiments.cli.command_spec import CommandSpec, Help
-from experiments.configs.checks import configuration, refusal
+from experiments.configs.checks import configuration, out_of_range, refusal
 
 BROKEN = ("refuse", "skip")
 
@@ -39,36 +37,26 @@ class TokenizeConfig:
     broken: str = "refuse"
 
 
-def build(values: Mapping[str, Any]) -> TokenizeConfig:
-    """The configuration from what Hydra composed.
+def complete(config: TokenizeConfig) -> TokenizeConfig:
+    """Check the values; one name is a list of one.
 
     Raises:
-        ConfigError: unknown keys or values that cannot be; all of them at once.
+        ConfigError: values that cannot be; all of them at once.
     """
-    known = [f.name for f in dataclasses.fields(TokenizeConfig)]
-    problems = [f"{key}: no such key; there are {', '.join(known)}." for key in values if key not in known]
-    given = {k: v for k, v in values.items() if k in known}
-    if not given.get("out"):
-        problems.append("out: name a folder for the shards.")
-    for name in ("files", "held_out"):
-        value = given.get(name)
-        each = [value] if isinstance(value, str) else value
-        if isinstance(each, list | tuple) and all(isinstance(one, str) and one for one in each):
-            given[name] = tuple(each)
-        elif value is not None:
-            problems.append(f"{name}={value!r}: expected a name or a list of names, as in {name}=[a,b].")
-    config = TokenizeConfig(**{"out": "", **given})
+    named = {n: (v,) if isinstance(v := getattr(config, n), str) else v for n in ("files", "held_out")}
+    problems = [] if config.out else ["out: name a folder for the shards."]
+    problems += [
+        f"{name}={list(value)}: expected a name or a list of names, as in {name}=[a,b]."
+        for name, value in named.items()
+        if value is not None and not all(value or (name == "held_out",))
+    ]
     if not 1 <= config.held_out_percent <= 99:
         problems.append(f"held_out_percent={config.held_out_percent}: must be 1 to 99.")
     if not 1e-6 <= config.shard_mb <= 1e6:
         problems.append(f"shard_mb={config.shard_mb}: must be above 0.")
-    if config.processes is not None and config.processes < 1:
-        problems.append(f"processes={config.processes}: must be 1 or more.")
-    if config.broken not in BROKEN:
-        problems.append(f"broken={config.broken!r}: must be one of {', '.join(BROKEN)}.")
-    if problems:
+    if problems := [*problems, *out_of_range(config, {"broken": BROKEN}, {"processes": 1})]:
         raise refusal(problems)
-    return config
+    return replace(config, **named)
 
 
 HELP = Help(
@@ -87,4 +75,4 @@ HELP = Help(
         "python -m experiments.tokenize out=shards tokenizer=DIRECTORY": "with a model's tokenizer",
     },
 )
-SPEC = CommandSpec("tokenize", TokenizeConfig, HELP, build=build)
+SPEC = CommandSpec("tokenize", TokenizeConfig, HELP, complete=complete)

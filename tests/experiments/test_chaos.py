@@ -16,7 +16,7 @@ import torch
 
 import fnshard as fs
 from experiments.chaos.campaign import differences, plan
-from experiments.chaos.config import MODES, MOMENTS, ChaosConfig, build
+from experiments.chaos.config import MODES, MOMENTS, SPEC, ChaosConfig
 from experiments.chaos.report import failed, table
 from experiments.configs.train import ConfigError
 from experiments.training.report import METRICS
@@ -135,7 +135,9 @@ def test_the_table_tells_what_went_wrong():
 
 
 def test_options_that_cannot_be():
-    with pytest.raises(ConfigError, match=r"(?s)3 problems:.*kils: no such key.*modes=nuke: one of.*ranks=0"):
-        build({"kils": 3, "modes": ["nuke"], "ranks": 0})
+    with pytest.raises(ConfigError, match=r"(?s)2 problems:.*modes=nuke: one of.*ranks=0"):
+        SPEC.read({"modes": ["nuke"], "ranks": 0})
+    with pytest.raises(ConfigError, match=r"kils=3: no such key\. Did you mean kills\?"):
+        SPEC.read({"kils": 3})
     with pytest.raises(ConfigError, match=r"moments: at least one of start, step, save"):
-        build({"moments": []})
+        SPEC.read({"moments": []})

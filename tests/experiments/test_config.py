@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from experiments import train
+from experiments.bench.config import SPEC as BENCH
+from experiments.chaos.config import SPEC as CHAOS
 from experiments.cli import allowlist, job, overrides, provenance, schema, suggest, validation
 from experiments.cli import help as helping
 from experiments.cli.command_spec import CONF, Job
@@ -26,6 +28,8 @@ from experiments.cli.validation import validate
 from experiments.configs import checks
 from experiments.configs.train import HARDWARE, ConfigError
 from experiments.finetune.job import JOB as FINETUNE
+from experiments.memory.config import SPEC as MEMORY
+from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.train import JOB as TRAIN
 from fnshard.analysis.hardware import TABLE
 
@@ -541,6 +545,28 @@ def test_a_rank_that_fails_is_no_mistake(monkeypatch, tmp_path, capfd):
     with pytest.raises(SystemExit, match=r"^1$"):
         main(TRAIN)
     assert capfd.readouterr().err.splitlines()[-1] == "error: rank 1 died"
+
+
+@pytest.mark.parametrize("spec", [BENCH, CHAOS, MEMORY, TOKENIZE], ids=lambda spec: spec.name)
+def test_numbers_of_any_command_may_be_quoted_and_are_checked(spec, tmp_path):
+    key = {"tokenize": "processes", "chaos": "kills"}.get(spec.name, "rounds")
+    more = ["out=there"] if spec is TOKENIZE else []
+    for quoted in (f"{key}='3'", f'{key}="3"'):  # as `run.steps='5'` of the main job
+        assert getattr(validate(spec, [quoted, *more]).config, key) == 3
+    for quoted, wrong in (
+        ("'-3'", "must be [01] or more"),
+        ("'many'", "expected a whole number"),
+        ("''", "whole"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{key}=.*: .*{wrong}"):
+            validate(spec, [f"{key}={quoted}", *more])
+
+
+def test_a_group_of_other_commands_is_no_key_of_one_without_groups():
+    with pytest.raises(
+        ConfigError, match=r"^precision=fp32 \(command line\): no such key\. The top has device, "
+    ):
+        validate(BENCH, ["precision=fp32"])
 
 
 def test_problems_are_one_error():

@@ -194,7 +194,7 @@ def test_pictures_say_what_they_show(read: Reader) -> None:
 def test_a_run_leaves_a_report_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = composed("mesh.shard=4")
     config = build(OmegaConf.to_container(found, resolve=True), ExplainConfig)
-    write(config, "tiny full_shard", tmp_path / "run", found)
+    write(config, tmp_path / "run", "tiny full_shard")
     printed = capsys.readouterr().out
     report = Path(printed.strip().splitlines()[-1].removeprefix("report: "))
     assert report.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -208,6 +208,6 @@ def test_seventy_billion_parameters_on_1024_ranks_take_less_than_two_minutes(tmp
     overrides = ["model=70b", "strategy=full_shard", "mesh.shard=1024", "hardware=h100"]
     began, found = time.perf_counter(), composed(*overrides)
     config = build(OmegaConf.to_container(found, resolve=True), ExplainConfig)
-    write(config, "70b full_shard", tmp_path, found)
+    write(config, tmp_path, "70b full_shard")
     assert time.perf_counter() - began < 120
     assert (tmp_path / "report.html").stat().st_size < 4e6

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 from commands import Warm
+from pydantic import TypeAdapter
 
+from experiments.configs.decoders import decoder
 from experiments.configs.train import ConfigError
 from experiments.memory import recipe, sizes, targets, zero
-from experiments.memory.config import DEFAULTS, build, model_of
+from experiments.memory.config import DEFAULTS, SPEC
 from experiments.memory.measured import markdown, measure, ratio
 from experiments.memory.pictures import bars
 from experiments.memory.plans import LLAMA, MemoryJob, MemoryPlan, on_paper
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = replace(model_of("tiny"), layers=2, width=64)
+TINY = replace(decoder("tiny"), layers=2, width=64)
 NEAR = 0.05  # of a measured peak, to be called predicted
 
 
@@ -35,22 +37,24 @@ def command(tmp_path: Path, warm: Warm) -> Callable[..., subprocess.CompletedPro
 
 
 def test_null_depends_on_the_part():
-    assert (build({"part": "recipe"}).size, build({"part": "targets"}).length) == ("25m", 512)
-    assert build({"part": "recipe", "rows": 1}).rows == 1
-    assert build({"part": "sizes", "models": ["8b"]}).models == ("8b",)
+    assert (SPEC.read({"part": "recipe"}).size, SPEC.read({"part": "targets"}).length) == ("25m", 512)
+    assert SPEC.read({"part": "recipe", "rows": 1}).rows == 1
+    assert SPEC.read({"part": "sizes", "models": ["8b"]}).models == ("8b",)
 
 
 def test_all_mistakes_in_one_error():
-    wrong = {"part": "sizes", "models": ["7b"], "ranks": [0], "backend": "xla", "rounds": -1, "steps": 3}
-    with pytest.raises(ConfigError, match="5 problems") as caught:
-        build(wrong)
-    for told in ("models=7b: one of", "ranks=0: must be 1", "backend=xla", "rounds=-1", "steps: no such key"):
+    wrong = {"part": "sizes", "models": ["7b"], "ranks": [0], "backend": "xla", "rounds": -1}
+    with pytest.raises(ConfigError, match="4 problems") as caught:
+        SPEC.read(wrong)
+    for told in ("models=7b: one of", "ranks=0: must be 1", "backend=xla", "rounds=-1"):
         assert told in str(caught.value)
+    with pytest.raises(ConfigError, match="steps=3: no such key"):
+        SPEC.read({"part": "sizes", "steps": 3})
 
 
 def test_an_unknown_part_names_the_parts():
     with pytest.raises(ConfigError, match=f"part=zero4: one of {', '.join(DEFAULTS)}"):
-        build({"part": "zero4"})
+        SPEC.read({"part": "zero4"})
 
 
 @pytest.mark.parametrize("override", ["+mesh.z=1", "rounds=many", "targets=[speed]"])
@@ -77,7 +81,7 @@ def test_ratios_cancel_drift():
 
 def test_a_job_survives_json():
     job = MemoryJob(TINY, (MemoryPlan("x", remat=0.5), MemoryPlan("y", fit_share=0.4)), 2, 1, 8, 0, "eager")
-    assert MemoryJob.read(json.loads(json.dumps(job, default=vars))) == job
+    assert TypeAdapter(MemoryJob).validate_python(json.loads(json.dumps(job, default=vars))) == job
 
 
 def test_a_missed_target_is_called_missed():
@@ -126,7 +130,7 @@ def test_what_fits_and_what_does_not(monkeypatch, tmp_path):
     monkeypatch.setitem(sizes.LLAMA, "1b", small)
     least, plenty = 1e-6, 1.0
     monkeypatch.setattr(sizes, "BUDGETS", {least: "a100", plenty: "h200"})
-    config = build({"part": "sizes", "models": ["1b"], "ranks": [1, 8], "large_length": 32})
+    config = SPEC.read({"part": "sizes", "models": ["1b"], "ranks": [1, 8], "large_length": 32})
     found = sizes.run(config, tmp_path)
     assert [e["fits"] for e in found["fits"]] == [False, True] * 2
     assert all(e["peak_bytes"] <= plenty * 1e9 and e["seconds"] > 0 for e in found["fits"] if e["fits"])
@@ -199,7 +203,7 @@ def test_remat_saves_and_every_plan_is_timed(measured):
 
 
 def test_every_target_names_plans_that_its_verdict_reads():
-    for name, job in targets.jobs(build({"part": "targets"})).items():
+    for name, job in targets.jobs(SPEC.read({"part": "targets"})).items():
         plan = {"peak_bytes": 1, "between_bytes": 1, "optimizer_device_bytes": 0, "budget_bytes": 1}
         seen = {"plans": {p.name: {**plan, "seconds": [1.0] * job.rounds} for p in job.plans}}
         assert targets.VERDICTS[name](seen), name

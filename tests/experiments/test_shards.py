@@ -30,7 +30,7 @@ from experiments.data.text_files import find, split
 from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
 from experiments.tokenize import __main__ as command
 from experiments.tokenize import job
-from experiments.tokenize.config import TokenizeConfig, build
+from experiments.tokenize.config import SPEC, TokenizeConfig
 from experiments.tokenize.job import tokenize
 from experiments.tokenize.journal import NAME
 from experiments.training.dataset import open_tokens, place_of
@@ -324,10 +324,11 @@ def test_what_cannot_be_tokenised(texts, tmp_path):
     with pytest.raises(ConfigError, match=r"is a file"):
         tokenize(config(texts / "endless.txt", texts))
     assert not (tmp_path / "o").exists()
-    with pytest.raises(
-        ConfigError, match=r"(?s)5 problems:.*surplus.*name a folder.*files=3.*0 must|5 problems"
-    ):
-        build({"surplus": 1, "out": "", "files": 3, "processes": 0, "broken": "mend", "held_out_percent": 10})
+    wrong = {"out": "", "files": [], "processes": 0, "broken": "mend", "held_out_percent": 100}
+    with pytest.raises(ConfigError, match=r"(?s)5 problems:.*name a folder.*files=\[\].*100: must"):
+        SPEC.read(wrong)
+    with pytest.raises(ConfigError, match=r"(?s)2 problems:.*files.*surplus=1: no such key"):
+        SPEC.read({"surplus": 1, "out": "there", "files": {"a": 1}})
 
 
 def test_the_command_line(texts, tmp_path, monkeypatch, capfd):

@@ -1,0 +1,38 @@
+"""Ranks of an experiment: processes that run one module of `experiments` on one file of plain values."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments import ROOT
+from fnshard.launcher.local import launch
+
+
+def python_path() -> str:
+    """`PYTHONPATH` for a process that imports `experiments`, wherever it is started."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def start(
+    module: str, values: Mapping[str, Any], folder: Path, ranks: int, *, one_thread: bool = True
+) -> None:
+    """Run `python -m MODULE FOLDER/job.json` on so many ranks; their logs are in `FOLDER/ranks`.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / "job.json"
+    job.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    env = {"PYTHONPATH": python_path(), **({"OMP_NUM_THREADS": "1"} if one_thread else {})}
+    launch([sys.executable, "-u", "-m", module, str(job)], ranks=ranks, logs=folder / "ranks", env=env)
+
+
+def job_values() -> dict[str, Any]:
+    """In a rank that `start` started: the values of its job."""
+    return json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
