@@ -128,7 +128,6 @@ OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
 
 
 def bytes_of(code: str, body: str) -> int:
-    """What elementwise kernels load and store, each element of each tensor once."""
     total = 0
     for name, source in TRITON.findall(code):
         dtypes = dict(re.findall(r"'(\w+_ptr\d+)': '\*(\w+)'", source))
@@ -150,7 +149,6 @@ def assemble(name: str, source: str, folder: Path) -> int:
 
 
 def lowered(model: str, rows: int, ranks: int) -> Any:
-    """The step of conf/model on paper, bf16, AdamW, for CUDA."""
     import torch
     import yaml
 
@@ -198,7 +196,6 @@ def updates(found: Any) -> collections.Counter:
 
 
 def inspect(asked: argparse.Namespace) -> dict[str, Any]:
-    """Lower, write, assemble and count."""
     import torch
 
     from fnshard.runtime.executor.fused_update import update_graph

@@ -61,7 +61,6 @@ def prepare(config: TrainConfig) -> TrainConfig:
 
 
 def work(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
-    """What a rank does, see `experiments.training.loop.train`."""
     from experiments.training.loop import train
 
     train(config, run, overrides, stop)

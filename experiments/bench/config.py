@@ -68,17 +68,14 @@ class BenchConfig:
 
     @property
     def model(self) -> DecoderConfig:
-        """The decoder that `size` names."""
         return decoder(self.size)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """dtype of the kernels and of gathers."""
         return DTYPES[self.dtype]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """dtype of gradients on the wire."""
         return DTYPES[self.reduce or self.dtype]
 
     @property
@@ -88,7 +85,6 @@ class BenchConfig:
 
     @property
     def tokens(self) -> int:
-        """Of one step on all ranks."""
         return self.ranks * self.rows * self.length
 
 

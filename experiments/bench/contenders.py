@@ -85,7 +85,6 @@ def fsdp2(task: BenchTask) -> Contender:
 
 
 def fsdp2_compiled(task: BenchTask) -> Contender:
-    """The same, each block compiled."""
     return _fsdp2(task, compiled=True)
 
 
@@ -241,7 +240,6 @@ def global_batch(step: int, task_seed: int, rows: int, length: int, vocab: int) 
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The mean of a scalar over the process group."""
     value = loss.double().cpu()
     if dist.is_initialized():
         dist.all_reduce(value)

@@ -38,8 +38,6 @@ PHASE_STEPS = 10
 
 @dataclass
 class Track:
-    """One contender's run."""
-
     contender: Contender
     number: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -105,7 +103,6 @@ def make_task(config: BenchConfig) -> BenchTask:
 
 
 def batches(config: BenchConfig, task: BenchTask, steps: range) -> Iterator[Batch]:
-    """This rank's batches."""
     rank, rows = task.mesh.rank, config.rows
     for step in steps:
         whole = global_batch(step, config.seed, config.ranks * rows, config.length, task.model.config.vocab)
@@ -171,7 +168,6 @@ def _allocated(config: BenchConfig) -> tuple[int, int] | None:
 
 
 def one_step(track: Track, feed: Sequence[Batch], task: BenchTask) -> float:
-    """Seconds of the next step, from a common start."""
     return sample(track, feed, task, 1)
 
 
@@ -228,7 +224,6 @@ def fresh_cache() -> Iterator[None]:
 
 
 def release() -> None:
-    """Give back what a contender held."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -47,7 +47,6 @@ def live_bytes(make: Callable[[], Callable[[], Any]], device: torch.device, step
 
 
 def _read(profiled: profile) -> tuple[list[Span], list[Change]]:
-    """The marked steps, and every allocation and free."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
@@ -70,7 +69,6 @@ class Heap:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def apply(self, address: int, size: int) -> None:
-        """One allocation, or one free."""
         if size < 0:
             if address in self.sizes:
                 self._drop(bisect.bisect_left(self.starts, address))

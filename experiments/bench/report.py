@@ -20,7 +20,6 @@ RESULT = "bench.json"
 
 
 def summarise(config: BenchConfig, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The result: set-up, and of each contender numbers that need no further work."""
     contenders = {name: _row(config, name, measured["contenders"]) for name in measured["contenders"]}
     return {
         "config": {**dataclasses.asdict(config), "contenders": list(config.contenders)},
@@ -32,7 +31,6 @@ def summarise(config: BenchConfig, measured: Mapping[str, Any]) -> dict[str, Any
 
 
 def machine(config: BenchConfig) -> dict[str, Any]:
-    """What ran it."""
     device = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     return {"torch": torch.__version__, "python": platform.python_version(), "device": device}
 
@@ -61,7 +59,6 @@ def _row(config: BenchConfig, name: str, all_found: Mapping[str, Any]) -> dict[s
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """Lower and upper."""
     if len(values) < 2:
         return [values[0], values[0]]
     low, _, high = quantiles(values, n=4, method="inclusive")
@@ -105,7 +102,6 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """What was run, one line."""
     config, model = result["config"], result["model"]
     ranks = f"{config['ranks']} rank" + "s" * (config["ranks"] > 1)
     where = result["machine"]["device"] if config["device"] == "cuda" else "CPU, gloo, one thread each"
@@ -157,7 +153,6 @@ def phase_table(name: str, phases: Mapping[str, Any]) -> list[str]:
 
 
 def write(result: Mapping[str, Any], folder: Path) -> Path:
-    """`bench.json` and the table beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULT
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -77,8 +77,6 @@ def plan(config: ChaosConfig) -> Iterator[Kill]:
 
 
 class Campaign:
-    """Runs, kills and what was found, in `folder`."""
-
     def __init__(self, config: ChaosConfig, folder: Path, say: Callable[[str], None] = lambda line: None):
         self.config, self.folder, self.say = config, folder, say
         self.kills = plan(config)

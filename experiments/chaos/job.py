@@ -55,7 +55,6 @@ class MonitoredRun:
 
     @property
     def text(self) -> str:
-        """All that it has said."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     @property
@@ -80,7 +79,6 @@ class MonitoredRun:
         return max((p.parent for p in self.place.glob(f"outputs/2*/*/{METRICS}")), default=None)
 
     def step(self, folder: Path | None) -> int:
-        """The last one that the metrics in the run's folder tell of."""
         return rows_of(folder)[-1]["step"] if folder and rows_of(folder) else 0
 
     def committed(self, folder: Path | None) -> list[int]:
@@ -150,7 +148,6 @@ class MonitoredRun:
             raise self.error(f"it had not ended after {self.patience_s:g} s") from None
 
     def end(self) -> None:
-        """If it has not ended; its ranks end with it."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

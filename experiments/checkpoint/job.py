@@ -44,12 +44,10 @@ class CheckpointJob:
 
     @property
     def model(self) -> DecoderConfig:
-        """The decoder that `size` names."""
         return decoder(self.size)
 
 
 def world() -> fs.Mesh:
-    """All ranks on one axis."""
     return fs.make_mesh(shard=-1, device="cpu")
 
 
@@ -73,7 +71,6 @@ def training(job: CheckpointJob, mesh: fs.Mesh) -> tuple[Any, Any]:
 
 
 def batch(job: CheckpointJob, mesh: fs.Mesh, number: int) -> tuple[Tensor, ...]:
-    """This rank's rows."""
     whole = global_batch(number, job.seed, mesh.size * job.rows, job.length, job.model.vocab)
     return tuple(part[mesh.rank * job.rows : (mesh.rank + 1) * job.rows] for part in whole)
 

@@ -53,7 +53,6 @@ def training(ranks: int, found: dict[str, Any]) -> str:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """25%, 50%, 75%."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))

@@ -108,7 +108,6 @@ def timed(mesh: fs.Mesh, work: Callable[[Path], Any], path: Path) -> tuple[float
 
 
 def barrier(mesh: fs.Mesh) -> None:
-    """All ranks are here."""
     if mesh.size > 1:
         dist.barrier()
 

@@ -48,7 +48,6 @@ class CommandSpec:
 
     @property
     def module(self) -> str:
-        """What is run: `python -m MODULE`."""
         return f"experiments.{self.name}"
 
     def read(self, values: Mapping[str, Any]) -> Any:
@@ -95,10 +94,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its configuration."""
         return self.spec.name
 
     @property
     def config(self) -> type:
-        """The configuration's dataclass."""
         return self.spec.config

@@ -54,7 +54,6 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
 
 
 def is_mistake(error: Exception) -> bool:
-    """Whether the command line or its files are wrong."""
     if isinstance(error, MISTAKES):
         return True
     innermost = traceback.extract_tb(error.__traceback__)[-1:]  # `run=null` and the like
@@ -74,7 +73,6 @@ def is_outside(error: Exception) -> bool:
 
 
 def message(error: Exception) -> str:
-    """The one message of a mistake."""
     cause = error.__cause__
     more = f"\n{cause}" if isinstance(cause, OmegaConfBaseException) else ""
     return f"error: {error}{more}"

@@ -25,7 +25,6 @@ FLAGS = {
 
 
 def help_of(form: CommandSpec) -> str:
-    """The text for a job."""
     form.register()
     with loader_of(form) as loader:
         chosen = loader.compute_defaults_list(form.name, [], RunMode.RUN).overrides.known_choices

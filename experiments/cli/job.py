@@ -45,7 +45,6 @@ BY_SLURM = "hydra.run.dir=outputs/slurm/"
 
 
 def run(job: Job, validated: Validated) -> None:
-    """What the command line asks for, once it has been looked at."""
     if under_launcher():
         record(be_a_rank)(job, sys.argv[1:], validated)  # torchrun shows the error, whichever rank ends first
         return
@@ -220,7 +219,6 @@ def _launch(job: Job, config: Any, told: Path, logs: Path, ranks: int, nodes: No
 
 
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
-    """What every rank is told, as JSON."""
     return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 

@@ -21,8 +21,6 @@ MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 
 def main(job: Job) -> None:
-    """Run the command line of a job of ranks."""
-
     def run() -> None:
         check_plugins(sys.argv[1:])
         validated = validated_arguments(job.spec)

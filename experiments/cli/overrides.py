@@ -60,12 +60,10 @@ def parsed(arguments: list[str], loader: ConfigLoader) -> tuple[list[Override], 
 
 
 def is_of_hydra(override: Override) -> bool:
-    """Whether it is about Hydra's own part of the configuration."""
     return override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
 
 
 def is_interval(override: Override) -> bool:
-    """Whether it is a sweep without a list of values."""
     return override.value_type == ValueType.INTERVAL_SWEEP
 
 

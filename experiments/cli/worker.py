@@ -153,7 +153,6 @@ def _end_together(message: str, *, mistake: bool) -> NoReturn:
 
 
 def _refusal() -> Path:
-    """Beside the ranks' logs."""
     return Path(os.environ[LOGS]).parent / REFUSAL
 
 

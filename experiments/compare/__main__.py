@@ -31,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(places: Sequence[str], metric: str, out: Path) -> None:
-    """Compare the runs that lie in folders, or below them."""
     why = unmakeable(str(out))
     if why:
         raise ConfigError(f"--out={out}: {why}.")

@@ -64,7 +64,6 @@ def draw(ranking: Ranking, path: Path) -> bool:
 
 
 def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
-    """(step, value), finite ones."""
     rows = [(row["step"], row[key]) for row in outcome.rows if isinstance(row.get(key), int | float)]
     return [(step, value) for step, value in rows if math.isfinite(value)]
 

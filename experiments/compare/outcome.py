@@ -89,7 +89,6 @@ def jobs_of(sweep: Path) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a job has worked there."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
@@ -150,5 +149,4 @@ def _first_line(error: str) -> str:
 
 
 def _in_order(folder: Path) -> tuple[float, str]:
-    """Job 2 before job 10."""
     return (int(folder.name) if folder.name.isdigit() else math.inf, folder.name)

@@ -36,13 +36,11 @@ class Ranking:
 
     @property
     def best(self) -> Outcome | None:
-        """The first, if it is finished, or none is."""
         first = next(iter(self.outcomes), None)
         return first if first is not None and _value(first, self.metric) < math.inf else None
 
     @property
     def failed(self) -> int:
-        """How many are not finished."""
         return sum(outcome.status != OK for outcome in self.outcomes)
 
 

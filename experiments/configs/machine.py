@@ -80,7 +80,6 @@ def _check_rows(config: Any, ranks: int) -> None:
 
 
 def ranks_of(config: Any) -> int:
-    """Ranks of a `place`d configuration."""
     return config.mesh.replicate * config.mesh.shard
 
 

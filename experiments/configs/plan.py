@@ -35,7 +35,6 @@ class Plan:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a step."""
         return self.options["accumulate"]
 
 

@@ -85,7 +85,6 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, a tied one counted once."""
         attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
         block = attention + 3 * self.width * self.hidden + 2 * self.width
         return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)

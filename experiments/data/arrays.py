@@ -51,7 +51,6 @@ class Arrays:
         self.chats += record.chat
 
     def facts(self) -> dict[str, Any]:
-        """What `Prepared` is told of them."""
         names = ("samples", "records", "tokens", "learned", "longest", "shortest", "chats")
         return {name: getattr(self, name) for name in names}
 

@@ -43,7 +43,6 @@ class Function:
 
 
 def sft_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `held_out.jsonl`: prompts and responses."""
     folder = Path(folder)
     train, held = _functions(False), _functions(True)
     return (

@@ -40,21 +40,17 @@ class ByteTokenizer:
 
     @property
     def key(self) -> str:
-        """Equal for equal tokenizers."""
         return hashlib.sha256(tokenizer_json().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens are never read from it."""
         return list(text.encode())
 
     def encode_many(
         self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
     ) -> list[np.ndarray]:
-        """Token ids of each text; uint32. Conversations hold control tokens as ids, so none are spelled."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
-        """No text spells a control token."""
         return ()
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
@@ -84,7 +80,6 @@ class ByteTokenizer:
         return pieces
 
     def opening(self, messages: Sequence[Mapping[str, str]]) -> list[TextPiece]:
-        """What a model is given to answer `messages`."""
         return [*self.conversation(messages, first=len(messages)), TextPiece(ROLES["assistant"], False)]
 
     def save(self, folder: Path) -> None:

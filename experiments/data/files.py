@@ -69,11 +69,9 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, values: Any, *, durable: bool = False) -> None:
-    """`write_text` of values as JSON."""
     write_text(path, json.dumps(values, indent=1) + "\n", durable=durable)
 
 
 def append(path: Path, text: str) -> None:
-    """Write behind what is there."""
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(text)

@@ -30,7 +30,6 @@ def files_of(path: Path) -> list[Path]:
 
 
 def blocks_of(path: Path) -> Iterator[bytes]:
-    """All bytes of these files, in order."""
     for each in files_of(path):
         with each.open("rb") as file:
             while block := file.read(BLOCK):
@@ -52,7 +51,6 @@ def _plain(value: Any) -> Any:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a folder is one that `save_to_disk` has written."""
     return (path / ONE).is_file() or (path / SEVERAL).is_file()
 
 
@@ -80,7 +78,6 @@ def lines_of(path: Path, watch: Callable[[bytes], Any]) -> Iterator[tuple[int, b
 
 
 def _is_list(path: Path) -> bool:
-    """Whether a file begins as a list of objects does."""
     begin = _opening(path).removeprefix(MARK).split(maxsplit=1)
     return b"".join(begin)[:2] in (b"[", b"[{", b"[]")
 

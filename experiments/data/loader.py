@@ -54,7 +54,6 @@ class PackedLoader:
 
     @property
     def epoch(self) -> float:
-        """Samples drawn, in epochs."""
         return self._stream.drawn / self.prepared.samples
 
     def __iter__(self) -> Iterator[Batch]:
@@ -128,7 +127,6 @@ class PairLoader:
 
     @property
     def epoch(self) -> float:
-        """Pairs drawn, in epochs."""
         return self._stream.drawn / self._stream.count
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
@@ -170,7 +168,6 @@ class Stream:
         self._block, self._start = np.empty(0, np.int64), 0
 
     def next(self) -> int:
-        """The next sample's number."""
         place = self.drawn - self._start
         if not 0 <= place < len(self._block):
             self._start, place = self.drawn, 0

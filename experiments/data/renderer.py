@@ -113,7 +113,6 @@ def renderer(pid: int) -> Renderer:
 
 
 def render(source: str, values: Any) -> str:
-    """See `Renderer.answer`."""
     return renderer(os.getpid()).answer(source, values)
 
 

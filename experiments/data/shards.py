@@ -71,12 +71,10 @@ class ShardLoader:
 
     @property
     def windows(self) -> int:
-        """Of an epoch."""
         return (self.shards.tokens - 1) // self.context
 
     @property
     def epoch(self) -> float:
-        """Windows handed out, in epochs."""
         return self.step * self.rows / self.windows
 
     def batch(self, step: int) -> Batch:

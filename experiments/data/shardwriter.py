@@ -37,7 +37,6 @@ class Recipe:
 
     @property
     def width(self) -> int:
-        """Bytes of a token."""
         return np.dtype(self.dtype).itemsize
 
 

@@ -37,12 +37,10 @@ class Corpus:
 
     @property
     def checksum(self) -> str:
-        """Equal for equal text."""
         return " ".join(f"{crc32(stream.numpy()):08x}" for stream in (self.train, self.held_out))
 
 
 def standard_library() -> Path:
-    """Where this interpreter's own `*.py` lie."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

@@ -101,7 +101,6 @@ class Template:
         return pieces
 
     def opening(self, messages: Messages) -> list[TextPiece]:
-        """What a model is given to answer `messages`."""
         asked = self._rendered(messages, ask=True)
         return asked.pieces(0, len(asked.text), learned=False)
 
@@ -142,7 +141,6 @@ class Plain:
     eos: int
 
     def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
-        """As `Template.conversation`."""
         pieces = [] if self.bos is None else [TextPiece(self.bos, False)]
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -164,5 +162,4 @@ class Plain:
         )
 
     def opening(self, messages: Messages) -> list[TextPiece]:
-        """As `Template.opening`."""
         return [*self.conversation(messages, first=len(messages)), TextPiece("assistant:", False)]

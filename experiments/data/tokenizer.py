@@ -84,32 +84,26 @@ class FileTokenizer:
     controls: Controls = field(repr=False, compare=False)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens are never read from it."""
         return self.encode_many([text])[0].tolist()
 
     def encode_many(
         self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
     ) -> list[np.ndarray]:
-        """Token ids of each text; uint32."""
         file = self.behind[behind]
         file.encode_special_tokens = not control  # the library's name for: as text
         encoded = file.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, np.uint32) for e in encoded]
 
     def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
-        """The control tokens that a stretch of a text spells."""
         return self.controls.find(text, start, stop)
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text of token ids."""
         return self.file.decode([i for i in ids if i < self.vocab], skip_special_tokens=not control)
 
     def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
-        """As the directory's chat template writes it, or plainly where it has none."""
         return self.chat.conversation(messages, first)
 
     def opening(self, messages: Messages) -> list[TextPiece]:
-        """What a model is given to answer `messages`."""
         return self.chat.opening(messages)
 
     def save(self, folder: Path) -> None:
@@ -268,7 +262,6 @@ def _stops(
 
 
 def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, Path]:
-    """The chat template, and the file it stands in."""
     jinja, wrapped = (folder / name for name in TEMPLATES)
     if jinja.is_file():
         return _read(jinja), jinja

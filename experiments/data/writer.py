@@ -171,7 +171,6 @@ class PreparedWriter:
             self.arrays[where.side].write(record, samples)
 
     def facts(self, side: bool) -> dict[str, Any]:
-        """What `Prepared` is told of a side."""
         return self.arrays[side].facts() | {"left_out": self.problems.counts[side]}
 
     def _flush(self) -> None:
@@ -239,7 +238,6 @@ class WriteProgress:
         self._bar.close()
 
     def advance(self, count: int) -> None:
-        """So many more bytes were tokenised."""
         self._done += count
         self._bar.update(count)
         now = time.monotonic()

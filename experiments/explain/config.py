@@ -92,7 +92,6 @@ class ExplainConfig:
 
     @property
     def ranks(self) -> int:
-        """In the mesh."""
         return self.mesh.replicate * (self.mesh.shard or 1)
 
     @property
@@ -102,7 +101,6 @@ class ExplainConfig:
 
     @property
     def budget(self) -> int:
-        """Tokens of the whole training."""
         return int(self.tokens or PER_PARAMETER * self.model.parameters)
 
 

@@ -53,12 +53,10 @@ class Paper:
 
     @property
     def fits(self) -> bool:
-        """Whether it takes no more."""
         return self.memory.peak_bytes <= self.device_bytes
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
         return self.config.rows * self.config.model.context * self.config.ranks
 
     @property

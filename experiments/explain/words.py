@@ -97,7 +97,6 @@ def _training(paper: Paper) -> str:
 
 
 def plan_line(paper: Paper) -> str:
-    """What was chosen, in a line."""
     config, options = paper.config, paper.options
     if paper.found is not None:
         return f"strategy=auto: {paper.found.chosen.choice}"
@@ -115,7 +114,6 @@ def plan_line(paper: Paper) -> str:
 
 
 def fits_line(paper: Paper) -> str:
-    """Whether it fits."""
     memory, budget = paper.memory, paper.device_bytes
     told = f"{byte_text(memory.peak_bytes)} of {byte_text(budget)}"
     if paper.fits:
@@ -180,7 +178,6 @@ def units_table(paper: Paper, most: int = 12) -> Table:
 
 
 def told(paper: Paper) -> str:
-    """All of it, as it is printed."""
     rows = summary(paper)
     wide = max(map(len, rows)) + 2
     parts = {
@@ -196,7 +193,6 @@ def told(paper: Paper) -> str:
 
 
 def numbers(paper: Paper) -> Mapping[str, Any]:
-    """All of it, for programs."""
     dtypes = {leaf: short_dtype(spec.compute_dtype) for leaf, spec in paper.lowered.schedule.specs.items()}
     return {
         "parameters": paper.config.model.parameters,

@@ -162,7 +162,6 @@ MADE = 1  # another number where `pretraining` makes another base
 
 
 def pretraining(config: FinetuneConfig) -> FinetuneConfig:
-    """The job that makes the base of this one: on the same ranks, on plain text."""
     ranks = ranks_of(config)
     like = {n: getattr(config.run, n) for n in ("seed", "backend", "device", "timeout_s", "max_restarts")}
     run = RunConfig(steps=STEPS, held_out_every=150, save_every=100, sample_tokens=64, prompt="def ", **like)

@@ -28,11 +28,9 @@ class StatelessCache:
         return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Tokens before those that are given."""
         return 0
 
     def get_query_offset(self, layer: int = 0) -> int:
-        """The position of the first query."""
         return 0
 
     def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:

@@ -46,7 +46,6 @@ class Materials:
     choices: Prepared | None
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> PackedLoader | PairLoader:
-        """This rank's batches, from the first step on."""
         how = {"rows": config.data.rows, "seed": config.run.seed, "rank": mesh.rank, "ranks": mesh.size}
         if self.train.kind == "pairs":
             return PairLoader(self.train, **how)
@@ -130,7 +129,6 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def opened(config: FinetuneConfig) -> Materials:
-    """What `prepared` has left; every rank maps it."""
     data = config.data
     choices = None if data.choices is None else open_prepared(data.choices)
     train, held_out = open_prepared(data.train), open_prepared(data.held_out)

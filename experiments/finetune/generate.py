@@ -244,7 +244,6 @@ class Draw:
     top_p: float = 1.0
 
     def problems(self) -> list[str]:
-        """What makes no sense."""
         wrong = []
         if not 0 <= self.temperature < float("inf"):
             wrong.append(f"temperature={self.temperature}: 0 or more")

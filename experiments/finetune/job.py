@@ -76,7 +76,6 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _pretrain(config: FinetuneConfig, folder: Path) -> None:
-    """Make a base by a job of its own."""
     from experiments.cli.job import start
     from experiments.training.result import STOPPED
     from fnshard.launcher.local import under_launcher
@@ -96,7 +95,6 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
 
 
 def work(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
-    """What a rank does, see `experiments.finetune.loop.finetune`."""
     from experiments.finetune.loop import finetune
 
     finetune(config, run, overrides, stop)

@@ -50,7 +50,6 @@ class LanguageModel:
 
     @property
     def vocab(self) -> int:
-        """Rows of the head."""
         return self.params[self._head].shape[0]
 
     def matrices(self) -> list[str]:

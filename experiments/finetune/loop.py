@@ -45,8 +45,6 @@ BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
 
 @dataclass(frozen=True)
 class FinetuneSetup:
-    """What does not change while tuning."""
-
     config: FinetuneConfig
     mesh: fs.Mesh
     planned: Planned
@@ -58,7 +56,6 @@ class FinetuneSetup:
 
     @property
     def tuning(self) -> Tuning:
-        """What the method has made of the model."""
         return self.planned.tuning
 
 
@@ -154,7 +151,6 @@ def tell_end(
 
 
 def prepare(config: FinetuneConfig) -> FinetuneSetup:
-    """Mesh, method, plan, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
     lm, materials = from_directory(config.model), opened(config)
@@ -204,11 +200,9 @@ class StepArguments:
         return (lean(next(self.loader), getattr(self.loader, "pack", False)),)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The loader's."""
         self.loader.load_state_dict(state)
 
 

@@ -54,7 +54,6 @@ class SizeCase:
 
 
 def model_of(sizes: dict[str, Any]) -> LanguageModel:
-    """A Llama of these sizes, on meta."""
     from transformers import LlamaConfig
 
     return from_config(LlamaConfig(**sizes, tie_word_embeddings=False), dtype=torch.bfloat16)
@@ -77,7 +76,6 @@ def _on_meta(leaf: nn.Parameter) -> nn.Parameter:
 
 
 def lowered(tuning: Tuning, case: SizeCase) -> Any:
-    """The step on paper."""
     mesh = fs.make_mesh(shard=case.ranks, abstract=True)
     specs = tuning.specs(
         mesh, BF16, fs.presets.full_shard, memory=case.tier, optimizer_memory=case.tier,
@@ -90,7 +88,6 @@ def lowered(tuning: Tuning, case: SizeCase) -> Any:
 
 
 def row_of(tuning: Tuning, case: SizeCase) -> dict[str, Any]:
-    """A case's numbers, in 1e9 bytes."""
     began = time.perf_counter()
     memory = lowered(tuning, case).memory_analysis()
     told = {"device GB": memory.peak_bytes / 1e9, "host GB": memory.host_bytes / 1e9}
@@ -98,7 +95,6 @@ def row_of(tuning: Tuning, case: SizeCase) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """As README has it."""
     lines = ["| base | ranks | rests on | device GB | host GB |", "|---|---|---|---|---|"]
     lines += [
         f"| {r['kept']} | {r['ranks']} | {r['tier']} | {r['device GB']:.2f} | {r['host GB']:.1f} |"
@@ -108,7 +104,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print the table."""
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 8])
     asked.add_argument("--layers", type=count, default=LLAMA_70B["num_hidden_layers"])

@@ -18,7 +18,6 @@ MOST = {False: 12_000, True: 400}  # functions
 
 
 def text_files(folder: Path) -> tuple[Path, Path]:
-    """Write `text.jsonl` and `held_out_text.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for held, name in ((False, "text.jsonl"), (True, "held_out_text.jsonl")):

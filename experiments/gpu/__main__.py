@@ -114,14 +114,12 @@ def run(name: str, setup: GpuSetup, folder: Path, seconds: float) -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """It and what it started, such as compilers and pytest."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def result_of(folder: Path, name: str) -> Path:
-    """Where a part leaves what it found."""
     return folder / f"{name}.json"
 
 

@@ -36,7 +36,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def versions(setup: GpuSetup) -> Found:
-    """What is here."""
     found: Found = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     if setup.device == "cuda":
         found |= {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnshard as fs
-from experiments.bench.config import BenchConfig, build
+from experiments.bench.config import SPEC, BenchConfig
 from experiments.bench.contenders import BenchTask, sharded
 from experiments.bench.measure import batches, make_task
 from fnshard.mesh.process_group import make_group
@@ -45,11 +45,9 @@ class GpuSetup:
     steps: int = 10
 
     def bench(self) -> BenchConfig:
-        """The same as the bench takes it."""
-        return build(vars(self) | {"ranks": 1})
+        return SPEC.read(vars(self) | {"ranks": 1})
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -79,13 +77,11 @@ class GpuTraining:
         self.number = 0
 
     def begin(self) -> None:
-        """From the first state again."""
         _, leaves = fs.make_functional(make_task(self.setup.bench()).model)
         self.state, self.number = None, 0
         self.state = self.step.init({path: leaf.detach() for path, leaf in leaves.items()})
 
     def run(self) -> Tensor:
-        """One step; its loss, which may still be on its way."""
         batch = self.batches[self.number % len(self.batches)]
         self.state, metrics = self.step(self.state, *batch)
         self.number += 1
@@ -96,7 +92,6 @@ class GpuTraining:
         return statistics.median(clocked(self.run, self.setup, steps) for _ in range(samples))
 
     def lowered(self) -> Any:
-        """The step on paper."""
         return self.step.lower(self.state, *self.batches[0])
 
 

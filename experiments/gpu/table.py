@@ -55,7 +55,6 @@ def _cell(value: Callable[[Results], str], results: Results) -> str:
 
 
 def lines() -> Iterator[Line]:
-    """All rows, with or without results."""
     yield "versions", "torch, CUDA, cuDNN, NCCL", partial(_values, "torch", "cuda", "cudnn", "nccl"), ""
     yield "versions", "device", partial(_values, "device"), ""
     yield (

@@ -55,7 +55,6 @@ class MemoryConfig:
 
     @property
     def model(self) -> DecoderConfig:
-        """The decoder that `size` names."""
         return decoder(self.size)
 
 

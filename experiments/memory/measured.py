@@ -54,12 +54,10 @@ def mega(size: float) -> str:
 
 
 def giga(size: float) -> str:
-    """Bytes as GB of 1e9, to two digits behind the point."""
     return f"{size / 1e9:,.2f}"
 
 
 def setting(found: Mapping[str, Any]) -> str:
-    """What was run, one line."""
     job = found["job"]
     before, after = found["load_average"]
     return (

@@ -76,7 +76,6 @@ class MemoryPlan:
         )  # fmt: skip
 
     def optimizer(self) -> fs.optim.Optimizer:
-        """AdamW."""
         made = fs.optim.adamw(1e-3)
         return fs.optim.chain(fs.optim.clip_by_global_norm(1.0), made) if self.clip else made
 
@@ -110,8 +109,6 @@ class MemoryJob:
 
 @dataclass
 class RunningPlan:
-    """A plan at work on one rank."""
-
     step: Callable[[], Any]
     lowered: Lowered | None = None
     optimizer_device_bytes: Callable[[], int] = lambda: 0
@@ -144,7 +141,6 @@ def on_paper(
 
 
 def batch_of(job: MemoryJob, rank: int) -> tuple[Tensor, Tensor]:
-    """A rank's tokens and targets, int64 [rows, length]."""
     whole = global_batch(0, job.seed, job.ranks * job.rows, job.length, job.model.vocab)
     return tuple(part[rank * job.rows :][: job.rows].clone() for part in whole)
 

@@ -112,7 +112,6 @@ def _slug(name: str) -> str:
 
 
 def say(world: fs.Mesh, text: str) -> None:
-    """What is being done, by rank 0."""
     if world.rank == 0:
         print(f"... {text}", file=sys.stderr, flush=True)
 

@@ -81,7 +81,6 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def cell(entry: Mapping[str, Any]) -> str:
-    """What a budget comes to."""
     if not entry["fits"]:
         return f"does not fit: {least(entry['why'])}"
     host = f" + {entry['host_bytes'] / 1e9:,.0f} on the host" if entry["host_bytes"] >= 5e8 else ""

@@ -20,7 +20,6 @@ Row = tuple[str, float, float]  # what, measured, at most
 
 
 def jobs(config: MemoryConfig) -> dict[str, MemoryJob]:
-    """What is run for each target."""
     job = MemoryJob(config.model, (PLAIN,), 2, config.rows, config.length, config.rounds, config.backend)
     small = decoder("5m") if config.size == "25m" else config.model
     few = replace(job, rows=min(2, job.rows), length=min(256, job.length))
@@ -36,7 +35,6 @@ def jobs(config: MemoryConfig) -> dict[str, MemoryJob]:
 
 
 def run(config: MemoryConfig, folder: Path) -> dict[str, Any]:
-    """Those that were asked for, one launch each."""
     todo = jobs(config)
     return {"found": {n: measure(todo[n], folder / n, config.timeout_s) for n in config.targets}}
 

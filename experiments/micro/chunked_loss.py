@@ -28,7 +28,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def naive(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """All logits at once, in fp32."""
     return F.cross_entropy(F.linear(hidden, head).float(), targets)
 
 
@@ -66,7 +65,6 @@ def cost(loss: Loss, inputs: tuple[Tensor, ...], repeats: int) -> HeadCost:
 def measure(
     tokens: int, width: int, vocabulary: int, *, dtype: torch.dtype, frozen: bool, repeats: int
 ) -> Mapping[str, HeadCost]:
-    """Both losses on the same numbers."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
     head = (torch.randn(vocabulary, width, generator=generator) / width**0.5).to(dtype)

@@ -22,7 +22,6 @@ STEPS = 5  # the first compiles, and is not counted
 
 
 def run(config: TrainConfig, _: object) -> None:
-    """Measure and print."""
     if not isinstance(config.data, ShardsConfig):
         raise ConfigError("the loader of shards is measured. Fix: data=shards data.root=FOLDER.")
     placed = place(config, accelerators=accelerators())

@@ -45,7 +45,6 @@ class Terminal(io.StringIO):
     """Where the progress bar is drawn for nobody."""
 
     def isatty(self) -> bool:
-        """It says so."""
         return True
 
 
@@ -56,21 +55,17 @@ class Timed:
         self.tracker, self.name, self.seconds = tracker, tracker.name, 0.0
 
     def start(self, told: RunInfo) -> Any:
-        """The tracker's."""
         return self.tracker.start(told)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The tracker's, timed."""
         began = time.thread_time()
         self.tracker.log(rows)
         self.seconds += time.thread_time() - began
 
     def artifact(self, path: Path) -> None:
-        """The tracker's."""
         self.tracker.artifact(path)
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The tracker's."""
         self.tracker.finish(status, summary)
 
 
@@ -127,14 +122,12 @@ class CallCounter:
         self.training, self.report, self.seconds = training, report, 0.0
 
     def plain(self, state: Any) -> Any:
-        """A step and its numbers."""
         batch = next(self.training.loader)
         state, metrics = self.training.step(state, *batch)
         metrics.numbers()
         return state
 
     def watched(self, state: Any, number: int, folder: Path) -> Any:
-        """A step of the job."""
         inside = self.training.spent.seconds
         before, began = inside["data"], time.perf_counter()
         timed = Timing(self.training.step)
@@ -150,8 +143,6 @@ class CallCounter:
 
 
 class Timing:
-    """A step whose calls, and the reading of its numbers, are timed."""
-
     def __init__(self, step: Any):
         self._step, self.seconds = step, 0.0
 
@@ -166,12 +157,10 @@ class Timing:
         return state, metrics
 
     def of(self, training: Training) -> Training:
-        """The same training with this step."""
         return replace(training, step=self)
 
 
 def configured(asked: Mapping[str, str]) -> Any:
-    """The main job's configuration."""
     given = [f"model={asked['model']}", f"mesh.shard={asked['ranks']}", f"run.backend={asked['backend']}"]
     config = validate(SPEC, given).config
     names = [name for name in asked["trackers"].split(",") if name]
@@ -180,7 +169,6 @@ def configured(asked: Mapping[str, str]) -> Any:
 
 
 def as_text(asked: Mapping[str, str], found: Mapping[str, Any]) -> str:
-    """The numbers in words."""
     plain, watched = found["plain_s"], found["watched_s"]
     own = found["calls_s"] + sum(found["trackers_s"].values())
     each = ", ".join(f"{name} {s * 1e6:.0f} us" for name, s in found["trackers_s"].items()) or "none"
@@ -194,7 +182,6 @@ def as_text(asked: Mapping[str, str], found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command line, or one of its ranks."""
     if under_launcher():
         asked = json.loads(os.environ["WATCH_OVERHEAD"])
         folder = Path(asked["folder"])

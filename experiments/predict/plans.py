@@ -61,8 +61,6 @@ PLANS = (
 
 
 class Trained:
-    """A plan at work on one rank."""
-
     def __init__(self, plan: PredictPlan, mesh: fs.Mesh, backend: str, seed: int = 0):
         torch.manual_seed(seed)
         self.plan = plan
@@ -94,5 +92,4 @@ class Trained:
         self.state = self.step.init({path: leaf.detach() for path, leaf in params.items()})
 
     def run(self) -> None:
-        """One step."""
         self.state, _ = self.step(self.state, *self.batch)

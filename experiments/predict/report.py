@@ -15,7 +15,6 @@ TARGET, APART = 0.25, 0.10  # how far off a prediction may be; how far apart pla
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A line per plan, as Markdown, and the verdict."""
     lines = ["| plan | measured ms | predicted ms | error |", "|---|---:|---:|---:|"]
     for plan in found["plans"]:
         times = f"{plan['measured_ms']:.0f} | {plan['predicted_ms']:.0f}"
@@ -24,12 +23,10 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def error(plan: Mapping[str, Any]) -> float:
-    """Of a prediction, as a share of what was measured."""
     return plan["predicted_ms"] / plan["measured_ms"] - 1
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """Whether all are near, and in order."""
     plans = found["plans"]
     worst = max(map(error, plans), key=abs, default=0.0)
     near = sum(abs(error(p)) <= TARGET for p in plans)

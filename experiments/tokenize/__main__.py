@@ -6,7 +6,6 @@ from experiments.tokenize.job import tokenize
 
 
 def main() -> None:
-    """Run the command line."""
     answer(SPEC, lambda config, _: tokenize(config))
 
 

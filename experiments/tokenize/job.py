@@ -40,12 +40,10 @@ class ShardTask:
 
     @property
     def file(self) -> str:
-        """Its name within its side's folder."""
         return f"{self.number:06d}.bin"
 
     @property
     def bytes(self) -> int:
-        """Of its text, about."""
         return sum(span.stop - span.start for span in self.spans)
 
 

@@ -58,7 +58,6 @@ class Feed:
         work.start()
 
     def row(self, row: Row) -> None:
-        """One more."""
         with self._lock:
             if not self.dropped:
                 self._waiting.append(row)
@@ -87,7 +86,6 @@ class Feed:
             self._lock.notify_all()
 
     def join(self, until: float) -> None:
-        """Wait for the thread, at the latest until a moment of `time.monotonic`."""
         if self._thread is not None and not self.dropped:
             self._thread.join(max(0.0, until - time.monotonic()))
             if self._thread.is_alive():

@@ -58,7 +58,6 @@ class MLflow:
         return {"run": self._run, "uri": uri}, LogPosition()
 
     def log(self, rows: Sequence[Row]) -> None:
-        """A metric each."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -72,11 +71,9 @@ class MLflow:
             self._client.log_batch(self._run, metrics=metrics[start : start + AT_ONCE])
 
     def artifact(self, path: Path) -> None:
-        """A copy in the store."""
         self._client.log_artifact(self._run, str(path))
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The run's state, and what is known of it in the end as tags."""
         for name, value in flat({"status": status, **summary}).items():
             self._client.set_tag(self._run, f"result.{name}", str(value))
         self._client.set_terminated(self._run, STATES.get(status, "FAILED"))

@@ -21,7 +21,6 @@ TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
 
 
 def chosen(config: TrackerConfig) -> list[Tracker]:
-    """The trackers that a configuration asks for; none of them has started."""
     return [make(config) for name, make in TRACKERS.items() if getattr(config, name)]
 
 

@@ -32,7 +32,6 @@ class TensorBoard:
         return told.known, LogPosition(told.at.step - 1) if told.at.step else LogPosition()
 
     def log(self, rows: Sequence[Row]) -> None:
-        """A scalar each."""
         for row in rows:
             self._step = row["step"]
             for name, value in numbers(row).items():
@@ -40,7 +39,6 @@ class TensorBoard:
         self._writer.flush()
 
     def artifact(self, path: Path) -> None:
-        """A picture as a picture, anything else as a text."""
         if path.suffix == ".png":
             from matplotlib import image
 
@@ -50,7 +48,6 @@ class TensorBoard:
             self._writer.add_text(path.name, _block(text), self._step)
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The summary as a text; the files are closed."""
         self._text("result", {"status": status, **summary})
         self._writer.close()
 

@@ -64,7 +64,6 @@ class WandB:
             self._run.log({**numbers(row), "step": row["step"]})
 
     def artifact(self, path: Path) -> None:
-        """A copy among the run's files, and a picture among its media."""
         import wandb
 
         if path.suffix == ".png":
@@ -73,6 +72,5 @@ class WandB:
             self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The run's summary and exit code."""
         self._run.summary.update({"status": status, **summary})
         self._run.finish(exit_code=EXIT_CODES.get(status, 1))

@@ -94,34 +94,27 @@ class ByteDataset:
 
     @property
     def checksum(self) -> str:
-        """Equal for equal text."""
         return self.corpus.checksum
 
     @property
     def starts(self) -> Tensor:
-        """Where the held-out windows begin."""
         rows, context = self.config.data.held_out_rows, self.config.model.context
         return windows.held_out_starts(self.corpus.held_out.numel(), rows, context)
 
     def loader(self, mesh: fs.Mesh) -> windows.Loader:
-        """Random windows of the text."""
         return windows.Loader(self.corpus.train, **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
-        """Windows of the text that is held out."""
         return windows.cut_windows(self.corpus.held_out, starts, self.config.model.context)
 
     def tables(self) -> dict[str, float]:
-        """Counted on all the training text."""
         targets = self.starts[:, None] + torch.arange(1, self.config.model.context + 1)
         return _table_losses(self.corpus.train, self.corpus.held_out, targets.flatten())
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8."""
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        """What cannot be printed shows as a replacement sign."""
         return printable(tokens)
 
 
@@ -145,30 +138,24 @@ class TokenDataset:
 
     @property
     def unit(self) -> str:
-        """What the loss is told by."""
         return "byte" if self._bytes else "token"
 
     @property
     def checksum(self) -> str:
-        """Equal for equal tokens."""
         return f"{self.train.key} {self.held.key}"
 
     @property
     def starts(self) -> Tensor:
-        """Where the held-out windows begin."""
         rows, context = self.config.data.held_out_rows, self.config.model.context
         return windows.held_out_starts(self.held.tokens, rows, context)
 
     def loader(self, mesh: fs.Mesh) -> ShardLoader:
-        """Every window once an epoch."""
         return ShardLoader(self.train, **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
-        """Windows of the shards that are held out."""
         return cut(self.held, starts.numpy(), self.config.model.context)
 
     def tables(self) -> dict[str, float]:
-        """Counted on the first `MOST_COUNTED` training tokens; an end token counts as the byte 0."""
         if not self._bytes:
             return {}
         width = self.config.model.context + 3  # each window and the two tokens before its first target

@@ -32,8 +32,6 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, by token."""
-
     def __init__(self, vocab: int, width: int, std: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, width))

@@ -40,8 +40,6 @@ TABLES = "tables.json"
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """What does not change while training."""
-
     config: TrainConfig
     mesh: fs.Mesh
     plan: Plan

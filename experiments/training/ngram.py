@@ -30,11 +30,9 @@ class Ngram:
 
     @property
     def order(self) -> int:
-        """Bytes looked at, the predicted one included: 2 for a bigram."""
         return len(self.counts)
 
     def shortened(self, order: int) -> Ngram:
-        """The table of a lower order that this one falls back on."""
         return Ngram(self.counts[:order], self.strengths[:order])
 
     def probability(self, stream: Tensor, at: Tensor) -> Tensor:
@@ -45,7 +43,6 @@ class Ngram:
         return p
 
     def loss(self, stream: Tensor, at: Tensor) -> float:
-        """Mean of -log p in nats per byte."""
         return -self.probability(stream, at).log().mean().item()
 
 

@@ -62,7 +62,6 @@ class Progress:
             print(text, file=self.stream, flush=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
         if self._bar is None:
             print(text, file=self.stream, flush=True)
         else:

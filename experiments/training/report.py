@@ -38,11 +38,9 @@ class Silent:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        """An error of the system is told with its step."""
         _note_step(error, self.made)
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
-        """Step `number` is done."""
         self.made = number
 
     def held_out(self, number: int, loss: float) -> None:
@@ -58,7 +56,6 @@ class Silent:
         """Nothing."""
 
     def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
 
@@ -146,7 +143,6 @@ class Report:
         self._row(step=number, held_out_loss=loss)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
         self._progress.say(text)
 
     def sync(self) -> None:
@@ -159,7 +155,6 @@ class Report:
         self._write("running")
 
     def close(self) -> None:
-        """Leave the last line standing."""
         self._progress.close()
         with naming(self.folder / METRICS):
             self._file.close()
@@ -186,7 +181,6 @@ class Report:
         return totals
 
     def closing(self, totals: Mapping[str, Any]) -> str:
-        """What a person is told of the totals."""
         return in_words(totals, peak_memory(self.device_type)[1])
 
     def _write(self, status: str) -> dict[str, Any]:

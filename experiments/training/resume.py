@@ -52,7 +52,6 @@ class RunFolder:
 
     @property
     def root(self) -> Path:
-        """Of its checkpoints."""
         return Path(self.folder, CHECKPOINTS)
 
     def finish(self) -> None:

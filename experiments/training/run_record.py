@@ -88,7 +88,6 @@ def git_of(file: Path) -> dict[str, Any] | None:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what results may depend on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -152,7 +151,6 @@ class TimeSpent:
 
     @contextmanager
     def on(self, part: str) -> Iterator[None]:
-        """Count a block."""
         self._turn()
         self._open.append(part)
         try:
@@ -162,7 +160,6 @@ class TimeSpent:
             self._open.pop()
 
     def parts(self) -> dict[str, float]:
-        """So far."""
         self._turn()
         return dict(self.seconds)
 
@@ -274,7 +271,6 @@ class RunRecord:
 
 
 def varying(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the totals a result says."""
     return {name: totals[name] for name in VARIES if name in totals}
 
 

@@ -200,7 +200,6 @@ def tell(training: Training, report: Report | Silent, rows: list[Row]) -> None:
 
 
 def _measures(training: Training, number: int) -> bool:
-    """Whether the held-out loss after step `number` is to be known."""
     return number % training.run.held_out_every == 0 or number == training.run.steps
 
 

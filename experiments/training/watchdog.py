@@ -175,7 +175,6 @@ class Stragglers:
         return due and not self._alone and here not in self.skip
 
     def on(self, here: int) -> Any:
-        """A context for that step."""
         return self.step.watching(self._stalls.watch) if self.samples(here) else nullcontext()
 
     def after(self, here: int, step_s: float, data_s: float) -> str:
@@ -315,12 +314,10 @@ class Watchdog:
 
     @contextmanager
     def on(self, here: int) -> Iterator[None]:
-        """Around the `here`th step of this process."""
         with nullcontext() if self._stragglers is None else self._stragglers.on(here):
             yield
 
     def samples(self, here: int) -> bool:
-        """Whether the whole of that step is timed."""
         return self._stragglers is not None and self._stragglers.samples(here)
 
     def look(self, number: int, values: Mapping[str, float]) -> None:
@@ -329,7 +326,6 @@ class Watchdog:
             self.fault, self._number = ill(values), number
 
     def after(self, here: int, step_s: float, data_s: float) -> None:
-        """Behind the `here`th step of this process."""
         slow = "" if self._stragglers is None else self._stragglers.after(here, step_s, data_s)
         if slow:
             self.say(slow)
