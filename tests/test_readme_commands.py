@@ -20,7 +20,7 @@ import pytest
 from commands import ROOT, Warm, commands, readmes
 
 from experiments import train
-from experiments.bench import config as bench
+from experiments.bench import __main__ as bench
 from experiments.chaos import config as chaos
 from experiments.cli.validation import validate
 from experiments.data.tokenizer import byte_tokenizer

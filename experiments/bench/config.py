@@ -1,4 +1,4 @@
-"""What the bench is told, and what the machine makes of it."""
+"""What the bench is told, and what the machine makes of it; `experiments.gpu` imports it without Hydra."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from experiments.bench.contenders import CONTENDERS, GRAPH
-from experiments.cli.command_spec import CommandSpec, Help
 from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
 from experiments.configs.decoders import decoder, names
 from experiments.configs.train import DecoderConfig
@@ -114,22 +113,3 @@ def complete(config: BenchConfig) -> BenchConfig:
     if problems:
         raise refusal(problems)
     return config
-
-
-HELP = Help(
-    about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",
-    options={
-        "device": "cpu: gloo ranks of one thread each; cuda: one GPU",
-        "ranks": "how many; null: 2 on the CPU, 1 GPU",
-        "size": "a file of conf/model; null: 25m, or 1b on a GPU",
-        "dtype": "of compute: fp32 or bf16",
-        "rounds": "timed samples of each contender, of `steps` steps",
-        "contenders": "who takes part",
-    },
-    examples={
-        "python -m experiments.bench": "everything, as this machine can",
-        "python -m experiments.bench size=5m rounds=5 losses=0": "a short look",
-        "python -m experiments.bench size=5m dtype=bf16 rows=4": "other sizes, in bf16",
-    },
-)
-SPEC = CommandSpec("bench", BenchConfig, HELP, complete=complete)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from experiments.bench import measure, report
-from experiments.bench.config import SPEC, BenchConfig
+from experiments.bench.config import BenchConfig
+from experiments.cli import schema
 from experiments.ranks import job_values
 from fnshard.launcher.local import run_rank
 from fnshard.mesh.process_group import make_group
@@ -35,7 +36,7 @@ def bench(config: BenchConfig, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     values = job_values()
-    config = SPEC.read(values["config"])
+    config = schema.build(values["config"], BenchConfig)
     run_rank(
         lambda: bench(config, Path(values["folder"])), device_type=config.device, timeout_s=config.timeout_s
     )

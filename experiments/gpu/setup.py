@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnshard as fs
-from experiments.bench.config import SPEC, BenchConfig
+from experiments.bench.config import BenchConfig, complete
 from experiments.bench.contenders import BenchTask, sharded
 from experiments.bench.measure import batches, make_task
 from fnshard.mesh.process_group import make_group
@@ -45,7 +45,7 @@ class GpuSetup:
     steps: int = 10
 
     def bench(self) -> BenchConfig:
-        return SPEC.read(vars(self) | {"ranks": 1})
+        return complete(BenchConfig(**vars(self), ranks=1))
 
     def synchronize(self) -> None:
         if self.device == "cuda":

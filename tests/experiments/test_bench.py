@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fnshard as fs
-from experiments.bench.config import SPEC
+from experiments.bench.__main__ import SPEC
 from experiments.bench.contenders import Contender
 from experiments.bench.measure import Track, sample
 from experiments.bench.memory import AllocationLog, Heap, follow, live_bytes

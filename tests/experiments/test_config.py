@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from experiments import train
-from experiments.bench.config import SPEC as BENCH
+from experiments.bench.__main__ import SPEC as BENCH
 from experiments.chaos.config import SPEC as CHAOS
 from experiments.cli import allowlist, job, overrides, provenance, schema, suggest, validation
 from experiments.cli import help as helping

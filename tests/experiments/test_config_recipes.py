@@ -15,7 +15,7 @@ import yaml
 from test_finetune import SMALL as SMALL_TUNING
 from test_finetune import data, model, run_in  # noqa: F401  # fixtures
 
-from experiments.bench.config import SPEC as BENCH
+from experiments.bench.__main__ import SPEC as BENCH
 from experiments.chaos.config import SPEC as CHAOS
 from experiments.cli.command_spec import CONF, CommandSpec
 from experiments.cli.help import help_of
