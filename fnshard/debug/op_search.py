@@ -122,11 +122,7 @@ def _constants(value: Any) -> Iterator[Any]:
 
 
 def _origin(
-    node: fx.Node,
-    kind: Health,
-    kinds: Mapping[fx.Node, Health],
-    graph: str,
-    of: tuple[str, str] | None,
+    node: fx.Node, kind: Health, kinds: Mapping[fx.Node, Health], graph: str, of: tuple[str, str] | None
 ) -> NonFiniteOp:
     inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
     return NonFiniteOp(_op(node), node.name, kind, graph, inputs, describe(node.meta.get("val")), of)

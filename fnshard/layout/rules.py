@@ -19,10 +19,7 @@ Rule = tuple[str, LayoutSpec]
 
 
 def match_specs(
-    params: Any,
-    rules: Sequence[Rule],
-    *,
-    units: Callable[[Any], Mapping[str, str]] | None = None,
+    params: Any, rules: Sequence[Rule], *, units: Callable[[Any], Mapping[str, str]] | None = None
 ) -> Any:
     """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
 

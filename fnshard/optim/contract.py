@@ -106,10 +106,7 @@ class StepInfo:
             path: LeafNorms(move(norm.param), move(norm.grad)) for path, norm in self.leaf_norms.items()
         }
         return replace(
-            self,
-            global_norm=move(self.global_norm),
-            leaf_norms=norms,
-            grad_scale=move(self.grad_scale),
+            self, global_norm=move(self.global_norm), leaf_norms=norms, grad_scale=move(self.grad_scale)
         )
 
 
