@@ -32,11 +32,11 @@ from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, c
 from fnshard.hf.plan import ExportPlan, export_leaves
 from fnshard.hf.write import (
     LeafWriter,
-    ModelDirectoryWriter,
-    SafetensorsWriter,
-    StateDictWriter,
     config_writer,
+    model_directory_writer,
+    safetensors_writer,
     split_files,
+    state_dict_writer,
 )
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -165,9 +165,8 @@ def save(
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
         if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
             raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
-        return plan, ModelDirectoryWriter(
-            final, split_files(plan.entries, max_file_bytes), config_writer(source)
-        )
+        files = split_files(plan.entries, max_file_bytes)
+        return plan, model_directory_writer(final, files, config_writer(source))
 
     export_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
 
@@ -217,12 +216,12 @@ def export(
             raise StateError(f"{str(final)!r} is a directory: name a file.")
         if final.suffix in (".pt", ".pth"):
             order = list(model.state_dict(keep_vars=True)) if model is not None else []
-            return plan, StateDictWriter(final, plan.entries, family.tied, order)
+            return plan, state_dict_writer(final, plan.entries, family.tied, order)
         if final.suffix != ".safetensors":
             raise StateError(f"{final.name!r}: a state_dict is written to .safetensors, .pt or .pth.")
         plan.check_dtypes()
         plan = plan.copied(family.tied)
-        return plan, SafetensorsWriter(final, plan.entries)
+        return plan, safetensors_writer(final, plan.entries)
 
     export_leaves(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fnshard.checkpoint.rows import all_or_none, gather_rows
 from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
-from fnshard.hf.write import LeafWriter
+from fnshard.hf.write import LeafWriter, Put
 from fnshard.layout.codecs import block_of
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -131,22 +131,22 @@ def export_leaves(
             f"{what}: rank(s) {', '.join(map(str, odd))} mean another file or other leaves than rank 0.",
             fix="give the same path, specs, names and dtype on every rank.",
         )
-    writer = target if mesh.rank == 0 else None
+    first, put = mesh.rank == 0, None
     try:
-        all_or_none(comm, what, writer and writer.begin)
+        put = all_or_none(comm, what, target.__enter__ if first else None)
         for part in plan.parts:
-            all_or_none(comm, what, partial(_send, part, mesh, comm, writer))
-        all_or_none(comm, what, writer and writer.commit)
-    except BaseException:
-        if writer is not None:
-            writer.abort()
+            all_or_none(comm, what, partial(_send, part, mesh, comm, put))
+        all_or_none(comm, what, partial(target.__exit__, None, None, None) if first else None)
+    except BaseException as error:
+        if put is not None:
+            target.__exit__(type(error), error, error.__traceback__)
         raise
 
 
-def _send(part: ExportedLeaf, mesh: Mesh, comm: Collectives, writer: LeafWriter | None) -> None:
+def _send(part: ExportedLeaf, mesh: Mesh, comm: Collectives, put: Put | None) -> None:
     """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
     failure, whole = None, None
-    for first, rows in gather_rows(part.make(), part.spec, mesh, comm, wanted=writer is not None):
+    for first, rows in gather_rows(part.make(), part.spec, mesh, comm, wanted=put is not None):
         if failure is not None:
             continue
         try:
@@ -155,15 +155,15 @@ def _send(part: ExportedLeaf, mesh: Mesh, comm: Collectives, writer: LeafWriter 
                 whole = torch.empty(part.spec.shape, dtype=part.dtype) if whole is None else whole
                 whole[first : first + rows.shape[0]] = cast
             else:
-                _put(writer, part, first, cast)
+                _put(put, part, first, cast)
         except Exception as error:
             failure = error
     if failure is not None:
         raise failure
     if whole is not None:
-        _put(writer, part, 0, whole.t())
+        _put(put, part, 0, whole.t())
 
 
-def _put(writer: LeafWriter, part: ExportedLeaf, first: int, rows: Tensor) -> None:
+def _put(put: Put, part: ExportedLeaf, first: int, rows: Tensor) -> None:
     for name in part.names:
-        writer.put(name, first, rows)
+        put(name, first, rows)

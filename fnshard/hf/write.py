@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +26,10 @@ COPIED = (
 )  # fmt: skip
 
 
-class LeafWriter(Protocol):
-    """Where one rank writes leaves: `begin`, `put` in the order of the entries, `commit` or `abort`."""
-
-    def begin(self) -> None:
-        """Before any leaf."""
-
-    def put(self, name: str, first: int, rows: Tensor) -> None:
-        """Rows of a tensor, from the `first` on, in its dtype."""
-
-    def commit(self) -> None:
-        """All is written: flush it, and give it its name."""
-
-    def abort(self) -> None:
-        """Leave nothing behind."""
+# Write rows of a tensor, from an index on, in its dtype: (name, first, rows).
+Put = Callable[[str, int, Tensor], None]
+# One rank's writer: what it wrote takes its name at the end; after an exception nothing is left.
+LeafWriter = AbstractContextManager[Put]
 
 
 def staging_path(final: Path) -> Path:
@@ -48,167 +37,108 @@ def staging_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.writing")
 
 
-class PartialTensorFile:
-    """One safetensors file; its tensors may be written in any order."""
+@contextmanager
+def _staged(final: Path) -> Iterator[Path]:
+    path = staging_path(final)
+    _remove(path)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        yield path
+        os.replace(path, final)  # of directories only an empty one is replaced
+        flush_directory(final.parent)
+    except BaseException:
+        _remove(path)
+        raise
 
-    def __init__(self, path: Path, entries: Sequence[TensorToWrite]):
-        head, self._at = file_layout(entries, FORMAT)
-        self._row_bytes = {e.name: e.bytes // max(e.shape[0], 1) if e.shape else e.bytes for e in entries}
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        self._write(memoryview(head), 0)
 
-    def put(self, name: str, first: int, rows: Tensor) -> None:
-        """Rows of a tensor, from the `first` on."""
-        self._write(bytes_of(rows), self._at[name] + first * self._row_bytes[name])
+@contextmanager
+def _tensor_file(path: Path, entries: Sequence[TensorToWrite]) -> Iterator[Put]:
+    """A safetensors file whose tensors may be written in any order; flushed to the disk at the end."""
+    head, starts = file_layout(entries, FORMAT)
+    row_bytes = {e.name: e.bytes // max(e.shape[0], 1) if e.shape else e.bytes for e in entries}
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
-    def _write(self, data: memoryview, at: int) -> None:
+    def write(data: memoryview, at: int) -> None:
         while len(data):
-            count = os.pwrite(self._fd, data, at)
+            count = os.pwrite(fd, data, at)
             data, at = data[count:], at + count
 
-    def close(self, *, flushed: bool) -> None:
-        """Give the file back; `flushed`: to the disk."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        try:
-            if flushed:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+    try:
+        write(memoryview(head), 0)
+        yield lambda name, first, rows: write(bytes_of(rows), starts[name] + first * row_bytes[name])
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
-@dataclass
-class SafetensorsWriter:
+@contextmanager
+def safetensors_writer(final: Path, entries: Sequence[TensorToWrite]) -> Iterator[Put]:
     """A `.safetensors` file, replaced if there is one."""
-
-    final: Path
-    entries: Sequence[TensorToWrite]
-    _file: PartialTensorFile | None = None
-
-    def begin(self) -> None:
-        """Make what is written to."""
-        self.final.parent.mkdir(parents=True, exist_ok=True)
-        _remove(staging_path(self.final))
-        self._file = PartialTensorFile(staging_path(self.final), self.entries)
-
-    def put(self, name: str, first: int, rows: Tensor) -> None:
-        """Rows of a tensor, from the `first` on."""
-        self._file.put(name, first, rows)
-
-    def commit(self) -> None:
-        """Flush it, and give it its name."""
-        self._file.close(flushed=True)
-        _replace(self.final)
-
-    def abort(self) -> None:
-        """Leave nothing behind."""
-        if self._file is not None:
-            self._file.close(flushed=False)
-        _remove(staging_path(self.final))
+    with _staged(final) as path, _tensor_file(path, entries) as put:
+        yield put
 
 
-@dataclass
-class StateDictWriter:
+@contextmanager
+def state_dict_writer(
+    final: Path, entries: Sequence[TensorToWrite], tied: Mapping[str, str], order: Sequence[str]
+) -> Iterator[Put]:
     """A `state_dict` as `torch.save` writes it, replaced if there is one.
 
-    Until then its tensors are in mapped files beside it: nobody's memory need hold them all.
+    Until then its tensors are in mapped files beside it, so that nobody's memory need hold them all.
+
+    Args:
+        tied: `{other name: name}`.
+        order: of all names, where it matters; what is no tensor of these is left out.
     """
+    with _staged(final) as path:
+        cpu, folder = torch.device("cpu"), str(final.parent)
+        values = {e.name: allocate(e.shape, e.dtype, "disk", cpu, folder) for e in entries}
 
-    final: Path
-    entries: Sequence[TensorToWrite]
-    tied: Mapping[str, str]  # {other name: name}
-    order: Sequence[str]  # of all names, if it matters; what is no tensor of these is left out
-    _values: dict[str, Tensor] = field(default_factory=dict)
+        def put(name: str, first: int, rows: Tensor) -> None:
+            value = values[name] if values[name].dim() else values[name].view(1)
+            value[first : first + rows.shape[0]].copy_(rows)
 
-    def begin(self) -> None:
-        """Make what is written to."""
-        self.final.parent.mkdir(parents=True, exist_ok=True)
-        _remove(staging_path(self.final))
-        for e in self.entries:
-            folder = str(self.final.parent)
-            self._values[e.name] = allocate(e.shape, e.dtype, "disk", torch.device("cpu"), folder)
-
-    def put(self, name: str, first: int, rows: Tensor) -> None:
-        """Rows of a tensor, from the `first` on."""
-        value = self._values[name]
-        (value if value.dim() else value.view(1))[first : first + rows.shape[0]].copy_(rows)
-
-    def commit(self) -> None:
-        """Flush it, and give it its name."""
-        names = {name: self.tied.get(name, name) for name in self.order} or {n: n for n in self._values}
-        values = {name: self._values[path] for name, path in names.items() if path in self._values}
-        with open(staging_path(self.final), "xb") as file:
-            torch.save(values, file)
+        yield put
+        names = {name: tied.get(name, name) for name in order} or {n: n for n in values}
+        with open(path, "xb") as file:
+            torch.save({name: values[p] for name, p in names.items() if p in values}, file)
             file.flush()
             os.fsync(file.fileno())
-        self._values.clear()
-        _replace(self.final)
-
-    def abort(self) -> None:
-        """Leave nothing behind."""
-        self._values.clear()
-        _remove(staging_path(self.final))
 
 
-@dataclass
-class ModelDirectoryWriter:
+@contextmanager
+def model_directory_writer(
+    final: Path, files: Sequence[Sequence[TensorToWrite]], write_config: Callable[[Path], None]
+) -> Iterator[Put]:
     """A model directory: one file, or several and an index, and what stands beside them.
 
     Args:
         final: a directory that is not there yet, or is empty.
-        files: entries, file by file.
+        files: entries, file by file; tensors are written in this order.
         write_config: writes config.json and the like into a directory.
     """
+    file_of = {e.name: number for number, entries in enumerate(files) for e in entries}
+    with _staged(final) as folder, ExitStack() as current:
+        folder.mkdir()
+        write_config(folder)
+        opened: list[Put] = []
 
-    final: Path
-    files: Sequence[Sequence[TensorToWrite]]
-    write_config: Callable[[Path], None]
-    _open: PartialTensorFile | None = None
-    _number: int = -1
-    _where: dict[str, int] = field(default_factory=dict)
+        def open_through(number: int) -> Put:
+            while len(opened) <= number:
+                current.close()
+                path = folder / _file_name(len(opened), len(files))
+                opened.append(current.enter_context(_tensor_file(path, files[len(opened)])))
+            return opened[number]
 
-    def begin(self) -> None:
-        """Make what is written to."""
-        _remove(staging_path(self.final))
-        self.final.parent.mkdir(parents=True, exist_ok=True)
-        staging_path(self.final).mkdir()
-        self._where = {e.name: number for number, entries in enumerate(self.files) for e in entries}
-        self.write_config(staging_path(self.final))
-
-    def put(self, name: str, first: int, rows: Tensor) -> None:
-        """Rows of a tensor, from the `first` on."""
-        while self._number < self._where[name]:
-            self._next()
-        self._open.put(name, first, rows)
-
-    def _next(self) -> None:
-        if self._open is not None:
-            self._open.close(flushed=True)
-        self._number += 1
-        path = staging_path(self.final) / _file_name(self._number, len(self.files))
-        self._open = PartialTensorFile(path, self.files[self._number])
-
-    def commit(self) -> None:
-        """Flush it, and give it its name."""
-        while self._number < len(self.files) - 1:  # files of nothing but empty tensors
-            self._next()
-        self._open.close(flushed=True)
-        folder = staging_path(self.final)
-        if len(self.files) > 1:
-            weight_map = {n: _file_name(i, len(self.files)) for n, i in sorted(self._where.items())}
-            total = sum(e.bytes for entries in self.files for e in entries)
+        yield lambda name, first, rows: open_through(file_of[name])(name, first, rows)
+        open_through(len(files) - 1)  # the last ones may hold nothing but empty tensors
+        current.close()
+        if len(files) > 1:
+            weight_map = {n: _file_name(i, len(files)) for n, i in sorted(file_of.items())}
+            total = sum(e.bytes for entries in files for e in entries)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_flushed(folder / INDEX, json.dumps(index, indent=2) + "\n")
         flush_directory(folder)
-        os.rename(folder, self.final)  # replaces an empty directory, and no other
-        flush_directory(self.final.parent)
-
-    def abort(self) -> None:
-        """Leave nothing behind."""
-        if self._open is not None:
-            self._open.close(flushed=False)
-        _remove(staging_path(self.final))
 
 
 def _file_name(number: int, count: int) -> str:
@@ -255,11 +185,6 @@ def write_flushed(path: Path, text: str) -> None:
 def _flush_file(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _replace(final: Path) -> None:
-    os.replace(staging_path(final), final)
-    flush_directory(final.parent)
 
 
 def _remove(path: Path) -> None:

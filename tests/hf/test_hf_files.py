@@ -539,7 +539,7 @@ def save_all(rank: int, folder: Path, mesh: fs.Mesh, how: str) -> None:
         fs.hf.export(blocks, folder / f"out.{how}", specs, mesh)
 
 
-FAILS = {"folder": [("pwrite", 0), ("pwrite", 4), ("fsync", 0), ("rename", 0)],
+FAILS = {"folder": [("pwrite", 0), ("pwrite", 4), ("fsync", 0), ("replace", 0)],
          "safetensors": [("pwrite", 0), ("pwrite", 4), ("fsync", 0), ("replace", 0)],
          "pt": [("posix_fallocate", 0), ("posix_fallocate", 3), ("fsync", 0)]}  # fmt: skip
 
