@@ -16,26 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fnshard import tree
 from fnshard.adapters.lora import Lora
 from fnshard.checkpoint.rows import all_or_none
 from fnshard.errors import StateError, leaves
-from fnshard.hf.write import write_flushed
+from fnshard.hf.write import flush_file, write_flushed
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.files.folder import flush_directory
-from fnshard.runtime.files.tensorfile import (
-    Corrupt,
-    TensorFileHeader,
-    TensorToWrite,
-    open_regular,
-    read_exactly,
-    write,
-)
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
 from fnshard.step.shards import unshard
@@ -120,14 +114,10 @@ def save(
     def written() -> None:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        entries = [
-            TensorToWrite(_peft_name(leaf, part), tuple(v.shape), v.dtype, lambda v=v: v)
-            for leaf, parts in adapters.items()
-            for part, v in parts.items()
-        ]
+        tensors = {_peft_name(leaf, n): v for leaf, parts in adapters.items() for n, v in parts.items()}
         aside = folder / f".{WEIGHTS}.writing"
-        aside.unlink(missing_ok=True)
-        write(aside, entries, {"format": "pt"})
+        save_file({name: v.contiguous() for name, v in tensors.items()}, aside, {"format": "pt"})
+        flush_file(aside)
         write_flushed(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
         os.replace(aside, folder / WEIGHTS)
         os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
@@ -148,13 +138,8 @@ def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str
     """
     folder = Path(path)
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        fd = open_regular(folder, WEIGHTS)
-        try:
-            values = {name: _read(fd, *entry) for name, entry in TensorFileHeader.read(fd).tensors.items()}
-        finally:
-            os.close(fd)
-    except (OSError, ValueError, Corrupt) as error:
+        config, values = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
         raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
     rank, alpha, dropout, stabilised, turned = _numbers(config, f"{str(folder / CONFIG)!r}")
     adapters: dict[str, dict[str, Tensor]] = {}
@@ -240,13 +225,6 @@ def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, asked: Lora) 
     found, wanted = _found(parts), _shapes(base, asked.rank, leaf in asked.transposed)
     of = f"params[{leaf!r}] {list(base.shape)}"
     return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
-
-
-def _read(fd: int, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Tensor:
-    value = torch.empty(shape, dtype=dtype)
-    if value.numel():
-        read_exactly(fd, at, memoryview(value.view(-1).view(torch.uint8).numpy()))
-    return value
 
 
 def _peft_name(leaf: str, part: str) -> str:

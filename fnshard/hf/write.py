@@ -171,7 +171,7 @@ def config_writer(config: Mapping[str, Any] | Path | None) -> Callable[[Path], N
                 if source.is_file():
                     target = folder / ("config.json" if config.is_file() else source.name)
                     shutil.copyfile(source, target)
-                    _flush_file(target)
+                    flush_file(target)
 
     return write
 
@@ -179,10 +179,11 @@ def config_writer(config: Mapping[str, Any] | Path | None) -> Callable[[Path], N
 def write_flushed(path: Path, text: str) -> None:
     """A small file, flushed to the disk."""
     path.write_text(text)
-    _flush_file(path)
+    flush_file(path)
 
 
-def _flush_file(path: Path) -> None:
+def flush_file(path: Path) -> None:
+    """Flush a file to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
