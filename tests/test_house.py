@@ -107,9 +107,9 @@ PRIVATE = {
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.utils._python_dispatch",
     },
+    "fnshard.compiler.schedule.instructions.leaves": {"torch._foreach_copy_"},
     "fnshard.optim.contract": {"torch._foreach_copy_", "torch._foreach_mul_"},
     "fnshard.optim.optimizers": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
-    "fnshard.runtime.executor.movement": {"torch._foreach_copy_"},
     "fnshard.runtime.executor.scalars": {"torch._foreach_div", "torch._foreach_norm"},
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
@@ -190,10 +190,19 @@ def floor_of(module: str) -> int:
     return FLOORS.index(max(found, key=len)) if found else len(FLOORS) * (name == "") - (name != "")
 
 
+def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that a type checker alone reads: an instruction's methods name, in annotations, the
+    classes of their arguments, which lie above it."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from run_nodes(node)
+
+
 def imported_modules(module: str, trees: dict[str, ast.AST]) -> set[str]:
     """The modules that one imports, inside functions too; a package only if a name of its own is meant."""
     found: set[str] = set()
-    for node in ast.walk(trees[module]):
+    for node in run_nodes(trees[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Wait
 from fnshard.runtime.executor import execute
 from fnshard.runtime.executor.context import Context
+from fnshard.step import runner
 
 Seconds = dict[str, float]
 KERNELS, PACKING, COLLECTIVES, OPTIMIZER = "kernels", "packing", "collectives", "optimizer"
@@ -53,22 +55,19 @@ class PhaseTimer:
 def watched() -> Iterator[PhaseTimer]:
     """Steps that are called for the first time within are watched, as long as they live."""
     watch = PhaseTimer()
-    clocked: dict[int, tuple[Context, Context]] = {}  # by id, which the first keeps from being taken again
 
-    def clocks(make: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-        def bind(line: Any, context: Context) -> Any:
-            if id(context) not in clocked:
-                clocked[id(context)] = (context, _clocked(context, watch))
-            return _timed(make(line, clocked[id(context)][1]), watch.lines, _name(line))
+    def bind(context: Context, part: slice = slice(None)) -> Callable[[Env], Env]:
+        def timed(number: int, line: Instruction, action: Action) -> Action:
+            return _timed(action, watch.lines, _name(line))
 
-        return bind
+        return execute.bind(dataclasses.replace(_clocked(context, watch), watch=timed), part)
 
-    with mock.patch.dict(execute._BIND, {kind: clocks(make) for kind, make in execute._BIND.items()}):
+    with mock.patch.object(runner, "bind", bind):
         yield watch
 
 
-def _name(line: Any) -> str:
-    of = f" {line.of}" if isinstance(line, execute.Wait) else ""
+def _name(line: Instruction) -> str:
+    of = f" {line.of.verb}" if isinstance(line, Wait) else ""
     return f"{line.phase.split('.')[0]} {line.verb}{of}"
 
 

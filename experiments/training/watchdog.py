@@ -19,9 +19,8 @@ import torch
 
 import fnshard as fs
 from fnshard import tree
-from fnshard.compiler.schedule.instructions import COLLECTIVES, Instruction, Wait
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Action, Env, Instruction, Wait
 from fnshard.errors import CheckpointError, FnshardError
-from fnshard.runtime.executor.context import Action, Env
 
 WATCHED = ("loss", "grad_norm")
 
@@ -107,7 +106,7 @@ class Stalls:
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
         """An `Observer`: only those lines are timed, on the device's clock where there is one."""
-        if not isinstance(line, (*COLLECTIVES, Wait)):
+        if line.lane != COMMUNICATION and not isinstance(line, Wait):
             return action
         return self._on_stream(action) if self._on_gpu else self._on_thread(action)
 

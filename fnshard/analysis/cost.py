@@ -14,38 +14,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fnshard.analysis.flops import GraphCost, kernel_cost
 from fnshard.analysis.hardware import Hardware, Link
 from fnshard.compiler.ir.values import Kind, ValueName, slots, stored
-from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.schedule.buckets import Bucket, Piece
 from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    TRANSFER,
     Accumulate,
     Add,
-    AllReduce,
-    Cast,
-    Free,
-    Gather,
     Instruction,
     Local,
     Names,
-    Norms,
-    Publish,
-    ReduceScalars,
-    ReduceScatter,
+    OfBucket,
     Run,
-    Schedule,
     ToDevice,
     ToHost,
     Update,
-    UpdateGather,
     Wait,
     Zeros,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.layout.spec import block_shape
-
-COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "transfer", "host")
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ class Pricer:
 
     def of(self, line: Instruction) -> Price:
         """Of one line."""
-        return _PRICES[type(line)](self, line)
+        return line.price(self)
 
     # -------------------------------------------------------------- kernels
 
@@ -114,19 +104,25 @@ class Pricer:
 
     # -------------------------------------------------------------- bytes
 
-    def blocks_bytes(self, bucket: Bucket, dtype: Callable[[Any], torch.dtype]) -> float:
-        """This rank's blocks of a bucket's leaves."""
+    def bucket(self, line: OfBucket) -> Bucket:
+        """The bucket that a line is about."""
+        return self.schedule.buckets[line.bucket]
+
+    def block_bytes(self, bucket: Bucket, dtype: str) -> float:
+        """This rank's blocks of a bucket's leaves, in the dtype of that name in their specs."""
         return self._once(bucket, "blocks", dtype, lambda p: p.numel)
 
-    def fulls_bytes(self, bucket: Bucket, dtype: Callable[[Any], torch.dtype]) -> float:
-        """The whole leaves of a bucket."""
-        return self._once(bucket, "fulls", dtype, lambda p: math.prod(p.shape))
+    def leaf_bytes(self, bucket: Bucket, dtype: str) -> float:
+        """The full leaves of a bucket, likewise."""
+        return self._once(bucket, "leaves", dtype, lambda p: math.prod(p.shape))
 
-    def _once(self, bucket: Bucket, what: str, dtype: Any, numel: Callable[[Any], int]) -> float:
-        key = (bucket.name, f"{what} {dtype.__name__}")
+    def _once(self, bucket: Bucket, what: str, dtype: str, numel: Callable[[Piece], int]) -> float:
+        key = (bucket.name, f"{what} {dtype}")
         if key not in self._sums:
             specs = self.schedule.specs
-            self._sums[key] = float(sum(numel(p) * dtype(specs[p.path]).itemsize for p in bucket.pieces))
+            self._sums[key] = float(
+                sum(numel(p) * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces)
+            )
         return self._sums[key]
 
     def bytes_of(self, names: Names) -> float:
@@ -168,7 +164,7 @@ class Pricer:
             elif isinstance(line, Wait | Local) and line.writes and line.writes[0].kind is Kind.REDUCED:
                 sizes[line.writes[0]] = float(self.schedule.buckets[line.bucket].row_bytes)
             elif isinstance(line, Accumulate) and line.writes[0].original.kind is Kind.REDUCED:
-                sizes[line.writes[0]] = self.blocks_bytes(self.schedule.buckets[line.bucket], _summed)
+                sizes[line.writes[0]] = self.block_bytes(self.bucket(line), "sum_dtype")
         return sizes
 
     # -------------------------------------------------------------- moving
@@ -180,6 +176,13 @@ class Pricer:
     def streamed(self, size: float) -> Price:
         """A cast, a sum: bytes read and written."""
         return self.compute(self.hardware.memory.seconds(size), size)
+
+    def here_or_on_host(self, line: Instruction, size: float) -> Price:
+        """A cast or sum of so many bytes, on the host if what it reads rests there."""
+        if not line.on_host(self.schedule):
+            return self.streamed(size)
+        h = self.hardware
+        return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)
 
     def compute(self, seconds: float, size: float, **more: Any) -> Price:
         """One small operator on the device."""
@@ -259,100 +262,3 @@ class Pricer:
             seconds = size / h.host_update_bytes_per_s + disk / h.disk_bytes_per_s
             return Price(seconds, h.instruction_seconds, on_host=True)
         return self.compute(h.update.seconds(size), size)
-
-
-# ------------------------------------------------------------------ the table
-
-
-def _storage(spec: Any) -> torch.dtype:
-    return spec.storage_dtype
-
-
-def _computed(spec: Any) -> torch.dtype:
-    return spec.compute_dtype
-
-
-def _summed(spec: Any) -> torch.dtype:
-    return spec.sum_dtype
-
-
-def _gather(p: Pricer, line: Gather | Publish | UpdateGather) -> Price:
-    bucket = p.schedule.buckets[line.bucket]
-    rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
-    sent = bucket.row_bytes if isinstance(line, UpdateGather) else p.blocks_bytes(bucket, _storage)
-    packed = sent + bucket.row_bytes
-    return p.copy(packed, **p.collective("gather", bucket.axes, rows))
-
-
-def _reduce_scatter(p: Pricer, line: ReduceScatter) -> Price:
-    bucket = p.schedule.buckets[line.bucket]
-    rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
-    packed = p.fulls_bytes(bucket, _computed) + rows
-    return p.copy(packed, **p.collective("reduce_scatter", bucket.axes, rows))
-
-
-def _all_reduce(p: Pricer, line: AllReduce) -> Price:
-    bucket = p.schedule.buckets[line.bucket]
-    packed = (
-        0.0 if line.reads[0].kind is Kind.REDUCED else p.fulls_bytes(bucket, _computed) + bucket.row_bytes
-    )
-    return p.copy(packed, **p.collective("all_reduce", line.axes, bucket.row_bytes))
-
-
-def _reduce_scalars(p: Pricer, line: ReduceScalars) -> Price:
-    axes = p.schedule.mesh.ordered(p.schedule.mesh.data_axes)
-    size = 8.0 * p.schedule.scalars
-    return p.copy(size, **p.collective("all_reduce", axes, size))
-
-
-def _wait(p: Pricer, line: Wait) -> Price:
-    if line.of not in ("gather", "publish", "update_gather"):
-        return p.compute(0.0, 0.0)
-    bucket = p.schedule.buckets[line.bucket]
-    rows = bucket.row_bytes * p.schedule.mesh.axes_size(bucket.axes)
-    if line.of == "update_gather":
-        return p.copy(2 * rows)
-    return p.copy(rows + p.fulls_bytes(bucket, _computed if line.of == "gather" else _storage))
-
-
-def _cast(p: Pricer, line: Cast) -> Price:
-    bucket = p.schedule.buckets[line.bucket]
-    same = all(s.storage_dtype == s.compute_dtype for s in (p.schedule.specs[n] for n in bucket.paths))
-    return p.streamed(0.0 if same else p.fulls_bytes(bucket, _storage) + p.fulls_bytes(bucket, _computed))
-
-
-def _local(p: Pricer, line: Local) -> Price:
-    bucket = p.schedule.buckets[line.bucket]
-    same = all(p.schedule.specs[n].compute_dtype == bucket.dtype for n in bucket.paths)
-    return p.streamed(0.0 if same else p.fulls_bytes(bucket, _computed) + bucket.row_bytes)
-
-
-def _accumulate(p: Pricer, line: Accumulate) -> Price:
-    bucket = p.schedule.buckets[line.bucket]
-    size = (p.fulls_bytes if line.writes[0].kind is Kind.ACCUMULATED else p.blocks_bytes)(bucket, _summed)
-    price = p.streamed((2.0 if line.first else 3.0) * size)
-    return _where(p, line, price, (2.0 if line.first else 3.0) * size)
-
-
-def _norms(p: Pricer, line: Norms) -> Price:
-    size = float(p.schedule.buckets[line.bucket].row_bytes)
-    return _where(p, line, p.streamed(size), size)
-
-
-def _where(p: Pricer, line: Instruction, price: Price, size: float) -> Price:
-    """The same on the host, if what it reads rests there."""
-    if not any(n.kind is Kind.HOST for n in line.reads):
-        return price
-    h = p.hardware
-    return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)
-
-
-_PRICES: Mapping[type, Callable[[Pricer, Any], Price]] = {
-    Run: Pricer.kernel, Gather: _gather, Publish: _gather, UpdateGather: _gather,
-    ReduceScatter: _reduce_scatter, AllReduce: _all_reduce, ReduceScalars: _reduce_scalars,
-    Wait: _wait, Cast: _cast, Local: _local, Accumulate: _accumulate, Norms: _norms,
-    Update: Pricer.update, ToDevice: Pricer.transfer, ToHost: Pricer.transfer,
-    Add: lambda p, line: p.streamed(3 * p.bytes_of(line.reads[:1])),
-    Zeros: lambda p, line: p.streamed(p.bytes_of(line.writes)),
-    Free: lambda p, line: p.compute(0.0, 0.0),
-}  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 from fnshard.analysis.memory import MemoryAnalysis
 from fnshard.analysis.tables import columns, megabytes
 from fnshard.analysis.traffic import Traffic
-from fnshard.compiler.schedule.instructions import Instruction, Schedule
+from fnshard.compiler.schedule.instructions import Instruction
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
+from fnshard.compiler.schedule.paper import storage_bytes
 
 CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
 
 
 @dataclass(frozen=True)
-class Entry:
+class CallArgument:
     """One argument of a call, as its caller holds it.
 
     `storage`: a number, equal for arguments that share a storage; `dropped`: nobody but the call holds
@@ -40,10 +41,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Output:
-    """One result: the `new`-th storage that the call made, or the storage of an argument (`given`)."""
+    """One result: the `new`-th storage that the call made, or the storage of an argument (`argument`)."""
 
     new: int | None
-    given: int | None
+    argument: int | None
     stride: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,21 +70,21 @@ def rounded(size: int, device: str) -> int:
     return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if device == "cuda" else size
 
 
-def eager_footprint(module: fx.GraphModule, entries: Sequence[Entry], device: str) -> Footprint:
+def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], device: str) -> Footprint:
     """Of a graph run node by node (`backend="eager"`).
 
     Args:
         device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
     """
     run = compile_graph(module, backend="eager", options={}, is_backward=False)
-    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, Watch(device))
+    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, StorageWatch(device))
 
 
 def compiled_footprint(
-    module: fx.GraphModule, compiled: Boxed, entries: Sequence[Entry], device: str
+    module: fx.GraphModule, compiled: Boxed, entries: Sequence[CallArgument], device: str
 ) -> Footprint | None:
     """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
-    watch = Watch(device)
+    watch = StorageWatch(device)
     wrapper = generated_wrapper(compiled, watch)
     if wrapper is None:
         return None
@@ -106,7 +107,9 @@ def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int
     return sum(storages.values())
 
 
-def call_footprint(run: Boxed, likes: Sequence[Tensor], entries: Sequence[Entry], watch: Watch) -> Footprint:
+def call_footprint(
+    run: Boxed, likes: Sequence[Tensor], entries: Sequence[CallArgument], watch: StorageWatch
+) -> Footprint:
     """Of any boxed callable, on fakes that look like `likes` and share storages as `entries` say."""
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
         args = _arguments(likes, entries)
@@ -122,7 +125,7 @@ def call_footprint(run: Boxed, likes: Sequence[Tensor], entries: Sequence[Entry]
     return footprint
 
 
-def _arguments(likes: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
+def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list[Tensor]:
     shared = [e.storage for e in entries]
     bases: dict[int, Tensor] = {}
     out = []
@@ -143,21 +146,13 @@ def _arguments(likes: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor
     return out
 
 
-def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes from the first to the last element of a strided tensor."""
-    if 0 in shape:
-        return 0
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return span * dtype.itemsize
-
-
-class Watch(TorchDispatchMode):
+class StorageWatch(TorchDispatchMode):
     """Follows storages from their making to their end, and remembers the worst moment."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        self.given: dict[int, int] = {}  # address of a live argument storage -> its number
+        self.arguments: dict[int, int] = {}  # address of a live argument storage -> its number
         self.new: dict[int, int] = {}  # serial number of a live storage made inside -> its bytes
         self.live = 0
         self.freed: set[int] = set()
@@ -167,12 +162,12 @@ class Watch(TorchDispatchMode):
         self._serial: dict[int, int] = {}  # address of a live storage made inside -> its number
         self._count = 0
 
-    def adopt(self, value: Tensor, entry: Entry) -> None:
-        """Watch an argument's storage."""
+    def adopt(self, value: Tensor, entry: CallArgument) -> None:
+        """StorageWatch an argument's storage."""
         storage = value.untyped_storage()
         key = storage._cdata
         if key not in self._refs:
-            self.given[key] = entry.storage
+            self.arguments[key] = entry.storage
             self._follow(key, storage, entry.bytes)
 
     def _follow(self, key: int, storage: Any, size: int) -> None:
@@ -180,8 +175,8 @@ class Watch(TorchDispatchMode):
 
     def _died(self, key: int) -> None:
         _, size = self._refs.pop(key)
-        if key in self.given:
-            self.freed.add(self.given.pop(key))
+        if key in self.arguments:
+            self.freed.add(self.arguments.pop(key))
         else:
             del self.new[self._serial.pop(key)]
         self.live -= size
@@ -195,7 +190,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def made(self, out: Any) -> None:
-        """Watch the storages of an operator's results."""
+        """StorageWatch the storages of an operator's results."""
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
@@ -220,9 +215,9 @@ class Watch(TorchDispatchMode):
         outputs = []
         for value in results:
             address = value.untyped_storage()._cdata
-            given, serial = self.given.get(address), self._serial.get(address)
+            argument, serial = self.arguments.get(address), self._serial.get(address)
             place = None if serial is None else places.setdefault(serial, len(places))
-            outputs.append(Output(place, given, tuple(value.stride()), tuple(value.shape), value.dtype))
+            outputs.append(Output(place, argument, tuple(value.stride()), tuple(value.shape), value.dtype))
         new, freed, workspace = self.at_peak
         return Footprint(
             outputs=tuple(outputs),
@@ -239,7 +234,7 @@ class Watch(TorchDispatchMode):
 class Wrapper:
     """A generated `call(args)`, its kernels silent and its allocations fake."""
 
-    def __init__(self, call: types.FunctionType, runner: Any, watch: Watch):
+    def __init__(self, call: types.FunctionType, runner: Any, watch: StorageWatch):
         self._watch = watch
         globals_ = dict(call.__globals__)
         for name in _names(call.__code__):
@@ -285,7 +280,7 @@ class _Silent:
 class _Extern:
     """`extern_kernels`: what writes into a given buffer changes nothing, what makes its own runs on fakes."""
 
-    def __init__(self, real: Any, watch: Watch):
+    def __init__(self, real: Any, watch: StorageWatch):
         self._real, self._watch = real, watch
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -298,7 +293,7 @@ class _Extern:
         return call
 
 
-def generated_wrapper(compiled: Any, watch: Watch) -> Wrapper | None:
+def generated_wrapper(compiled: Any, watch: StorageWatch) -> Wrapper | None:
     """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):

@@ -18,9 +18,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from fnshard.analysis.effects import play
-from fnshard.analysis.footprint import Entry, Footprint, compiled_footprint, constant_bytes, eager_footprint
-from fnshard.analysis.lifetimes import (
+from fnshard.analysis.footprint import (
+    CallArgument,
+    Footprint,
+    compiled_footprint,
+    constant_bytes,
+    eager_footprint,
+)
+from fnshard.analysis.live_memory import TIERS, LiveMemory, Moment
+from fnshard.analysis.rank_memory import RankMemory
+from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
+from fnshard.analysis.tables import columns, megabytes
+from fnshard.analysis.transport import Transport, TransportKind, kind_of
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.values import SEED, Kind, ValueName
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.inductor import Boxed
+from fnshard.compiler.schedule.paper import (
     ACTIVATIONS,
     BUFFERS,
     CATEGORIES,
@@ -29,22 +43,11 @@ from fnshard.analysis.lifetimes import (
     INPUTS,
     OPTIMIZER,
     PARAMETERS,
-    TIERS,
     WORKSPACES,
-    Held,
-    Moment,
-    Parts,
-    Walk,
+    PaperGroup,
+    PaperTensor,
 )
-from fnshard.analysis.movement import Rank
-from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
-from fnshard.analysis.tables import columns, megabytes
-from fnshard.analysis.transport import Transport, TransportKind, kind_of
-from fnshard.compiler.ir.program import Program
-from fnshard.compiler.ir.values import SEED, Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.inductor import Boxed
-from fnshard.compiler.schedule.instructions import Schedule
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import BudgetError, report
 from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
@@ -159,15 +162,15 @@ def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
     raise BudgetError(made_of(analysis, f", {megabytes(budget)} MB are allowed ({too_many} MB too many)"))
 
 
-def made_of(analysis: MemoryAnalysis, said: str = "") -> str:
+def made_of(analysis: MemoryAnalysis, detail: str = "") -> str:
     """The peak in words: bytes, the largest parts, the instruction, and the ways out.
 
     Args:
-        said: of the bytes, before a full stop.
+        detail: of the bytes, before a full stop.
     """
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return report(
-        f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{said}. It is made of:",
+        f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{detail}. It is made of:",
         [
             *(f"{category}: {megabytes(size)} MB" for category, size in largest),
             f"in instruction {analysis.at}: {analysis.line}",
@@ -188,11 +191,11 @@ _WAYS_OUT = {
 }
 
 
-# ------------------------------------------------------------------ the walk over a schedule
+# ------------------------------------------------------------------ the live over a schedule
 
 
 @dataclass(frozen=True)
-class Given:
+class MemoryInputs:
     """What a schedule does not say of the step's memory.
 
     Args:
@@ -214,38 +217,38 @@ class Given:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a walk found. `moved`: by number of a transfer's instruction, its bytes."""
+    """What a live found. `moved`: by number of a transfer's instruction, its bytes."""
 
     analysis: MemoryAnalysis
     timeline: MemoryTimeline
     moved: Mapping[int, int]
 
 
-def measure(schedule: Schedule, given: Given) -> Ledger:
+def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
     """Play the schedule on paper."""
     mesh = schedule.mesh
     device = torch.device(mesh.device_type)
-    walk = Walk(schedule, device)
-    transport = Transport(mesh, given.transport or kind_of(mesh))
-    slots = slots_of(given.optimizer, schedule.specs, mesh) if given.optimizer else {}
-    known = _UPDATES.setdefault(given.optimizer, {}) if given.optimizer else {}
-    rank = Rank(
-        walk,
+    live = LiveMemory(schedule, device)
+    transport = Transport(mesh, inputs.transport or kind_of(mesh))
+    slots = slots_of(inputs.optimizer, schedule.specs, mesh) if inputs.optimizer else {}
+    known = _UPDATES.setdefault(inputs.optimizer, {}) if inputs.optimizer else {}
+    rank = RankMemory(
+        live,
         transport,
         footprint=lambda name, backward, entries: footprint_of(
-            schedule.kernels[name], backward, entries, given.compiled, mesh.device_type
+            schedule.kernels[name], backward, entries, inputs.compiled, mesh.device_type
         ),
-        update_bytes=Updates(schedule, given.optimizer, slots, known, given.fused_update).bytes,
+        update_bytes=Updates(schedule, inputs.optimizer, slots, known, inputs.fused_update).bytes,
         rank=mesh.rank,
     )
-    constants = _put_inputs(walk, given, slots)
+    constants = _put_inputs(live, inputs, slots)
     for index, line in enumerate(schedule.instructions):
-        walk.begin(line)
-        play(rank, line)
-        walk.end(index)
-    analysis = _analysis(walk, transport.resident_bytes(), constants, slots, _kernels_by(given.compiled))
-    moments = tuple(_with_transport(m, transport.resident_bytes()) for m in walk.moments)
-    return Ledger(analysis, MemoryTimeline(moments), walk.moved)
+        live.begin(line)
+        line.memory(rank)
+        live.end(index)
+    analysis = _analysis(live, transport.resident_bytes(), constants, slots, _kernels_by(inputs.compiled))
+    moments = tuple(_with_transport(m, transport.resident_bytes()) for m in live.moments)
+    return Ledger(analysis, MemoryTimeline(moments), live.moved)
 
 
 def _kernels_by(compiled: Compiled | None) -> str:
@@ -258,22 +261,25 @@ def _with_transport(moment: Moment, size: int) -> Moment:
     return Moment(moment.index, moment.line, device, moment.host, moment.disk)
 
 
-def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
+def _put_inputs(live: LiveMemory, inputs: MemoryInputs, slots: Slots) -> int:
     """State, batch, constants, keys and the seed; returns the bytes of constants."""
-    schedule, mesh, accumulate = walk.schedule, walk.schedule.mesh, walk.schedule.accumulate
+    schedule, mesh, accumulate = live.schedule, live.schedule.mesh, live.schedule.accumulate
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
-        block = _of_unit(walk, spec.unit, size_of(shape, spec.storage_dtype), PARAMETERS, spec.memory)
-        walk.set(ValueName(Kind.STORED, path), Held(block, math.prod(shape), spec.storage_dtype, shape, None))
+        block = _of_unit(live, spec.unit, size_of(shape, spec.storage_dtype), PARAMETERS, spec.memory)
+        live.set(
+            ValueName(Kind.STORED, path),
+            PaperTensor(block, math.prod(shape), spec.storage_dtype, shape, None),
+        )
     for path, held in slots.items():
         spec, parts = schedule.specs[path], {}
         for name, (shape, dtype) in held.items():
-            block = _of_unit(walk, spec.unit, size_of(shape, dtype), OPTIMIZER, spec.optimizer_memory)
-            parts[name] = Held(block, math.prod(shape), dtype, shape, None)
-        walk.set(ValueName(Kind.SLOTS, path), Parts(parts))
-    whole = {ValueName(Kind.BATCH, n): walk.new(size, INPUTS) for n, size in given.batch_bytes.items()}
+            block = _of_unit(live, spec.unit, size_of(shape, dtype), OPTIMIZER, spec.optimizer_memory)
+            parts[name] = PaperTensor(block, math.prod(shape), dtype, shape)
+        live.set(ValueName(Kind.SLOTS, path), PaperGroup(parts))
+    whole = {ValueName(Kind.BATCH, n): live.new(size, INPUTS) for n, size in inputs.batch_bytes.items()}
     constants = 0
-    for node, entry in zip(given.program.placeholders, given.program.inputs, strict=True):
+    for node, entry in zip(inputs.program.placeholders, inputs.program.inputs, strict=True):
         value, base = node.meta["val"], entry.value_name
         if entry.kind == "leaf":
             continue
@@ -282,23 +288,25 @@ def _put_inputs(walk: Walk, given: Given, slots: Slots) -> int:
         micros = [""] if accumulate == 1 or entry.kind == "constant" else [f"#{m}" for m in range(accumulate)]
         for suffix in micros:
             block = whole.get(base)
-            block = walk.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block
-            walk.set(base.of(suffix), Held(block, value.numel(), value.dtype, tuple(value.shape), None))
-    walk.set(SEED, walk.tensor(1, torch.float32, INPUTS))
+            block = live.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block
+            live.set(
+                base.of(suffix), PaperTensor(block, value.numel(), value.dtype, tuple(value.shape), None)
+            )
+    live.set(SEED, live.tensor(1, torch.float32, INPUTS))
     held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
     if held:
-        walk.hold(walk.new(held, INPUTS))
+        live.keep(live.new(held, INPUTS))
     for name in schedule.inputs:
-        if name not in walk.names:
-            walk.set(name, Held(None, 1, torch.float32))
-    walk._mine.clear()
+        if name not in live.names:
+            live.set(name, PaperTensor(None, 1, torch.float32))
+    live._mine.clear()
     return constants + held
 
 
-def _of_unit(walk: Walk, unit: str, size: int, category: str, tier: str) -> int:
-    walk.line = _Unit(unit)
-    block = walk.new(size, category, tier)
-    walk.line = None
+def _of_unit(live: LiveMemory, unit: str, size: int, category: str, tier: str) -> int:
+    live.line = _Unit(unit)
+    block = live.new(size, category, tier)
+    live.line = None
     return block
 
 
@@ -307,21 +315,21 @@ class _Unit:
     unit: str
 
 
-def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels: str) -> MemoryAnalysis:
-    worst = max(walk.moments, key=lambda m: m.bytes)
+def _analysis(live: LiveMemory, transport: int, constants: int, slots: Slots, kernels: str) -> MemoryAnalysis:
+    worst = max(live.moments, key=lambda m: m.bytes)
     peak = {c: n for c, n in worst.device.items() if n}
     units: dict[str, dict[str, int]] = {}
-    for (category, unit), size in walk.units.items():
+    for (category, unit), size in live.units.items():
         if size:
             units.setdefault(unit, {})[category] = size
     if transport:
         peak[BUFFERS] = peak.get(BUFFERS, 0) + transport
         shared = units.setdefault("-", {})
         shared[BUFFERS] = shared.get(BUFFERS, 0) + transport
-    state = _state_bytes(walk.schedule.specs, slots, walk.schedule.mesh)
+    state = _state_bytes(live.schedule.specs, slots, live.schedule.mesh)
     resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
     resident |= {k: v for k, v in ((BUFFERS, transport), (INPUTS, constants)) if v}
-    beside = [b for b in walk.blocks if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER)]
+    beside = [b for b in live.storages if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER)]
     on_host = state[PARAMETERS, "host"] + state[OPTIMIZER, "host"] + sum(b.bytes for b in beside)
     return MemoryAnalysis(
         peak_bytes=sum(peak.values()),
@@ -330,11 +338,11 @@ def _analysis(walk: Walk, transport: int, constants: int, slots: Slots, kernels:
         peak=peak,
         units=units,
         resident=resident,
-        host_bytes=walk.worst["host"],
+        host_bytes=live.worst["host"],
         host_resident_bytes=on_host,
-        disk_bytes=walk.worst["disk"],
+        disk_bytes=live.worst["disk"],
         disk_resident_bytes=state[PARAMETERS, "disk"] + state[OPTIMIZER, "disk"],
-        leaves=_leaves(walk.schedule.specs, slots, walk.schedule.mesh),
+        leaves=_leaves(live.schedule.specs, slots, live.schedule.mesh),
         kernels=kernels,
     )
 
@@ -370,7 +378,7 @@ _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any
 
 
 def footprint_of(
-    kernel: Kernel, backward: bool, entries: Sequence[Entry], compiled: Compiled | None, device: str
+    kernel: Kernel, backward: bool, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
 ) -> Footprint:
     """Of one kernel's call on a type of device; each is worked out once."""
     module = kernel.backward if backward else kernel.forward

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fnshard.analysis.footprint import Entry, Watch
+from fnshard.analysis.footprint import CallArgument, StorageWatch
+from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.instructions import Schedule
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves, report
 from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
-from fnshard.runtime.executor.update import MASTER, Updater
+from fnshard.runtime.executor.update import Updater
 
 Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
@@ -195,7 +196,7 @@ class Updates:
                 if not (spec.updated_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
-            watch = Watch(mesh.device_type)
+            watch = StorageWatch(mesh.device_type)
             slots = [v for parts in held.values() for v in parts.values()]
             there = [
                 *blocks.values(),
@@ -204,7 +205,7 @@ class Updates:
                 *(w for some in wholes.values() for w in some),
             ]
             for number, value in enumerate(there):
-                watch.adopt(value, Entry(number))
+                watch.adopt(value, CallArgument(number))
             with watch:
                 update(blocks, held, params, wholes, env)
         return max(watch.peak, 0)

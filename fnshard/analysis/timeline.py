@@ -14,10 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER, Price, Pricer
+from fnshard.analysis.cost import Price, Pricer
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.compiler.ir.values import SCALARS, Kind
-from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    COMPUTE,
+    HOST,
+    LANES,
+    TRANSFER,
+    Instruction,
+    Run,
+    ToDevice,
+    Update,
+    Wait,
+)
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.runtime.host_worker import PENDING
 
 
@@ -234,9 +246,9 @@ class _Together(_Clock):
     def _wait(self, line: Wait, there: float) -> None:
         """Compute stands still; not for what the worker has sent, which is waited for where it is read."""
         self.ready |= dict.fromkeys(line.writes, there)
-        if line.of == "to_device" and all(n.kind is Kind.STORED for n in line.writes):
+        if line.of is ToDevice and all(n.kind is Kind.STORED for n in line.writes):
             return
-        self._expose(TRANSFER if line.of in ("to_device", "to_host") else COMMUNICATION, there)
+        self._expose(line.of.lane, there)
         self.free[COMPUTE] = max(self.free[COMPUTE], there)
 
     def _expose(self, lane: str, until: float) -> None:

@@ -14,20 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 from fnshard.analysis.tables import columns, megabytes
-from fnshard.compiler.schedule.instructions import (
-    TRANSFERS,
-    AllReduce,
-    Gather,
-    Instruction,
-    Publish,
-    ReduceScalars,
-    ReduceScatter,
-    Schedule,
-    UpdateGather,
-    wire_bytes,
-)
-
-ONE_WAY = (Gather, ReduceScatter, Publish, UpdateGather)  # each rank's row goes to every other rank once
+from fnshard.compiler.schedule.instructions import TRANSFER, Instruction, ReduceScalars
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -140,8 +128,8 @@ def analyse(schedule: Schedule, moved: Mapping[int, int]) -> Traffic:
             scalars += 8 * schedule.scalars
             continue
         size, axes, sent = moved.get(index, 0), (), 0
-        if not isinstance(line, TRANSFERS):
-            size, axes = wire_bytes(schedule, line), _axes(schedule, line)
+        if line.lane != TRANSFER:
+            size, axes = line.wire_bytes(schedule), line.axes_of(schedule)
             sent = sent_bytes(line, size, schedule.mesh.axes_size(axes))
         if size:
             entry = sums.setdefault((line.verb, axes, line.unit, line.phase.partition(".")[0]), [0, 0, 0])
@@ -150,15 +138,6 @@ def analyse(schedule: Schedule, moved: Mapping[int, int]) -> Traffic:
     return Traffic(tuple(Row(*key, *entry) for key, entry in sums.items()), scalars)
 
 
-def _axes(schedule: Schedule, line: Instruction) -> tuple[str, ...]:
-    if isinstance(line, AllReduce):
-        return line.axes
-    bucket = schedule.buckets.get(getattr(line, "bucket", ""))
-    return () if bucket is None else bucket.axes
-
-
 def sent_bytes(line: Instruction, size: int, ranks: int) -> int:
     """What one rank of a group sends of a buffer of `size` bytes."""
-    if isinstance(line, AllReduce):
-        return int(Fraction(2 * (ranks - 1), ranks) * size)
-    return int(Fraction(ranks - 1, ranks) * size) if isinstance(line, ONE_WAY) else 0
+    return int(Fraction(line.trips * (ranks - 1), ranks) * size)

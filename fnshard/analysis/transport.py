@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from fnshard.analysis.lifetimes import BUFFERS, Flight, Held, Walk
+from fnshard.analysis.live_memory import LiveMemory
+from fnshard.compiler.schedule.paper import BUFFERS, PaperFlight, PaperTensor
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes
@@ -94,92 +95,94 @@ class Transport:
         return words + self.gathers.top + self.reductions.top + units
 
     def send_buffer(
-        self, walk: Walk, numel: int, dtype: torch.dtype, axes: Sequence[str], rows: int = 1
-    ) -> Held:
+        self, live: LiveMemory, numel: int, dtype: torch.dtype, axes: Sequence[str], rows: int = 1
+    ) -> PaperTensor:
         """Where a bucket is packed."""
         nbytes = rows * numel * dtype.itemsize
         if nbytes and self.shares_memory(axes):
             self.packing = (self.reductions if rows > 1 else self.gathers).take(nbytes)
-            return Held(None, rows * numel, dtype)
-        return walk.tensor(rows * numel, dtype, BUFFERS)
+            return PaperTensor(None, rows * numel, dtype)
+        return live.tensor(rows * numel, dtype, BUFFERS)
 
-    def all_gather(self, walk: Walk, flat: Held, axes: Sequence[str]) -> Flight:
+    def all_gather(self, live: LiveMemory, flat: PaperTensor, axes: Sequence[str]) -> PaperFlight:
         """Issue; the flight holds the rows."""
         n = self.mesh.axes_size(axes)
         if n == 1 or self.kind == "local":
-            return Flight((flat,))
+            return PaperFlight((flat,))
         if self.kind == "shared":
-            return Flight(slot=self._slot(flat, self.gathers))
+            return PaperFlight(slot=self._slot(flat, self.gathers))
         if self.kind == "p2p":
-            return Flight((flat, *(walk.like(flat, BUFFERS) for _ in range(n - 1))))
+            return PaperFlight((flat, *(live.like(flat, BUFFERS) for _ in range(n - 1))))
         count = n if self.kind == "native" else 1
-        return Flight((flat, walk.tensor(count * flat.numel, flat.dtype, BUFFERS)))
+        return PaperFlight((flat, live.tensor(count * flat.numel, flat.dtype, BUFFERS)))
 
     def shares_memory(self, axes: Sequence[str]) -> bool:
         """Whether these ranks write to one memory."""
         return self.kind == "shared" and self.mesh.axes_size(axes) > 1
 
-    def gather_leaves(self, nbytes: int, count: int, axes: Sequence[str]) -> Flight:
+    def gather_leaves(self, nbytes: int, count: int, axes: Sequence[str]) -> PaperFlight:
         """Issue a gather of so many leaves in place: their slot is free when the last of them dies."""
         slot = self.units.setdefault(tuple(axes), SharedHeap()).take(nbytes)
         slot.views = count
-        return Flight(slot=slot)
+        return PaperFlight(slot=slot)
 
-    def reduce_scatter(self, walk: Walk, rows: Held, axes: Sequence[str]) -> Flight:
+    def reduce_scatter(self, live: LiveMemory, rows: PaperTensor, axes: Sequence[str]) -> PaperFlight:
         """Issue; `reduced` gives the result."""
         n = self.mesh.axes_size(axes)
         if n == 1 or self.kind == "local":
-            return Flight(result=rows)
+            return PaperFlight(result=rows)
         part = rows.numel // n
         if self.kind == "shared":
             slot = self._slot(rows, self.reductions)
-            return Flight(slot=slot, result=Held(None, part, rows.dtype), rows=n)
+            return PaperFlight(slot=slot, result=PaperTensor(None, part, rows.dtype), rows=n)
         if self.kind == "p2p":
-            parts = [walk.tensor(part, rows.dtype, BUFFERS) for _ in range(n - 1)]
-            return Flight((rows, *parts), result=Held(None, part, rows.dtype), rows=n)
+            parts = [live.tensor(part, rows.dtype, BUFFERS) for _ in range(n - 1)]
+            return PaperFlight((rows, *parts), result=PaperTensor(None, part, rows.dtype), rows=n)
         if self.kind == "native":
-            return Flight((rows,), result=walk.tensor(part, rows.dtype, BUFFERS))
-        return Flight((rows, walk.like(rows, BUFFERS)), result=Held(None, part, rows.dtype), rows=n)
+            return PaperFlight((rows,), result=live.tensor(part, rows.dtype, BUFFERS))
+        return PaperFlight(
+            (rows, live.like(rows, BUFFERS)), result=PaperTensor(None, part, rows.dtype), rows=n
+        )
 
     def reduce_pair(
-        self, numel: int, dtype: torch.dtype, axes: Sequence[str], own: Sequence[Held], in_place: bool
-    ) -> Flight:
+        self, numel: int, dtype: torch.dtype, axes: Sequence[str], own: Sequence[PaperTensor], in_place: bool
+    ) -> PaperFlight:
         """Issue a reduction of two ranks that keep their own rows, in gradients that live till then."""
         flight = self.gather_leaves(2 * numel * dtype.itemsize, int(in_place), axes)
-        return replace(flight, holds=tuple(own), result=Held(None, numel, dtype))
+        return replace(flight, keeps=tuple(own), result=PaperTensor(None, numel, dtype))
 
-    def all_reduce(self, walk: Walk, flat: Held, axes: Sequence[str]) -> Flight:
+    def all_reduce(self, live: LiveMemory, flat: PaperTensor, axes: Sequence[str]) -> PaperFlight:
         """Issue; the sum is made in place, but not in a shared slot."""
         n = self.mesh.axes_size(axes)
         if n == 1 or self.kind in ("local", "p2p", "native"):
-            return Flight(result=flat)
+            return PaperFlight(result=flat)
         if self.kind == "shared":
             pieces = n if flat.bytes > SMALL_BYTES else 1
-            return Flight(slot=self._slot(flat, self.gathers), result=flat, pieces=pieces, rows=n)
-        return Flight((walk.like(flat, BUFFERS),), result=flat, rows=n)
+            return PaperFlight(slot=self._slot(flat, self.gathers), result=flat, pieces=pieces, rows=n)
+        return PaperFlight((live.like(flat, BUFFERS),), result=flat, rows=n)
 
-    def reduced(self, walk: Walk, flight: Flight) -> Held:
+    def reduced(self, live: LiveMemory, flight: PaperFlight) -> PaperTensor:
         """Wait for a sum: where it is not there yet, it is made now."""
-        result: Held = flight.result
-        if self.kind in ("local", "native") or (not flight.holds and flight.slot is None):
+        result: PaperTensor = flight.result
+        if self.kind in ("local", "native") or (not flight.keeps and flight.slot is None):
             return result  # summed where it lay, or by the library
         if flight.slot is not None and flight.slot.views:  # summed there, and held till the sum dies
-            return walk.view_of(flight.slot, result.numel, result.dtype)
-        if result.block is None:
-            result = walk.tensor(result.numel, result.dtype, BUFFERS)
+            return live.view_of(flight.slot, result.numel, result.dtype)
+        if result.storage is None:
+            result = live.tensor(result.numel, result.dtype, BUFFERS)
         if flight.rows > 2 and result.dtype in (torch.bfloat16, torch.float16):  # summed in fp32, by pieces
-            walk.spike(2 * 4 * min(SUM_CHUNK, -(-result.numel // flight.pieces)), BUFFERS)
+            live.spike(2 * 4 * min(SUM_CHUNK, -(-result.numel // flight.pieces)), BUFFERS)
         self.release(flight)
         return result
 
-    def release(self, flight: Flight) -> None:
+    def release(self, flight: PaperFlight) -> None:
         """The slot may be used again."""
         if flight.slot is not None:
             flight.slot.alive = False
 
-    def _slot(self, flat: Held, heap: SharedHeap) -> SharedSlot:
+    def _slot(self, flat: PaperTensor, heap: SharedHeap) -> SharedSlot:
         """The slot that `flat` was packed in, or one that it is copied to."""
-        if flat.block is None and self.packing is not None:
+        if flat.storage is None and self.packing is not None:
             slot, self.packing = self.packing, None
             return slot
         return heap.take(flat.bytes)

@@ -15,12 +15,12 @@ from fnshard import tree
 from fnshard.analysis.slots import Slots
 from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
 from fnshard.checkpoint.manifest_file import SavedLeaf
+from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, P, block_shape
 from fnshard.mesh import Mesh
-from fnshard.runtime.executor.update import MASTER
 from fnshard.runtime.files.tensorfile import DTYPES
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState

@@ -15,7 +15,6 @@ from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, ke
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.split import Segments, split
 from fnshard.compiler.schedule.build import build
-from fnshard.compiler.schedule.instructions import Schedule
 from fnshard.compiler.schedule.passes import (
     insert_frees,
     offload,
@@ -26,6 +25,7 @@ from fnshard.compiler.schedule.passes import (
     updates_last,
 )
 from fnshard.compiler.schedule.plan import Plan
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import TraceError
 from fnshard.layout.resolved import ResolvedSpecs

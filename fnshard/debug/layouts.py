@@ -8,14 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard.compiler.schedule.instructions import (
-    COLLECTIVES,
-    Cast,
-    Instruction,
-    Run,
-    Schedule,
-    Wait,
-)
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Cast, Instruction, Run, Wait
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.debug.batch import (
     as_arguments,
     difference,
@@ -288,7 +282,8 @@ def _factor(a: Tensor, b: Tensor) -> float | None:
 def _kind(line: Instruction | None) -> str:
     if isinstance(line, Run):
         return "kernel"
-    if isinstance(line, COLLECTIVES) or (isinstance(line, Wait) and not line.of.startswith("to_")):
+    source = line.of if isinstance(line, Wait) else line
+    if source is not None and source.lane == COMMUNICATION:
         return "collective"
     return {Cast: "cast"}.get(type(line), "input" if line is None else "instruction")
 

@@ -12,12 +12,19 @@ from torch import Tensor
 
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
-from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    Action,
+    Env,
+    Instruction,
+    Run,
+    Wait,
+)
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.debug.batch import as_arguments
 from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
 from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
 from fnshard.errors import DebugError, FnshardError, StateError, report
-from fnshard.runtime.executor.context import Action, Env
 from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
@@ -293,6 +300,6 @@ def _caused(found: list[NonFinite], schedule: Schedule) -> list[NonFinite]:
 
     def received(arose: NonFinite) -> bool:
         line = schedule.instructions[arose.number] if arose.number >= 0 else None
-        return isinstance(line, Wait) and not line.of.startswith("to_")
+        return isinstance(line, Wait) and line.of.lane == COMMUNICATION
 
     return [a for i, a in enumerate(found) if i == 0 or not received(a)]

@@ -25,20 +25,23 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, LANES, TRANSFER
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.timeline import Span, Timeline
 from fnshard.compiler.schedule.instructions import (
-    COLLECTIVES,
-    TRANSFERS,
+    COMMUNICATION,
+    COMPUTE,
+    HOST,
+    LANES,
+    TRANSFER,
+    Action,
+    Env,
     Instruction,
     Run,
-    Schedule,
     Update,
     Wait,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import SpecError
-from fnshard.runtime.executor.context import Action, Env
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step
 
@@ -204,7 +207,7 @@ def _on_device(
 def _device_lane(event: Mapping[str, Any], line: Instruction) -> str:
     if "nccl" in event["name"].lower():
         return COMMUNICATION
-    return TRANSFER if event["cat"] == "gpu_memcpy" and isinstance(line, TRANSFERS) else COMPUTE
+    return TRANSFER if event["cat"] == "gpu_memcpy" and line.lane == TRANSFER else COMPUTE
 
 
 def _of_step(
@@ -228,9 +231,7 @@ def _of_step(
 
 def lane_of(line: Instruction) -> str:
     """Where an instruction stands on a machine that does one thing at a time: waiting is communication."""
-    if isinstance(line, TRANSFERS) or (isinstance(line, Wait) and line.of.startswith("to_")):
-        return TRANSFER
-    return COMMUNICATION if isinstance(line, (*COLLECTIVES, Wait)) else COMPUTE
+    return line.of.lane if isinstance(line, Wait) else line.lane
 
 
 def _medians(
@@ -310,4 +311,4 @@ def _by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, floa
 def _kind(line: Instruction) -> str:
     if isinstance(line, Run):
         return f"run {'backward' if line.backward else 'forward'}"
-    return line.of if isinstance(line, Wait) else line.verb
+    return (line.of if isinstance(line, Wait) else line).verb

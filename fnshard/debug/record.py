@@ -17,20 +17,26 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import Kind, stored
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
+    Action,
     Add,
     Cast,
+    Env,
+    Gather,
     Instruction,
     Local,
+    Publish,
+    Reduced,
+    ReduceScalars,
     Run,
-    Schedule,
     Update,
     Wait,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.debug.values import tensors
 from fnshard.errors import CollectiveError
 from fnshard.layout.spec import P
 from fnshard.runtime.collectives.simulated import Adversary, simulate
-from fnshard.runtime.executor.context import Action, Env, Reduced, Watch
+from fnshard.runtime.executor.context import Watch
 from fnshard.step.lowered import Lowered
 from fnshard.step.runner import data_rank
 from fnshard.step.step import Step
@@ -160,10 +166,10 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield from _of_run(line, env, schedule)
     elif isinstance(line, Add):
         yield ("sum", line.writes[0]), env[line.writes[0]], None, ""
-    elif isinstance(line, Cast) or (isinstance(line, Wait) and line.of == "gather"):
+    elif isinstance(line, Cast) or (isinstance(line, Wait) and line.of is Gather):
         for name in line.writes:
             yield ("leaf", name.leaf), env[name], None, name.version[1:]
-    elif isinstance(line, Wait) and line.of == "reduce_scalars":
+    elif isinstance(line, Wait) and line.of is ReduceScalars:
         for name, tensor in tensors(env[line.writes[0]]):
             if name in ("loss", "norm", "count"):
                 yield ("scalar", name), tensor, None, ""
@@ -171,7 +177,7 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield from _of_reduction(line, env, schedule)
     if isinstance(line, Update):
         yield from _of_update(line, env, schedule)
-    if isinstance(line, Wait) and line.of == "publish":
+    if isinstance(line, Wait) and line.of is Publish:
         for name in line.writes:
             yield ("updated leaf", name.leaf), env[name], schedule.specs[name.leaf].storage, ""
 

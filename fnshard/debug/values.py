@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import SCALARS, SEED, Kind, ValueName
-from fnshard.runtime.executor.context import Reduced
+from fnshard.compiler.schedule.instructions import Reduced
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
 ORDER: tuple[Health, ...] = ("", "inf", "nan")

@@ -24,7 +24,7 @@ __all__ = [
     "wsd",
 ]
 
-Given = ParamSpec("Given")
+MemoryInputs = ParamSpec("MemoryInputs")
 Made = TypeVar("Made")
 Rate = float | Callable[[Tensor], Tensor | float]
 ByPath = float | Sequence[tuple[str, float]]
@@ -156,11 +156,11 @@ def counterpart(value: object) -> str:
     )
 
 
-def rate_first(make: Callable[Given, Made]) -> Callable[Given, Made]:
+def rate_first(make: Callable[MemoryInputs, Made]) -> Callable[MemoryInputs, Made]:
     """Decorator: an error with the fix for a call in torch's order, with parameters first."""
 
     @functools.wraps(make)
-    def made(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def made(*args: MemoryInputs.args, **kwargs: MemoryInputs.kwargs) -> Made:
         if args:
             as_schedule(args[0])
         return make(*args, **kwargs)

@@ -12,7 +12,7 @@ import torch
 
 from fnshard.analysis.diff import Difference, compare
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Given, Ledger, MemoryAnalysis, MemoryTimeline, check_fits, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, check_fits, measure
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
 from fnshard.analysis.transport import TransportKind
@@ -23,7 +23,8 @@ from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
 from fnshard.compiler.kernels.split import Segments
 from fnshard.compiler.lower import Stages
-from fnshard.compiler.schedule.instructions import TRANSFERS, Run, Schedule
+from fnshard.compiler.schedule.instructions import TRANSFER, Run
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import SpecError
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
@@ -112,7 +113,7 @@ class Lowered:
         kinds = get_args(TransportKind)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
-        given = Given(
+        given = MemoryInputs(
             self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
         )
         found = measure(self.schedule, given)
@@ -122,7 +123,7 @@ class Lowered:
     def _moved(self) -> Mapping[int, int]:
         """Bytes of transfers; they do not depend on how kernels are compiled, or on the transport."""
         if self.moved is None:
-            transfers = any(isinstance(line, TRANSFERS) for line in self.schedule.instructions)
+            transfers = any(line.lane == TRANSFER for line in self.schedule.instructions)
             self.moved = self._ledger().moved if transfers else {}
         return self.moved
 

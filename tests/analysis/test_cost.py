@@ -21,12 +21,11 @@ from toys import chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import Hardware, SpecError
 from fnshard.analysis import measure as measuring
-from fnshard.analysis.cost import _PRICES, Pricer
+from fnshard.analysis.cost import Pricer
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import TABLE, Curve, Link
 from fnshard.compiler.schedule import instructions as lines
 from fnshard.compiler.schedule.instructions import (
-    TRANSFERS,
     AllReduce,
     Gather,
     Instruction,
@@ -163,9 +162,14 @@ def loss(p: Any, x: Any) -> Any:
     return run_chain(p, x).sum()
 
 
-def test_every_instruction_has_a_price() -> None:
+def test_every_instruction_says_all_about_itself() -> None:
+    """`bind`, `memory` and `price`; of those that issue something, what its Wait does, too."""
     kinds = {k for k in vars(lines).values() if isinstance(k, type) and issubclass(k, Instruction)}
-    assert {k for k in kinds if not k.__name__.startswith("_")} - {Instruction} == set(_PRICES)
+    kinds -= {Instruction, lines.OfBucket}
+    assert len(kinds) == 18
+    for kind in kinds:
+        methods = ["bind", "memory", "price"] + ["bind_wait", "wait_memory"] * (kind.lane != lines.COMPUTE)
+        assert [m for m in methods if getattr(kind, m) == getattr(Instruction, m)] == [], kind
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -246,11 +250,11 @@ def test_transfers_are_priced_by_the_bytes_that_the_ledger_counts(preset: str, t
         more = {"accumulate": accumulate, "policy": TIERS[tier] | dtypes, "remat": remat}
         low = lower(loss, params, rows().to(dtype), ranks=3, preset=preset, **more)
         moved = low._ledger().moved
-        lines = {i: x for i, x in enumerate(low.schedule.instructions) if isinstance(x, TRANSFERS)}
-        assert lines and set(lines) == set(moved) and sum(moved.values())
+        transfers = {i: x for i, x in enumerate(low.schedule.instructions) if x.lane == lines.TRANSFER}
+        assert transfers and set(transfers) == set(moved) and sum(moved.values())
         for known in (moved, None):
             pricer = Pricer(low.schedule, one, moved=known)
-            assert {i: pricer.of(x).flight_seconds for i, x in lines.items()} == moved
+            assert {i: pricer.of(x).flight_seconds for i, x in transfers.items()} == moved
 
 
 def test_a_lowered_step_prices_transfers_by_its_own_ledger() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
-from fnshard.analysis.footprint import Entry, eager_footprint
-from fnshard.analysis.lifetimes import CATEGORIES
+from fnshard.analysis.footprint import CallArgument, eager_footprint
+from fnshard.compiler.schedule.paper import CATEGORIES
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.lowered import Lowered
 
@@ -41,7 +41,7 @@ def traced(fn: Any, *args: Tensor) -> fx.GraphModule:
     return module
 
 
-def footprint(fn: Any, entries: Sequence[Entry], *args: Tensor) -> Any:
+def footprint(fn: Any, entries: Sequence[CallArgument], *args: Tensor) -> Any:
     return eager_footprint(traced(fn, *args), entries, "cpu")
 
 
@@ -49,8 +49,8 @@ def test_a_dropped_argument_dies_at_its_last_reader() -> None:
     x = torch.zeros(KB)  # 4 KiB
     chained = lambda x: (x.sin().cos().exp(),)  # noqa: E731
     # Two results at once beside the argument, or one beside it and two without it.
-    assert above_entry(footprint(chained, [Entry(0)], x), 0) == 8 * KB
-    assert above_entry(footprint(chained, [Entry(0, True, 4 * KB)], x), 4 * KB) == 4 * KB
+    assert above_entry(footprint(chained, [CallArgument(0)], x), 0) == 8 * KB
+    assert above_entry(footprint(chained, [CallArgument(0, True, 4 * KB)], x), 4 * KB) == 4 * KB
 
 
 def above_entry(found: Any, argument_bytes: int) -> int:
@@ -60,14 +60,17 @@ def above_entry(found: Any, argument_bytes: int) -> int:
 
 def test_outputs_say_what_they_alias() -> None:
     x, y = torch.zeros(4, KB), torch.zeros(4, KB)
-    made = footprint(lambda x, y: (x[1], x + y, (x * y).view(-1)), [Entry(0), Entry(1)], x, y)
-    assert [(o.new, o.given) for o in made.outputs] == [(None, 0), (0, None), (1, None)]
+    made = footprint(lambda x, y: (x[1], x + y, (x * y).view(-1)), [CallArgument(0), CallArgument(1)], x, y)
+    assert [(o.new, o.argument) for o in made.outputs] == [(None, 0), (0, None), (1, None)]
     assert made.new_bytes == (16 * KB, 16 * KB)
 
 
 def test_arguments_that_share_a_storage_die_together() -> None:
     x, y = torch.zeros(KB), torch.zeros(KB)
-    shared, apart = [Entry(0, True, 4 * KB)] * 2, [Entry(0, True, 4 * KB), Entry(1, True, 4 * KB)]
+    shared, apart = (
+        [CallArgument(0, True, 4 * KB)] * 2,
+        [CallArgument(0, True, 4 * KB), CallArgument(1, True, 4 * KB)],
+    )
     fn = lambda x, y: ((x.sin() + 1).exp() + y,)  # noqa: E731
     # Apart, the first is gone when the second result is made; shared, it lives as long as the second.
     assert above_entry(footprint(fn, apart, x, y), 4 * KB) == 4 * KB

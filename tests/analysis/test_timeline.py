@@ -15,10 +15,19 @@ from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import Hardware
-from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, TRANSFER, Pricer
+from fnshard.analysis.cost import Pricer
 from fnshard.analysis.hardware import Curve, Link
 from fnshard.analysis.timeline import Timeline, simulate
-from fnshard.compiler.schedule.instructions import Run, ToHost, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    COMPUTE,
+    HOST,
+    TRANSFER,
+    Run,
+    ToHost,
+    Update,
+    Wait,
+)
 from fnshard.step.lowered import Lowered
 
 H100 = Hardware.named("h100")
@@ -94,7 +103,9 @@ def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
         flights |= {n: index for n in line.writes if n.startswith("~")}
         if isinstance(line, Wait) and flights[line.reads[0]] in ends:
             landed = ends[flights[line.reads[0]]]
-            if line.of == "to_device" and line.writes[0].startswith("s:"):  # by the worker, for the next step
+            if line.of.verb == "to_device" and line.writes[0].startswith(
+                "s:"
+            ):  # by the worker, for the next step
                 assert got.step_seconds >= landed - 1e-12
                 continue
             readers = [i for i, other in enumerate(low.schedule.instructions)

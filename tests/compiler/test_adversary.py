@@ -23,18 +23,20 @@ from fnshard.compiler import lower as lower_module
 from fnshard.compiler.schedule.instructions import (
     AllReduce,
     Free,
+    Gather,
     Instruction,
     Norms,
     Publish,
+    Reduced,
+    ReduceScatter,
     Run,
-    Schedule,
     Update,
     Wait,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import ScheduleError
 from fnshard.runtime.collectives.simulated import poison
-from fnshard.runtime.executor.context import Reduced
 from fnshard.step import runner
 
 PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
@@ -175,12 +177,12 @@ def move(lines: list[Instruction], source: int, target: int) -> None:
 
 
 def run_before_its_gather_is_waited_for(lines: list[Instruction]) -> None:
-    wait = first(lines, Wait, of="gather")
+    wait = first(lines, Wait, of=Gather)
     move(lines, first(lines, Run, unit=lines[wait].unit), wait)
 
 
 def update_before_its_reduction_is_waited_for(lines: list[Instruction]) -> None:
-    wait = first(lines, Wait, of="reduce_scatter")
+    wait = first(lines, Wait, of=ReduceScatter)
     move(lines, first(lines, Update, bucket=lines[wait].bucket), wait)
 
 
@@ -191,7 +193,7 @@ def publish_before_its_update(lines: list[Instruction]) -> None:
 
 
 def wait_left_out(lines: list[Instruction]) -> None:
-    wait = lines.pop(first(lines, Wait, of="gather"))
+    wait = lines.pop(first(lines, Wait, of=Gather))
     for i, line in enumerate(lines):
         lines[i] = replace(line, reads=tuple(n for n in line.reads if n not in wait.writes),
                            drops=tuple(n for n in line.drops if n not in wait.writes))  # fmt: skip

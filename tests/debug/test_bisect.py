@@ -32,7 +32,16 @@ from faults import (
 from toys import rows
 
 import fnshard as fs
-from fnshard.compiler.schedule.instructions import Run, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    AllReduce,
+    Gather,
+    Publish,
+    ReduceScalars,
+    ReduceScatter,
+    Run,
+    Update,
+    Wait,
+)
 from fnshard.debug.layouts import BisectReport
 from fnshard.errors import StateError
 from fnshard.runtime.executor.context import Context
@@ -62,39 +71,39 @@ ROUND = lambda got: [row.bfloat16().to(row.dtype) for row in got]  # noqa: E731
 WRONG: Mapping[str, tuple[Callable[[], Any], AT, type, AT, str]] = {
     "reduce op: twice": (
         lambda: lying("reduce_scatter", 0, lambda r: r * 2), {}, Wait,
-        {"of": "reduce_scatter", "unit": "layers.2"}, "b is 2 times a"),
+        {"of": ReduceScatter, "unit": "layers.2"}, "b is 2 times a"),
     "reduce op: a part": (
         lambda: lying("reduce_scatter", 1, lambda r: r * 0.9), {}, Wait,
-        {"of": "reduce_scatter", "unit": "layers.1"}, "layers.1.w"),
+        {"of": ReduceScatter, "unit": "layers.1"}, "layers.1.w"),
     "reduce: one rank": (
         lambda: lying("reduce_scatter", 2, lambda r: r + 0.1, 1), {}, Wait,
-        {"of": "reduce_scatter", "unit": "layers.0"}, "rank 1"),
+        {"of": ReduceScatter, "unit": "layers.0"}, "rank 1"),
     "all_reduce: left out": (
         lambda: lying("all_reduce", 2, lambda r: r / 2), {"preset": "hybrid_shard"}, Wait,
-        {"of": "all_reduce", "unit": "layers.1"}, "b is 0.5 times a"),
+        {"of": AllReduce, "unit": "layers.1"}, "b is 0.5 times a"),
     "gather: ranks swapped": (
         lambda: lying("all_gather", 1, RANK0[1]), {}, Wait,
-        {"of": "gather", "unit": "layers.1"}, "leaf as kernels see it 'layers.1.w'"),
+        {"of": Gather, "unit": "layers.1"}, "leaf as kernels see it 'layers.1.w'"),
     "gather: own row twice": (
         lambda: lying("all_gather", 0, RANK0[0]), {}, Wait,
-        {"of": "gather", "unit": "layers.0"}, "layers.0.w"),
+        {"of": Gather, "unit": "layers.0"}, "layers.0.w"),
     "gather: for the backward": (
         lambda: lying("all_gather", 3, RANK0[1]), {}, Wait,
-        {"of": "gather", "unit": "layers.1", "phase": "backward"}, "layers.1.w"),
+        {"of": Gather, "unit": "layers.1", "phase": "backward"}, "layers.1.w"),
     "dtype on the wire": (
         lambda: lying("all_gather", 2, ROUND), {}, Wait,
-        {"of": "gather", "unit": "layers.2"}, "layers.2.w"),
+        {"of": Gather, "unit": "layers.2"}, "layers.2.w"),
     "publish": (
         lambda: lying("all_gather", 1, RANK0[1]), {"preset": "zero2"}, Wait,
-        {"of": "publish"}, "updated leaf"),
+        {"of": Publish}, "updated leaf"),
     "scalars": (
-        lambda: lying("all_reduce", 0, lambda r: r * 2), {}, Wait, {"of": "reduce_scalars"}, "scalar 'loss'"),
+        lambda: lying("all_reduce", 0, lambda r: r * 2), {}, Wait, {"of": ReduceScalars}, "scalar 'loss'"),
     "dtype of a leaf": (
         lambda: planted(lambda c: c), {"policy": BF16}, Wait,
-        {"of": "gather", "unit": "layers.1"}, "a has float32, b bfloat16"),
+        {"of": Gather, "unit": "layers.1"}, "a has float32, b bfloat16"),
     "dtype of a reduction": (
         lambda: planted(lambda c: c), {"policy": RED16}, Wait,
-        {"of": "reduce_scatter", "unit": "layers.1"}, "a has float32, b bfloat16"),
+        {"of": ReduceScatter, "unit": "layers.1"}, "a has float32, b bfloat16"),
     "kernel": (
         lambda: kernel_wrong("k1", False, 0, lambda v: v + 0.1), {}, Run,
         {"unit": "layers.1", "backward": False}, "value 'matmul_default_1'"),
@@ -126,7 +135,7 @@ WRONG: Mapping[str, tuple[Callable[[], Any], AT, type, AT, str]] = {
     "micro-batch": (
         lambda: lying("reduce_scatter", 3, lambda r: r * 2),
         {"options_a": {"accumulate": 2}, "options_b": {"accumulate": 2}}, Wait,
-        {"of": "reduce_scatter", "unit": "layers.2", "phase": "backward.1"}, "gradient of a micro-batch"),
+        {"of": ReduceScatter, "unit": "layers.2", "phase": "backward.1"}, "gradient of a micro-batch"),
 }  # fmt: skip
 
 

@@ -15,8 +15,17 @@ import torch
 from toys import chain, rows, run_chain
 
 import fnshard as fs
-from fnshard.analysis.cost import COMMUNICATION, COMPUTE, HOST, TRANSFER
-from fnshard.compiler.schedule.instructions import Gather, Run, ToHost, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    COMPUTE,
+    HOST,
+    TRANSFER,
+    Gather,
+    Run,
+    ToHost,
+    Update,
+    Wait,
+)
 from fnshard.debug.profile import measured, span_name, table
 from fnshard.errors import SpecError
 

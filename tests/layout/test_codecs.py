@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, codecs
-from fnshard.analysis.footprint import Entry, Watch
+from fnshard.analysis.footprint import CallArgument, StorageWatch
 from fnshard.errors import CheckpointError, SpecError, StateError
 
 BOTH = ("int8", "nf4")
@@ -95,9 +95,9 @@ def spec_of(value: Tensor, codec: str) -> LayoutSpec:
 
 def peak_of(work: Callable[[], Any], *given: Tensor) -> int:
     """Bytes of what operators make, at the worst moment, its results too."""
-    with torch.no_grad(), Watch("cpu") as watch:
+    with torch.no_grad(), StorageWatch("cpu") as watch:
         for number, value in enumerate(given):
-            watch.adopt(value, Entry(number, value.untyped_storage().nbytes(), 0))
+            watch.adopt(value, CallArgument(number, value.untyped_storage().nbytes(), 0))
         work()
     return watch.peak
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard.compiler import lower
-from fnshard.compiler.schedule.instructions import Run, Update
+from fnshard.compiler.schedule.instructions import Reduced, Run, Update
 from fnshard.errors import SpecError
 from fnshard.runtime.collectives.base import Done
 from fnshard.runtime.executor import cuda_graph
-from fnshard.runtime.executor.context import Reduced
 
 STEPS, WIDTH = 6, 8
 RATE = fs.schedules.warmup_cosine(1e-2, 2, 9)

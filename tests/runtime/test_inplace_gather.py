@@ -193,7 +193,7 @@ def _step(rank: int, preset: str) -> tuple[int, int, int]:
     def watch(number: int, line: Any, action: Any) -> Any:
         def run(env: dict[str, Any]) -> None:
             action(env)
-            if line.verb == "wait" and line.of == "gather":
+            if line.verb == "wait" and line.of.verb == "gather":
                 leaves = [env[n] for n in line.writes]
                 seen[0] += 1
                 seen[1] += len(leaves)
@@ -254,7 +254,7 @@ def _reduced(rank: int, clip: bool) -> tuple[int, int, int]:
     def watch(number: int, line: Any, action: Any) -> Any:
         def run(env: dict[str, Any]) -> None:
             action(env)
-            if line.verb == "wait" and line.of == "reduce_scatter":
+            if line.verb == "wait" and line.of.verb == "reduce_scatter":
                 seen[0] += 1
                 seen[1] += endpoint.memories[0].offset_of(env[line.writes[0]].flat) is not None
 

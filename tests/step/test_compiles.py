@@ -17,9 +17,10 @@ from toys import rows
 import fnshard as fs
 from fnshard import LayoutSpec
 from fnshard.compiler.kernels import inductor
+from fnshard.compiler.schedule.instructions import Reduced
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, SpecError
-from fnshard.runtime.executor.context import Context, Reduced
+from fnshard.runtime.executor.context import Context
 from fnshard.step import runner
 
 

@@ -16,7 +16,14 @@ from toys import chain, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.compiler.schedule.instructions import ReduceScalars, ReduceScatter, Run, ToHost, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    ReduceScalars,
+    ReduceScatter,
+    Run,
+    ToHost,
+    Update,
+    Wait,
+)
 
 X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 
@@ -351,7 +358,7 @@ def test_a_count_is_summed_before_the_backward(accumulate, accumulate_mode):
 
     assert order(counted) == order(plain)
     last = f"backward{f'.{accumulate - 1}' * (accumulate > 1)}"
-    (issued,), (arrived,) = numbers(ReduceScalars), numbers(Wait, of="reduce_scalars")
+    (issued,), (arrived,) = numbers(ReduceScalars), numbers(Wait, of=ReduceScalars)
     updates = numbers(Update)
     assert issued < min(numbers(Run, phase=last))
     assert min(numbers(ReduceScatter, phase=last)) < arrived < min(updates)  # what can leave has left
@@ -362,7 +369,9 @@ def test_a_count_waits_for_norms_that_are_wanted():
     clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
     for how in ({"optimizer": clip}, {"grad_norm": True}):
         found = list(lower(_counted, chain(3), rows(), **how).schedule.instructions)
-        arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of == "reduce_scalars")
+        arrived = next(
+            n for n, i in enumerate(found) if isinstance(i, Wait) and i.of.verb == "reduce_scalars"
+        )
         assert arrived < min(n for n, i in enumerate(found) if isinstance(i, Update))
         assert arrived > max(n for n, i in enumerate(found) if isinstance(i, Run))
 

@@ -13,7 +13,17 @@ from toys import chain, run_chain
 
 import fnshard as fs
 from fnshard.compiler import lower as lower_module
-from fnshard.compiler.schedule.instructions import AllReduce, Free, Instruction, Run, Schedule, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    AllReduce,
+    Free,
+    Gather,
+    Instruction,
+    ReduceScatter,
+    Run,
+    Update,
+    Wait,
+)
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.runtime.executor.context import Context
 from fnshard.step import runner
 
@@ -177,11 +187,11 @@ def leave_out(lines: list[Instruction], number: int) -> None:
 
 
 def gather_not_waited_for(lines: list[Instruction]) -> None:
-    leave_out(lines, first(lines, Wait, of="gather", unit="layers.1"))
+    leave_out(lines, first(lines, Wait, of=Gather, unit="layers.1"))
 
 
 def update_before_its_reduction(lines: list[Instruction]) -> None:
-    wait = first(lines, Wait, of="reduce_scatter", unit="layers.1")
+    wait = first(lines, Wait, of=ReduceScatter, unit="layers.1")
     lines.insert(wait, lines.pop(first(lines, Update, unit="layers.1")))
 
 

@@ -96,6 +96,7 @@ class ValueName(str):
 
 
 _OF_LEAVES = (Kind.STORED, Kind.SLOTS, Kind.GATHERED, Kind.GRADIENT)
+MASTER = "master"  # the slot of a leaf's copy in the optimizer's dtype
 SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
 SEED = ValueName(Kind.VALUE, "seed")  # the tangent of the loss
 

@@ -29,13 +29,13 @@ from fnshard.compiler.schedule.instructions import (
     ReduceScalars,
     ReduceScatter,
     Run,
-    Schedule,
     Update,
     UpdateGather,
     Wait,
     Zeros,
 )
 from fnshard.compiler.schedule.plan import Plan
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
@@ -161,7 +161,7 @@ class _Builder:
             if bucket.axes:
                 flight = ValueName(Kind.FLIGHT, bucket.name, f"#{version}")
                 self.lines.append(Gather(bucket.unit, phase, shards, (flight,), bucket=bucket.name))
-                self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of="gather"))
+                self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of=Gather))
             else:
                 self.lines.append(Cast(bucket.unit, phase, shards, fresh, bucket=bucket.name))
             names |= dict(zip(bucket.paths, fresh, strict=True))
@@ -330,7 +330,7 @@ class _Builder:
                 ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
             )
             self.lines.append(
-                Wait(bucket.unit, phase, (flight,), (part,), bucket=bucket.name, of="reduce_scatter")
+                Wait(bucket.unit, phase, (flight,), (part,), bucket=bucket.name, of=ReduceScatter)
             )
             reads, paths = (part,), ()
         if rest:
@@ -338,9 +338,7 @@ class _Builder:
             self.lines.append(
                 AllReduce(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths, axes=rest)
             )
-            self.lines.append(
-                Wait(bucket.unit, phase, (flight,), (name,), bucket=bucket.name, of="all_reduce")
-            )
+            self.lines.append(Wait(bucket.unit, phase, (flight,), (name,), bucket=bucket.name, of=AllReduce))
         return name
 
     # -------------------------------------------------------------- the end of the step
@@ -359,7 +357,7 @@ class _Builder:
 
     def scalars_wait(self) -> None:
         """Once: behind the first reduction, which leaves before the host blocks."""
-        wait = Wait("-", "update", (_SCALARS_FLIGHT,), (SCALARS,), of="reduce_scalars")
+        wait = Wait("-", "update", (_SCALARS_FLIGHT,), (SCALARS,), of=ReduceScalars)
         if wait not in self.lines:
             self.lines.append(wait)
 
@@ -391,7 +389,7 @@ class _Builder:
                 flight, whole = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.WHOLE))
                 self.lines += [
                     UpdateGather(bucket.unit, "update", reads, (flight,), bucket=sent.name, paths=sent.paths),
-                    Wait(bucket.unit, "update", (flight,), (whole,), bucket=sent.name, of="update_gather"),
+                    Wait(bucket.unit, "update", (flight,), (whole,), bucket=sent.name, of=UpdateGather),
                 ]
                 reads += (whole,)
             self.lines.append(
@@ -400,9 +398,7 @@ class _Builder:
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             self.lines.append(Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name))
-            self.lines.append(
-                Wait(bucket.unit, "update", (flight,), shards, bucket=bucket.name, of="publish")
-            )
+            self.lines.append(Wait(bucket.unit, "update", (flight,), shards, bucket=bucket.name, of=Publish))
 
     def schedule(self) -> Schedule:
         last = self.plan.accumulate - 1

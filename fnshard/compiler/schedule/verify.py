@@ -12,19 +12,18 @@ from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.instructions import (
-    COLLECTIVES,
-    TRANSFERS,
+    COMPUTE,
+    TRANSFER,
     Cast,
     Free,
     Gather,
     Instruction,
     ReduceScalars,
     Run,
-    Schedule,
     UpdateGather,
     Wait,
-    taken_over,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import ScheduleError, report
 
 
@@ -75,14 +74,14 @@ def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule)
             walk.problems.append(f"{here}: reads {name}, which is not alive")
         if name in walk.taken:
             walk.problems.append(f"{here}: reads {name}, which line {walk.taken[name]} may overwrite")
-    walk.taken |= dict.fromkeys(taken_over(line), number)
+    walk.taken |= dict.fromkeys(line.overwrites, number)
     changed = set(line.drops) | (set(line.writes) & walk.live)
     for flight, (issued, issue) in walk.flying.items():
         touched = changed & set(issue.reads) - {flight}
         held = {n for n in touched if not _copied(issue, n)}
         if held and not (isinstance(line, Wait) and flight in line.reads):
             walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
-    if isinstance(line, COLLECTIVES + TRANSFERS):
+    if line.lane != COMPUTE:
         if line.writes[0] in walk.flying:
             walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
         walk.flying[line.writes[0]] = (number, line)
@@ -103,7 +102,7 @@ def _written_in_place(name: ValueName) -> bool:
 
 def _copied(issue: Instruction, name: ValueName) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
-    if isinstance(issue, TRANSFERS):
+    if issue.lane == TRANSFER:
         return False
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
@@ -156,7 +155,7 @@ def _double_gathers(schedule: Schedule) -> list[str]:
             if line.bucket in unread:
                 problems.append(f"{unread[line.bucket]}: {line.bucket} is gathered and never read")
             unread[line.bucket] = number
-        if isinstance(line, Gather | Cast) or (isinstance(line, Wait) and line.of == "gather"):
+        if isinstance(line, Gather | Cast) or (isinstance(line, Wait) and line.of is Gather):
             alive |= dict.fromkeys(line.writes, line.bucket)
         if isinstance(line, Wait):
             alive.pop(line.reads[0], None)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import SEED, Kind, kind_of
-from fnshard.compiler.schedule.instructions import TRANSFERS, Schedule
+from fnshard.compiler.schedule.instructions import TRANSFER, Env
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import SpecError, leaves, report
-from fnshard.runtime.executor.context import Env
 
 MODE = "reduce-overhead"  # of `shard_step`
 WARM_steps = 2
@@ -45,7 +45,7 @@ def obstacles(schedule: Schedule, updates: bool) -> list[str]:
     if away:
         shown = ", ".join(f"params[{p!r}]" for p in away[:3]) + (", ..." if len(away) > 3 else "")
         out.append(f"{leaves(len(away))} rest on the host or on disk: {shown}")
-    elif any(isinstance(line, TRANSFERS) for line in schedule.instructions):
+    elif any(line.lane == TRANSFER for line in schedule.instructions):
         out.append("remat='offload': activations travel to the host")
     if not updates:
         out.append("there is no optimizer: what is returned would be written over by the next call")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.errors import OptimizerError
 from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
@@ -18,7 +19,6 @@ from fnshard.runtime.executor.fused_update import FusedUpdates
 from fnshard.runtime.executor.scalars import Summary
 from fnshard.runtime.tiers import rest
 
-MASTER = "master"
 # gradients, slots, parameters, what was gathered of each leaf in order, and the step's numbers
 Gathered = Mapping[str, list[Tensor]]
 UpdateOf = Callable[[Tensors, Slots, Tensors, Gathered, dict[str, Any]], None]

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.instructions import (
-    TRANSFERS,
-    Accumulate,
-    Free,
-    Instruction,
-    Run,
-    Schedule,
-    Wait,
-)
+from fnshard.compiler.schedule.instructions import TRANSFER, Accumulate, Free, Instruction, Run, Wait
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 def insert_frees(schedule: Schedule) -> Schedule:
@@ -22,7 +15,7 @@ def insert_frees(schedule: Schedule) -> Schedule:
     Stored shards and the step's own inputs belong to the caller and are never dropped. What a transfer
     reads is read until its Wait.
     """
-    sent = {line.writes[0]: line.reads for line in schedule.instructions if isinstance(line, TRANSFERS)}
+    sent = {line.writes[0]: line.reads for line in schedule.instructions if line.lane == TRANSFER}
     keep = set(schedule.inputs) | set(schedule.outputs)
     last: dict[ValueName, int] = {}
     for index, line in enumerate(schedule.instructions):

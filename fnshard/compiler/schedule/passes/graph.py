@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from fnshard.compiler.schedule.instructions import (
-    TRANSFERS,
+    TRANSFER,
     Instruction,
     Publish,
-    Schedule,
+    ReduceScalars,
     Update,
     UpdateGather,
     Wait,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 def updates_last(schedule: Schedule) -> Schedule:
@@ -20,7 +21,7 @@ def updates_last(schedule: Schedule) -> Schedule:
     stays as it is: no graph holds it.
     """
     lines = schedule.instructions
-    if any(isinstance(line, TRANSFERS) for line in lines):
+    if any(line.lane == TRANSFER for line in lines):
         return schedule
     return schedule.with_instructions(
         [*(i for i in lines if not of_host(i)), *(i for i in lines if of_host(i))]
@@ -29,7 +30,7 @@ def updates_last(schedule: Schedule) -> Schedule:
 
 def of_host(line: Instruction) -> bool:
     """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
-    waits = isinstance(line, Wait) and line.of in ("reduce_scalars", "publish", "update_gather")
+    waits = isinstance(line, Wait) and line.of in (ReduceScalars, Publish, UpdateGather)
     return waits or isinstance(line, UpdateGather | Update | Publish)
 
 

@@ -19,13 +19,13 @@ from fnshard.compiler.schedule.instructions import (
     Instruction,
     Norms,
     Run,
-    Schedule,
     ToDevice,
     ToHost,
     Update,
     UpdateGather,
     Wait,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 def offload(schedule: Schedule, segments: frozenset[int] = frozenset()) -> Schedule:
@@ -183,7 +183,7 @@ def _moved(
     flight = ValueName(Kind.FLIGHT, f"{kind.__name__} {reads[0]} {writes[0]}")
     given = tuple(writes) if into else ()
     issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=given)
-    return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=issue.verb)
+    return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=type(issue))
 
 
 # ------------------------------------------------------------------ activations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fnshard.compiler.schedule.instructions import Instruction, Run, Schedule, Wait
+from fnshard.compiler.schedule.instructions import AllReduce, Instruction, ReduceScatter, Run, ToHost, Wait
+from fnshard.compiler.schedule.schedule import Schedule
 
-_LEAVING = ("reduce_scatter", "all_reduce", "to_host")
+_LEAVING = (ReduceScatter, AllReduce, ToHost)
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:

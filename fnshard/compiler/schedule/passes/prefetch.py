@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.instructions import Gather, Instruction, Run, Schedule, ToDevice, Wait
+from fnshard.compiler.schedule.instructions import Gather, Instruction, Run, ToDevice, Wait
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
@@ -32,7 +33,7 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
 def _moving(line: Instruction, sent: set[str]) -> bool:
     """Gathers, loads of new copies, and the Wait between a load and its gather."""
     if isinstance(line, Wait):
-        return line.of == "to_device" and bool(sent.intersection(line.writes))
+        return line.of is ToDevice and bool(sent.intersection(line.writes))
     return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
 
 

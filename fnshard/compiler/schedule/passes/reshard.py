@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fnshard.compiler.schedule.instructions import Cast, Gather, Instruction, Run, Schedule, Wait
+from fnshard.compiler.schedule.instructions import Cast, Gather, Instruction, Run, Wait
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 def reshard(schedule: Schedule) -> Schedule:

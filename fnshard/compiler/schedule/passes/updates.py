@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.instructions import (
-    COLLECTIVES,
+    COMMUNICATION,
     Instruction,
     Norms,
     Publish,
-    Schedule,
     Update,
     UpdateGather,
     Wait,
-    taken_over,
 )
+from fnshard.compiler.schedule.schedule import Schedule
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
@@ -30,7 +29,7 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    waits = isinstance(line, Wait) and line.of in ("publish", "update_gather")
+    waits = isinstance(line, Wait) and line.of in (Publish, UpdateGather)
     return waits or isinstance(line, Norms | UpdateGather | Update | Publish)
 
 
@@ -40,8 +39,8 @@ def _earliest(lines: list[Instruction], line: Instruction) -> int:
     A collective touches what it reads until it has been waited for.
     """
     reads = set(line.reads)
-    changes = {n for n in (*line.writes, *taken_over(line)) if n.kind in (Kind.STORED, Kind.REDUCED)}
-    issued = {i.writes[0]: i.reads for i in lines if isinstance(i, COLLECTIVES)}
+    changes = {n for n in (*line.writes, *line.overwrites) if n.kind in (Kind.STORED, Kind.REDUCED)}
+    issued = {i.writes[0]: i.reads for i in lines if i.lane == COMMUNICATION}
     for index in range(len(lines) - 1, -1, -1):
         other = lines[index]
         under_way = issued.get(other.reads[0], ()) if isinstance(other, Wait) else ()

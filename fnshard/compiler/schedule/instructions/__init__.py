@@ -1,0 +1,28 @@
+"""Instructions: the lines of a schedule, one class each with all that is about it; see `base`."""
+
+from fnshard.compiler.schedule.instructions.base import (
+    COMMUNICATION,
+    COMPUTE,
+    HOST,
+    LANES,
+    TRANSFER,
+    Action,
+    Env,
+    Instruction,
+    Names,
+    OfBucket,
+    Wait,
+)
+from fnshard.compiler.schedule.instructions.gradients import Accumulate, AllReduce, Local, ReduceScatter
+from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
+from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
+from fnshard.compiler.schedule.instructions.reduced import Reduced
+from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
+from fnshard.compiler.schedule.instructions.updates import Norms, ReduceScalars, Update, UpdateGather
+
+__all__ = [
+    "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add", "AllReduce",
+    "Cast", "Env", "Free", "Gather", "Instruction", "Local", "Names", "Norms", "OfBucket", "Publish",
+    "ReduceScalars", "ReduceScatter", "Reduced", "Run", "ToDevice", "ToHost", "Update", "UpdateGather",
+    "Wait", "Zeros",
+]  # fmt: skip

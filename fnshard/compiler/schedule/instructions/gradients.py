@@ -1,0 +1,347 @@
+"""Gradients, from full ones to this rank's blocks of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.ir.values import Kind
+from fnshard.compiler.schedule.instructions.base import (
+    COMMUNICATION,
+    Action,
+    Env,
+    Names,
+    OfBucket,
+    Wait,
+    bucket_of,
+    reduced_names,
+)
+from fnshard.compiler.schedule.instructions.kernels import Run
+from fnshard.compiler.schedule.instructions.leaves import cast_together
+from fnshard.compiler.schedule.instructions.reduced import Reduced
+from fnshard.compiler.schedule.instructions.updates import Update
+from fnshard.compiler.schedule.paper import BUFFERS, GRADIENTS, PaperGroup, PaperTensor, tensors_in
+
+if TYPE_CHECKING:
+    from fnshard.analysis.cost import Price, Pricer
+    from fnshard.analysis.rank_memory import RankMemory
+    from fnshard.compiler.schedule.schedule import Schedule
+    from fnshard.runtime.executor.context import Context
+
+
+def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
+    """How to read them: one value per leaf, or an accumulator of all."""
+    if line.reads and not line.paths:
+        (name,) = line.reads
+        return lambda env: env[name]
+    named = dict(zip(line.paths, line.reads, strict=False))  # behind them, an accumulator's earlier value
+    return lambda env: {p: env[n] for p, n in named.items()}
+
+
+def _full_gradients_on_paper(line: OfBucket, rank: RankMemory) -> dict[str, PaperTensor]:
+    names = rank.live.names
+    if line.reads and not line.paths:
+        return dict(names[line.reads[0]].parts)
+    return {p: names[n] for p, n in zip(line.paths, line.reads, strict=False)}
+
+
+def _spike_of_packing(line: OfBucket, rank: RankMemory) -> None:
+    """Gradients that are not contiguous are copied for the packing."""
+    full = _full_gradients_on_paper(line, rank).values()
+    rank.live.spike(sum(t.bytes for t in full if not t.is_contiguous), BUFFERS)
+
+
+def _bind_wait(wait: Wait, context: Context) -> Action:
+    """A row of sums, and views of it."""
+    (flight,), (out,), packer = wait.reads, wait.writes, context.packer(wait.bucket)
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        flat = handle.wait()
+        env[out] = Reduced(packer.blocks(flat), flat)
+        handle.release()
+
+    return run
+
+
+def _wait_memory(wait: Wait, rank: RankMemory) -> None:
+    live, bucket = rank.live, rank.bucket(wait)
+    flight = live.names[wait.reads[0]]
+    for tensor in tensors_in(flight):
+        live.keep(tensor.storage)
+    live.drop(wait.reads[0])
+    flat = rank.transport.reduced(live, flight)
+    parts = {p.path: PaperTensor(flat.storage, p.numel, flat.dtype, p.block) for p in bucket.pieces}
+    value = PaperGroup(parts, flat)
+    live.recategorise(value, GRADIENTS)
+    live.set(wait.writes[0], value)
+    for tensor in tensors_in(flight):
+        live.release(tensor.storage)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(OfBucket):
+    """Issue: full gradients -> this rank's blocks of their sum."""
+
+    lane, trips = COMMUNICATION, 1
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return self.rows_bytes(schedule)
+
+    def keeps_own_row(self, schedule: Schedule) -> bool:
+        """Whether two ranks that share memory send but the other's row of this reduction.
+
+        Its gradients live until it is waited for; they need no cast, and none is missing.
+        """
+        bucket = schedule.buckets[self.bucket]
+        as_made = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
+        complete = set(self.paths) == set(bucket.paths) and all(n.kind is Kind.GRADIENT for n in self.reads)
+        return as_made and complete
+
+    def updated_at_once(self, schedule: Schedule) -> bool:
+        """Whether one Update alone reads what this reduces, before a kernel or collective behind its Wait."""
+        lines = schedule.instructions
+        wait = next(k for k, i in enumerate(lines) if isinstance(i, Wait) and self.writes[0] in i.reads)
+        reduced = set(lines[wait].writes)
+        readers = [k for k, i in enumerate(lines) if reduced & set(i.reads)]
+        return (
+            len(readers) == 1
+            and isinstance(lines[readers[0]], Update)
+            and not reduced & set(schedule.outputs)
+            and not any(isinstance(i, Run) or i.lane == COMMUNICATION for i in lines[wait : readers[0]])
+        )
+
+    def bind(self, context: Context) -> Action:
+        """Add to rows that are kept, or pack full gradients; issue."""
+        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        full, (flight,) = _full_gradients(self), self.writes
+        pair = getattr(comm, "reduce_pair", None) if self.keeps_own_row(context.schedule) else None
+        in_place = pair is not None and self.updated_at_once(context.schedule)
+
+        def run(env: Env) -> None:
+            if pair is not None:
+                grads = {p: g.contiguous() for p, g in full(env).items()}
+                pack, add = partial(packer.pack_for_peer, grads), partial(packer.add_to_own, grads)
+                handle = pair(bucket.numel, bucket.dtype, pack, add, bucket.axes, in_place)
+                if handle is not None:
+                    env[flight] = handle
+                    return
+            rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
+            packer.pack_fulls(full(env), rows)
+            env[flight] = comm.reduce_scatter(rows, bucket.axes)
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, transport, bucket = rank.live, rank.transport, rank.bucket(self)
+        rows = live.schedule.mesh.axes_size(bucket.axes)
+        if rows == 2 and transport.kind == "shared" and self.keeps_own_row(live.schedule):
+            full = _full_gradients_on_paper(self, rank).values()
+            own = [t if t.is_contiguous else live.like(t, GRADIENTS) for t in full]
+            in_place = self.updated_at_once(live.schedule)
+            flight = transport.reduce_pair(bucket.numel, bucket.dtype, bucket.axes, own, in_place)
+        else:
+            packed = transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes, rows=rows)
+            _spike_of_packing(self, rank)
+            flight = transport.reduce_scatter(live, packed, bucket.axes)
+        live.set(self.writes[0], flight)
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
+        packed = pricer.leaf_bytes(bucket, "compute_dtype") + rows
+        return pricer.copy(packed, **pricer.collective("reduce_scatter", bucket.axes, rows))
+
+    bind_wait, wait_memory = staticmethod(_bind_wait), staticmethod(_wait_memory)
+
+
+@dataclass(frozen=True)
+class AllReduce(OfBucket):
+    """Issue: gradients (full, or blocks that a ReduceScatter left) -> their sum over `axes`."""
+
+    lane, trips = COMMUNICATION, 2
+
+    axes: tuple[str, ...] = ()
+
+    @property
+    def detail(self) -> str:
+        return f"{self.bucket} over {', '.join(self.axes)}"
+
+    @property
+    def overwrites(self) -> Names:
+        """Blocks are summed in place."""
+        return reduced_names(self.reads)
+
+    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
+        return self.axes
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return schedule.buckets[self.bucket].row_bytes
+
+    @property
+    def _of_blocks(self) -> bool:
+        return self.reads[0].kind is Kind.REDUCED
+
+    def bind(self, context: Context) -> Action:
+        """Pack, or send the row that is there."""
+        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        (flight,), axes, blocks = self.writes, self.axes, self.reads[0]
+        full = None if self._of_blocks else _full_gradients(self)
+
+        def run(env: Env) -> None:
+            if full is None:
+                flat = env[blocks].flat
+            else:
+                flat = comm.send_buffer(bucket.numel, bucket.dtype, axes)
+                packer.pack_fulls(full(env), flat)
+            env[flight] = comm.all_reduce(flat, axes)
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, bucket = rank.live, rank.bucket(self)
+        if self._of_blocks:
+            flat = live.names[self.reads[0]].flat
+        else:
+            flat = rank.transport.send_buffer(live, bucket.numel, bucket.dtype, self.axes)
+            _spike_of_packing(self, rank)
+        live.set(self.writes[0], rank.transport.all_reduce(live, flat, self.axes))
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket = pricer.bucket(self)
+        full = 0.0 if self._of_blocks else pricer.leaf_bytes(bucket, "compute_dtype") + bucket.row_bytes
+        return pricer.copy(full, **pricer.collective("all_reduce", self.axes, bucket.row_bytes))
+
+    bind_wait, wait_memory = staticmethod(_bind_wait), staticmethod(_wait_memory)
+
+
+@dataclass(frozen=True)
+class Local(OfBucket):
+    """Full gradients become the reduced ones: no other rank has any to add."""
+
+    def bind(self, context: Context) -> Action:
+        bucket, packer = bucket_of(self, context), context.packer(self.bucket)
+        full, (out,), device = _full_gradients(self), self.writes, context.mesh.device
+
+        def run(env: Env) -> None:
+            grads = full(env)
+            if all(p.path in grads for p in bucket.pieces):
+                blocks = packer.cut({**grads})
+            else:
+                blocks = {
+                    p.path: grads[p.path]
+                    if p.path in grads
+                    else torch.zeros(p.block, dtype=bucket.dtype, device=device)
+                    for p in bucket.pieces
+                }
+            cast = cast_together(list(blocks.values()), bucket.dtype)
+            env[out] = Reduced(dict(zip(blocks, cast, strict=True)))
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, bucket = rank.live, rank.bucket(self)
+        full, parts = _full_gradients_on_paper(self, rank), {}
+        for piece in bucket.pieces:
+            grad = full.get(piece.path)
+            if grad is None:
+                parts[piece.path] = live.tensor(piece.numel, bucket.dtype, GRADIENTS)
+            else:
+                same = grad.dtype == bucket.dtype
+                parts[piece.path] = grad if same else live.like(grad, GRADIENTS, bucket.dtype)
+        live.set(self.writes[0], PaperGroup(parts))
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket = pricer.bucket(self)
+        same = all(pricer.schedule.specs[n].compute_dtype == bucket.dtype for n in bucket.paths)
+        size = 0.0 if same else pricer.leaf_bytes(bucket, "compute_dtype") + bucket.row_bytes
+        return pricer.streamed(size)
+
+
+@dataclass(frozen=True)
+class Accumulate(OfBucket):
+    """Add a micro-batch's gradients to the accumulator (in the optimizer's dtype); the first makes it."""
+
+    first: bool = False
+
+    def on_host(self, schedule: Schedule) -> bool:
+        return self.reads[0].kind is Kind.HOST
+
+    @property
+    def _of_full_gradients(self) -> bool:
+        return self.writes[0].kind is Kind.ACCUMULATED
+
+    def bind(self, context: Context) -> Action:
+        if self._of_full_gradients:
+            return self._bind_full(context)
+        specs, (out,), first = context.schedule.specs, self.writes, self.first
+        new, *before = self.reads
+        take = context.transfers.take if out.kind is Kind.HOST else None
+        later = context.later(self)
+
+        def add(env: Env) -> None:
+            value: Reduced = env[new]
+            if first and take:  # what a transfer brought goes back to its pool
+                like = {p: torch.empty_like(b, dtype=specs[p].sum_dtype, device="meta")
+                        for p, b in value.blocks.items()}  # fmt: skip
+                env[out] = Reduced(
+                    {p: take(like[p], for_host=True).copy_(b) for p, b in value.blocks.items()}
+                )
+                return
+            if first:
+                copy = value.flat is None  # a local gradient may be another value's tensor too
+                env[out] = Reduced({p: b.to(specs[p].sum_dtype, copy=copy) for p, b in value.blocks.items()})
+                return
+            total: Reduced = env.pop(before[0])
+            for path, block in value.blocks.items():
+                total.blocks[path].add_(block)
+            env[out] = total
+
+        return lambda env: later(lambda: add(env))
+
+    def _bind_full(self, context: Context) -> Action:
+        specs, (out,), full = context.schedule.specs, self.writes, _full_gradients(self)
+        before = next((n for n in self.reads if n.kind is Kind.ACCUMULATED), None)
+
+        def run(env: Env) -> None:
+            new = full(env)
+            if before is None:
+                env[out] = {p: g.to(specs[p].sum_dtype, copy=True) for p, g in new.items()}
+                return
+            total = env.pop(before)
+            for path, gradient in new.items():
+                total[path].add_(gradient)
+            env[out] = total
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, out, full = rank.live, self.writes[0], self._of_full_gradients
+        new = _full_gradients_on_paper(self, rank) if full else dict(live.names[self.reads[0]].parts)
+        dtype = {p: rank.specs[p].sum_dtype for p in new}
+        before = next((n for n in self.reads if n.kind is Kind.ACCUMULATED), None) if full else None
+        if self.first or (full and before is None):
+            if out.kind is Kind.HOST:
+                made = {p: live.take_host(replace(t, dtype=dtype[p]), GRADIENTS) for p, t in new.items()}
+            else:
+                copy = full or live.names[self.reads[0]].flat is None
+                made = {
+                    p: live.like(t, GRADIENTS, dtype[p]) if copy or t.dtype != dtype[p] else t
+                    for p, t in new.items()
+                }
+            live.set(out, PaperGroup(made))
+            return
+        total = live.names[before or self.reads[1]]
+        if rank.on_cpu:  # a CPU adds operands of one dtype
+            cast = [t.numel * dtype[p].itemsize for p, t in new.items() if t.dtype != dtype[p]]
+            live.spike(max(cast, default=0))
+        live.set(out, total)
+
+    def price(self, pricer: Pricer) -> Price:
+        sizes = pricer.leaf_bytes if self._of_full_gradients else pricer.block_bytes
+        size = (2.0 if self.first else 3.0) * sizes(pricer.bucket(self), "sum_dtype")
+        return pricer.here_or_on_host(self, size)

@@ -1,0 +1,185 @@
+"""Kernels, and what is done to values of the program between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.schedule.instructions.base import Action, Env, Instruction, Names
+from fnshard.compiler.schedule.paper import ACTIVATIONS, PaperTensor, storage_bytes
+
+if TYPE_CHECKING:
+    from fnshard.analysis.cost import Price, Pricer
+    from fnshard.analysis.rank_memory import RankMemory
+    from fnshard.runtime.executor.context import Context
+
+
+@dataclass(frozen=True)
+class Run(Instruction):
+    """A kernel. `segment`: its place in the program."""
+
+    kernel: str = ""
+    backward: bool = False
+    segment: int = 0
+    units: tuple[str, ...] = ()
+
+    @property
+    def detail(self) -> str:
+        def shown(names: Names) -> str:
+            leaves = [n for n in names if n.kind in (Kind.GATHERED, Kind.STORED, Kind.GRADIENT)]
+            rest = [n for n in names if n not in leaves]
+            kinds = sorted({n.kind for n in leaves})
+            return ", ".join(rest + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
+
+        way = "bwd" if self.backward else "fwd"
+        return f"{self.kernel}.{way}({shown(self.reads)}) -> {shown(self.writes)}"
+
+    def bind(self, context: Context) -> Action:
+        forward, backward = context.kernels[self.kernel]
+        kernel, fn = context.schedule.kernels[self.kernel], backward if self.backward else forward
+        reads, writes, drops, freed = self.reads, self.writes, self.drops, context.freed
+        strides = kernel.tangent_strides if self.backward else ()
+        copied = [i for i in kernel.shared if writes[i].kind is Kind.GRADIENT] if self.backward else []
+
+        def run(env: Env) -> None:
+            args = [env[n] for n in reads]
+            for index, stride in strides:
+                if args[index].stride() != stride:
+                    args[index] = torch.empty_strided(
+                        args[index].shape, stride, dtype=args[index].dtype, device=args[index].device
+                    ).copy_(args[index])
+            dead = [env.pop(n) for n in drops] if freed else None
+            if not freed:
+                for n in drops:
+                    del env[n]
+            outs = fn(args)
+            for n, value in zip(writes, outs, strict=True):
+                env[n] = value
+            for i in copied:
+                env[writes[i]] = outs[i].clone()
+            if freed:
+                for n, value in zip(drops, dead, strict=True):
+                    freed(n, value)
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        rank.call(self)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.kernel(self)
+
+
+@dataclass(frozen=True)
+class Free(Instruction):
+    """Drop values; nothing reads them any more."""
+
+    @property
+    def detail(self) -> str:
+        words = {
+            (Kind.GATHERED, Kind.GATHERED): "gathered leaves",
+            (Kind.GRADIENT, Kind.GRADIENT): "full gradients",
+            (Kind.LOADED, Kind.STORED): "loaded shards",
+            (Kind.LOADED, Kind.SLOTS): "loaded slots",
+        }
+        kinds = [(n.kind, n.original.kind) for n in self.drops]
+        rest = [n for n, kind in zip(self.drops, kinds, strict=True) if kind not in words]
+        return ", ".join(rest + [f"{count} {words[k]}" for k in words if (count := kinds.count(k))])
+
+    def bind(self, context: Context) -> Action:
+        freed, transfers, later = context.freed, context.transfers, context.later(self)
+        pooled = {n for n in self.drops if is_pooled(n)}
+        read_on_host = [n for n in self.drops if dropped_by_worker(n)]
+        others = [n for n in self.drops if n not in read_on_host]
+
+        def drop(env: Env, names: Sequence[ValueName]) -> None:
+            for n in names:
+                value = env.pop(n)
+                if freed:
+                    freed(n, value)
+                if n in pooled:
+                    transfers.give(value)
+
+        def run(env: Env) -> None:
+            drop(env, others)
+            if read_on_host:
+                later(lambda: drop(env, read_on_host))
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        for name in self.drops:
+            if is_pooled(name):
+                late = name.original.kind is Kind.REDUCED and not rank.on_cpu
+                rank.live.give_host(rank.live.names[name], late=late)
+            rank.live.drop(name)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.compute(0.0, 0.0)
+
+
+def is_pooled(name: ValueName) -> bool:
+    """Whether a value lies in a host buffer that goes back to the pool: all copies but master parameters."""
+    return name.kind is Kind.HOST and name.original.kind is not Kind.STORED
+
+
+def dropped_by_worker(name: ValueName) -> bool:
+    """Whether the host's worker drops the value itself: gradients and masters on the host."""
+    return name.is_copy(Kind.HOST, Kind.REDUCED, Kind.STORED)
+
+
+@dataclass(frozen=True)
+class Add(Instruction):
+    """Sum of two values; into the first where `owned` says that no other name refers to it."""
+
+    owned: bool = False
+
+    def bind(self, context: Context) -> Action:
+        (a, b), (out,), owned = self.reads, self.writes, self.owned
+
+        def run(env: Env) -> None:
+            env[out] = env[a].add_(env[b]) if owned else env[a] + env[b]
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live = rank.live
+        a, b = (live.names[n] for n in self.reads)
+        if not self.owned:
+            dtype = torch.promote_types(a.dtype, b.dtype)
+            a = replace(live.like(a, live.storages[a.storage].category, dtype), stride=a.stride)
+        live.set(self.writes[0], a)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.streamed(3 * pricer.bytes_of(self.reads[:1]))
+
+
+@dataclass(frozen=True)
+class Zeros(Instruction):
+    """A tangent that nobody contributed to."""
+
+    like: Argument | None = None
+
+    def bind(self, context: Context) -> Action:
+        like, (out,) = self.like, self.writes
+
+        def run(env: Env) -> None:
+            zeros = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
+            env[out] = zeros.zero_()
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        like = self.like
+        storage = rank.live.new(storage_bytes(like.shape, like.stride, like.dtype), ACTIVATIONS)
+        zeros = PaperTensor(storage, math.prod(like.shape), like.dtype, like.shape, like.stride)
+        rank.live.set(self.writes[0], zeros)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.streamed(pricer.bytes_of(self.writes))

@@ -1,0 +1,248 @@
+"""Leaves, brought to where they are read: cast, gathered, published after an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.ir.values import Kind
+from fnshard.compiler.schedule.buckets import Piece, leaf_runs
+from fnshard.compiler.schedule.instructions.base import (
+    COMMUNICATION,
+    Action,
+    Env,
+    OfBucket,
+    Wait,
+    bucket_of,
+)
+from fnshard.compiler.schedule.paper import BUFFERS, GATHERED
+from fnshard.layout.spec import block_slices
+
+if TYPE_CHECKING:
+    from fnshard.analysis.cost import Price, Pricer
+    from fnshard.analysis.rank_memory import RankMemory
+    from fnshard.compiler.schedule.schedule import Schedule
+    from fnshard.runtime.executor.context import Context
+
+
+@dataclass(frozen=True)
+class Cast(OfBucket):
+    """Stored leaves -> leaves in compute dtype, on this rank alone."""
+
+    def bind(self, context: Context) -> Action:
+        dtype = context.schedule.specs[bucket_of(self, context).paths[0]].compute_dtype
+        reads, writes = self.reads, self.writes
+
+        def run(env: Env) -> None:
+            env.update(zip(writes, cast_together([env[n] for n in reads], dtype), strict=True))
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live = rank.live
+        for path, stored, out in zip(rank.bucket(self).paths, self.reads, self.writes, strict=True):
+            live.set(out, live.like(live.names[stored], GATHERED, rank.specs[path].compute_dtype))
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket = pricer.bucket(self)
+        stored, computed = (pricer.leaf_bytes(bucket, d) for d in ("storage_dtype", "compute_dtype"))
+        same = all(s.storage_dtype == s.compute_dtype for s in map(pricer.schedule.specs.get, bucket.paths))
+        return pricer.streamed(0.0 if same else stored + computed)
+
+
+def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors in a dtype, by one call; one that has it stays itself."""
+    out = [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t in tensors]
+    pairs = [(o, t) for o, t in zip(out, tensors, strict=True) if o is not t]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    return out
+
+
+@dataclass(frozen=True)
+class GatheredInPlace:
+    """A gather in flight whose result are flat leaves, not rows."""
+
+    leaves: Any  # a Handle of them
+
+
+@dataclass(frozen=True)
+class Gather(OfBucket):
+    """Issue: this rank's stored blocks -> every rank's, over the bucket's axes."""
+
+    lane, trips = COMMUNICATION, 1
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return self.rows_bytes(schedule)
+
+    def in_place_if_shared(self, schedule: Schedule) -> bool:
+        """Whether ranks that share memory gather this into leaves that they share (`in_place_gather`).
+
+        Blocks may be read until the gather is waited for, and of what a gather reads only stored leaves
+        live on.
+        """
+        bucket = schedule.buckets[self.bucket]
+        as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
+        return as_sent and all(n.kind is Kind.STORED for n in self.reads)
+
+    def bind(self, context: Context) -> Action:
+        """Write this rank's blocks into leaves that the ranks share, or pack them; issue."""
+        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        gather_leaves = getattr(comm, "gather_leaves", None)
+        if not self.in_place_if_shared(context.schedule):
+            gather_leaves = None
+        runs, total = leaf_runs(bucket)
+        pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=True)), self.writes
+
+        def run(env: Env) -> None:
+            stored = {p: env[n] for p, n in pairs}
+            if gather_leaves is not None:
+                write = partial(packer.write_blocks, stored)
+                handle = gather_leaves(runs, total, bucket.dtype, write, bucket.axes)
+                if handle is not None:
+                    env[flight] = GatheredInPlace(handle)
+                    return
+            flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+            packer.pack_blocks(stored, flat)
+            env[flight] = comm.all_gather(flat, bucket.axes)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """The leaves in place, or every rank's blocks unpacked into full leaves."""
+        (flight,), writes, packer = wait.reads, wait.writes, context.packer(wait.bucket)
+        pieces = bucket_of(wait, context).pieces
+        dtype = context.schedule.specs[pieces[0].path].compute_dtype
+
+        def run(env: Env) -> None:
+            handle = env.pop(flight)
+            if isinstance(handle, GatheredInPlace):
+                for piece, name, leaf in zip(pieces, writes, handle.leaves.wait(), strict=True):
+                    env[name] = leaf.view(piece.shape)
+                return
+            leaves = packer.unpack_rows(handle.wait(), dtype)
+            handle.release()
+            for piece, name in zip(pieces, writes, strict=True):
+                env[name] = leaves[piece.path]
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, transport, bucket = rank.live, rank.transport, rank.bucket(self)
+        if transport.shares_memory(bucket.axes) and self.in_place_if_shared(live.schedule):
+            total = leaf_runs(bucket)[1] * bucket.dtype.itemsize
+            flight = transport.gather_leaves(total, len(bucket.pieces), bucket.axes)
+        else:
+            flat = transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes)
+            flight = transport.all_gather(live, flat, bucket.axes)
+        live.set(self.writes[0], flight)
+
+    @classmethod
+    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
+        live, pieces = rank.live, rank.bucket(wait).pieces
+        dtype = rank.specs[pieces[0].path].compute_dtype
+        flight = live.names[wait.reads[0]]
+        if flight.slot is not None and flight.slot.views:
+            for piece, name in zip(pieces, wait.writes, strict=True):
+                live.set(name, live.view_of(flight.slot, math.prod(piece.shape), dtype))
+            live.drop(wait.reads[0])
+            return
+        kept = list(flight.keeps)
+        for tensor in kept:
+            live.keep(tensor.storage)
+        live.drop(wait.reads[0])
+        if rank.transport.kind == "native":
+            live.release(kept.pop(0).storage)  # the row that was sent; what was received is read
+        for piece, name in zip(pieces, wait.writes, strict=True):
+            live.set(name, live.tensor(math.prod(piece.shape), dtype, GATHERED))
+        rank.transport.release(flight)
+        for tensor in kept:
+            live.release(tensor.storage)
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket = pricer.bucket(self)
+        packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes
+        return pricer.copy(
+            packed, **pricer.collective("gather", bucket.axes, self.rows_bytes(pricer.schedule))
+        )
+
+    @classmethod
+    def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
+        leaves = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
+        return pricer.copy(wait.rows_bytes(pricer.schedule) + leaves)
+
+
+@dataclass(frozen=True)
+class Publish(OfBucket):
+    """Issue: updated blocks -> the full stored leaf on every rank (ZeRO 1 and 2)."""
+
+    lane, trips = COMMUNICATION, 1
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return self.rows_bytes(schedule)
+
+    def bind(self, context: Context) -> Action:
+        """Pack this rank's block of leaves that are stored in full; issue."""
+        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=True)), self.writes
+
+        def run(env: Env) -> None:
+            flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+            packer.pack_blocks(packer.cut({p: env[n] for p, n in pairs}), flat)
+            env[flight] = comm.all_gather(flat, bucket.axes)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """Unpack updated blocks into the stored leaves."""
+        (flight,), packer = wait.reads, context.packer(wait.bucket)
+        stored = dict(zip(bucket_of(wait, context).paths, wait.writes, strict=True))
+
+        def run(env: Env) -> None:
+            handle = env.pop(flight)
+            packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
+            handle.release()
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, bucket = rank.live, rank.bucket(self)
+        flat = rank.transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes)
+        live.spike(sum(_cut_bytes(rank, p) for p in bucket.pieces), BUFFERS)
+        live.set(self.writes[0], rank.transport.all_gather(live, flat, bucket.axes))
+
+    @classmethod
+    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
+        rank.transport.release(rank.live.names[wait.reads[0]])
+        rank.live.drop(wait.reads[0])
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket = pricer.bucket(self)
+        packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes
+        return pricer.copy(
+            packed, **pricer.collective("gather", bucket.axes, self.rows_bytes(pricer.schedule))
+        )
+
+    @classmethod
+    def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
+        leaves = pricer.leaf_bytes(pricer.bucket(wait), "storage_dtype")
+        return pricer.copy(wait.rows_bytes(pricer.schedule) + leaves)
+
+
+def _cut_bytes(rank: RankMemory, piece: Piece) -> int:
+    """Of this rank's block of a full leaf, where it is no view: padded, or not contiguous."""
+    mesh = rank.live.schedule.mesh
+    slices = block_slices(piece.shape, piece.layout, mesh, mesh.coordinate(rank.rank))
+    extent = tuple(s.stop - s.start for s in slices)
+    contiguous = all(n == full for n, full in zip(extent[1:], piece.shape[1:], strict=True))
+    if extent == piece.block and contiguous:
+        return 0
+    return piece.numel * rank.specs[piece.path].storage_dtype.itemsize
