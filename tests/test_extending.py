@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,9 @@ from experiments.trackers.feed import Feed
 from fnshard import LayoutSpec, P
 from fnshard.compiler import lower
 from fnshard.compiler.frontend import trace
-from fnshard.compiler.schedule.instructions import Gather
+from fnshard.compiler.schedule.instructions import COMMUNICATION, AllReduce, Gather, OfBucket, Reduced, Wait
+from fnshard.compiler.schedule.paper import BUFFERS
+from fnshard.compiler.schedule.passes import reshard
 from fnshard.errors import OptimizerError, SpecError
 from fnshard.optim import schedules
 
@@ -79,6 +81,63 @@ def gathers_first(schedule: Any) -> Any:
     return replace(moved, planned=len(early))  # how many units may be gathered at once
 
 
+@dataclass(frozen=True)
+class NarrowAllReduce(OfBucket):
+    """An instruction: blocks of gradients are summed over `over` as fp32, whatever they are."""
+
+    lane, trips = COMMUNICATION, 2
+
+    over: tuple[str, ...] = ()
+
+    def axes_of(self, schedule: Any) -> tuple[str, ...]:
+        return self.over
+
+    def wire_bytes(self, schedule: Any) -> int:
+        return schedule.buckets[self.bucket].numel * 4
+
+    def bind(self, context: Any) -> Any:
+        (blocks,), (flight,) = self.reads, self.writes
+
+        def run(env: Any) -> None:
+            env[flight] = context.comm.all_reduce(env[blocks].flat.float(), self.over)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Any, context: Any) -> Any:
+        (flight,), (out,), packer = wait.reads, wait.writes, context.packer(wait.bucket)
+
+        def run(env: Any) -> None:
+            handle = env.pop(flight)
+            flat = handle.wait().double()
+            env[out] = Reduced(packer.blocks(flat), flat)
+            handle.release()
+
+        return run
+
+    def memory(self, rank: Any) -> None:
+        narrow = rank.live.like(rank.live.names[self.reads[0]].flat, BUFFERS, torch.float32)
+        rank.live.set(self.writes[0], rank.transport.all_reduce(rank.live, narrow, self.over))
+
+    wait_memory = AllReduce.wait_memory
+
+    def price(self, pricer: Any) -> Any:
+        size = self.wire_bytes(pricer.schedule)
+        return pricer.copy(3 * size, **pricer.collective("all_reduce", self.over, size))
+
+
+def narrow_sums(schedule: Any) -> Any:
+    """A pass: sums of blocks are sent as fp32."""
+
+    def narrow(line: Any) -> Any:
+        if isinstance(line, AllReduce):
+            same = line.unit, line.phase, line.reads, line.writes
+            return NarrowAllReduce(*same, bucket=line.bucket, over=line.axes)
+        return replace(line, of=NarrowAllReduce) if isinstance(line, Wait) and line.of is AllReduce else line
+
+    return schedule.with_instructions([narrow(line) for line in schedule.instructions])
+
+
 def relu_as_clamp(graph: torch.fx.Graph) -> int:
     """A rewrite."""
     found = [node for node in graph.nodes if node.target is torch.ops.aten.relu.default]
@@ -116,20 +175,20 @@ def squares(tuning: Any, config: ObjectiveConfig, *, training: bool) -> Any:
 # ------------------------------------------------------------------ and how it is used
 
 
-def trained(make: Callable[[fs.Mesh], Any], steps: int = 3) -> list[float]:
-    """Losses of two ranks' steps."""
-    mesh = fs.make_mesh(shard=2, simulated=True)
+def trained(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
+    """Losses of two ranks' steps, or of more."""
+    mesh = fs.make_mesh(**axes or {"shard": 2}, simulated=True)
     step = make(mesh)
 
     def work(rank: int) -> list[float]:
         state, losses = step.init(params()), []
         for _ in range(steps):
-            state, metrics = step(state, ROWS[rank])
+            state, metrics = step(state, ROWS[rank % 2])
             losses.append(metrics.numbers()["loss"])
         return losses
 
-    first, second = fs.simulate(mesh, work)
-    assert first == second
+    first, *others = fs.simulate(mesh, work)
+    assert others == [first] * len(others)
     return first
 
 
@@ -171,6 +230,30 @@ def step_of(mesh: fs.Mesh, fn: Any = loss_fn) -> Any:
 @pytest.mark.usefixtures("registered")
 def test_an_optimizer_a_schedule_a_preset_and_a_codec() -> None:
     assert trained(step_of) == pytest.approx(plain(), abs=1e-10)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs, and is checked, priced and counted as the library's own are."""
+
+    def step_on(mesh: fs.Mesh) -> Any:
+        specs = fs.presets.hybrid_shard(params(), mesh) | {"frozen": LayoutSpec(trainable=False)}
+        return fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=signum(0.01), backend="eager")
+
+    axes = {"replicate": 2, "shard": 2}
+    wide = step_on(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
+    expected = trained(step_on, **axes)
+    monkeypatch.setattr(lower, "reshard", lambda schedule: narrow_sums(reshard(schedule)))
+    low = step_on(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
+    assert trained(step_on, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
+    sums = [n for n, i in enumerate(low.schedule.instructions) if i.verb == "narrow_all_reduce"]
+    assert len(sums) == 2
+    traffic, of_wide = low.comm_analysis(), wide.comm_analysis()
+    assert 2 * traffic["narrow_all_reduce"]["bytes"] == of_wide["all_reduce"]["bytes"]
+    assert low.schedule.fingerprint() != wide.schedule.fingerprint()
+    narrow, plain_sum = (s.memory_timeline().moments[sums[0]].device[BUFFERS] for s in (low, wide))
+    assert narrow > plain_sum  # the copy in fp32
+    assert low.timeline("h100").step_seconds > 0
 
 
 @pytest.mark.usefixtures("registered")
