@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.adapters.lora import Lora
-from fnshard.checkpoint.rows import all_or_none
+from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.hf.write import flush_file, write_flushed
 from fnshard.layout.codecs import block_of, is_coded
@@ -123,7 +123,8 @@ def save(
         os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
         flush_directory(folder)
 
-    all_or_none(connection(mesh), f"saving adapters to {str(path)!r}", written if mesh.rank == 0 else None)
+    work = written if mesh.rank == 0 else None
+    all_or_none(connection(mesh).gather_object, f"saving adapters to {str(path)!r}", work)
 
 
 def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str, dict[str, Tensor]]]:

@@ -1,19 +1,45 @@
-"""Checkpoint: a training state on disk, whole or absent, and back onto any mesh."""
+"""Checkpoint: a training state on disk, complete or absent, and back onto any mesh.
 
-from fnshard.checkpoint.api import (
-    Keep,
-    Manifest,
-    Saving,
-    all_steps,
-    latest,
-    manifest,
-    restore,
-    restore_params,
-    save,
-    save_async,
-    verify,
-    wait,
+A checkpoint is a directory: one safetensors file a rank, and a manifest with a checksum for every byte of
+them. A root is a directory of checkpoints that are named by their steps. Nothing in them is ever unpickled.
+Checksums guard against corruption, not against an attacker who writes new ones: he can give wrong numbers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnshard import tree
+from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
+from fnshard.checkpoint.loader_state import decode
+from fnshard.checkpoint.manifest_file import Manifest
+from fnshard.checkpoint.read_blocks import load_blocks, verify_file
+from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints
+from fnshard.checkpoint.saving import Saving, save_job, wait, wait_for_save
+from fnshard.checkpoint.state_leaves import (
+    check_codecs_alike,
+    checked_param_leaves,
+    resolved_as_saved,
+    restore_targets,
+    saved_slots,
+    state_leaves,
 )
+from fnshard.errors import CheckpointError, CheckpointWarning
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh import Mesh
+from fnshard.runtime.files.tensorfile import DTYPES, PASSING, Corrupt
+from fnshard.step.blank import blank_params, blank_slots
+from fnshard.step.runner import default_mesh
+from fnshard.step.state import TrainState
+from fnshard.step.step import Step
 
 __all__ = [
     "Keep",
@@ -29,3 +55,335 @@ __all__ = [
     "verify",
     "wait",
 ]
+
+
+# ------------------------------------------------------------------ save
+
+
+def save(
+    path: str | Path,
+    state: Any,
+    *,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    data: Any = None,
+    config: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    keep: Keep | None = None,
+    timeout: float | None = None,
+) -> Path:
+    """Write a checkpoint. A collective: every rank calls it, and all return, or fail, together.
+
+    It is written to a name of its own, flushed, and renamed when it is complete; a kill at any moment leaves
+    what was there. An earlier checkpoint of the name is replaced.
+
+    Args:
+        path: of the checkpoint's directory, "ckpt/100": on a file system that all ranks see.
+        state: a `TrainState`, or a tree of stored blocks (which then needs `specs`).
+        specs, mesh: its layout, if the state does not know it (`step.init` and `restore` make ones that do).
+        data: this rank's position in the data: a loader with `state_dict()`, or what that would give.
+        config: the resolved configuration, as JSON has it.
+        metrics: numbers to choose by, see `Keep`.
+        keep: which of the checkpoints beside it stay.
+        timeout: seconds after which a silent peer is an error; default the mesh's.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: it could not be written (no room, no permission); what was there is as it was. Or the
+            save in the background before it failed: that is raised when this one is complete.
+
+    >>> import tempfile, fnshard as fs
+    >>> params = {"w": torch.ones(3)}
+    >>> specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    >>> sgd = fs.optim.sgd(0.1)
+    >>> step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, optimizer=sgd, backend="eager")
+    >>> root = tempfile.mkdtemp()
+    >>> _ = fs.checkpoint.save(f"{root}/0", step.init(params))
+    >>> fs.checkpoint.restore(root, step).params
+    {'w': tensor([1., 1., 1.])}
+    """
+    before = wait_for_save()
+    job = save_job(path, state, specs, mesh, data, config, metrics, keep, timeout)
+    job.write()
+    if before is not None:  # this one is complete all the same
+        raise before
+    return job.directory.final
+
+
+def save_async(
+    path: str | Path,
+    state: Any,
+    *,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    data: Any = None,
+    config: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    keep: Keep | None = None,
+    timeout: float | None = None,
+) -> Saving:
+    """`save` in the background: returns when the state is copied to the host, so that the next step may have
+    it. The next save waits for this one; so does the end of the process, and `wait`.
+
+    What rests on disk is copied to the host's memory, too.
+
+    Args: as for `save`.
+
+    Raises:
+        CheckpointError: as for `save`; what fails in the background is raised by `Saving.wait`, by `wait`,
+            and by the next save (when that one is under way).
+    """
+    before = wait_for_save()
+    saving = Saving(save_job(path, state, specs, mesh, data, config, metrics, keep, timeout).staged())
+    if before is not None:
+        raise before
+    return saving
+
+
+# ------------------------------------------------------------------ what is there
+
+
+def all_steps(root: str | Path) -> list[int]:
+    """Steps of the complete checkpoints in a directory, rising."""
+    return sorted(step for step, _, _ in complete_checkpoints(Path(root)))
+
+
+def latest(root: str | Path) -> Path | None:
+    """The newest complete checkpoint in a directory; a checkpoint is its own latest.
+
+    Complete means that its manifest is what was written, and that all files have their full length. Every
+    byte is compared when it is restored, or by `verify`.
+    """
+    return next((folder for _, folder, _ in complete_checkpoints(Path(root))), None)
+
+
+def manifest(path: str | Path) -> Manifest:
+    """The manifest of a checkpoint, or of the newest complete one of a root: step, leaves, config, metrics.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = next(complete_checkpoints(Path(path)), None)
+    if found is None:
+        raise _nothing(Path(path))
+    return found[2]
+
+
+def verify(path: str | Path) -> Manifest:
+    """Read every byte of a checkpoint and compare checksums; needs neither ranks nor a mesh.
+
+    Raises:
+        CheckpointError: names every file and leaf that is not what was written.
+    """
+    folder = Path(path).absolute()
+    try:
+        found = Manifest.read(folder)
+    except (Corrupt, OSError) as error:
+        raise _unlike(folder, [str(error)]) from error
+    wrong = [line for name in found.files for line in verify_file(folder, found, name)]
+    if wrong:
+        raise _unlike(folder, wrong)
+    return found
+
+
+# ------------------------------------------------------------------ restore
+
+
+def restore(
+    path: str | Path,
+    step_or_specs: Any,
+    mesh: Mesh | None = None,
+    *,
+    disk_dir: str | None = None,
+    timeout: float | None = None,
+) -> TrainState:
+    """A checkpoint as a state of this step, on this mesh, whatever it was saved from. A collective.
+
+    Each rank reads the boxes it needs and compares their checksums. dtypes and tiers are those of the specs
+    here: a master copy is filled from the saved one, or from the parameter; a parameter in another dtype from
+    the master copy, if there was one.
+
+    Args:
+        path: of a checkpoint; or of a root: then of its newest, and where that is not what was written, with
+            a `CheckpointWarning`, of the one before.
+        step_or_specs: a step with an optimizer; or a spec tree, with the mesh: then optimizer state is what
+            the checkpoint has.
+        disk_dir: for specs of leaves that rest on disk (a step knows its own).
+        timeout: seconds after which a silent peer is an error.
+
+    Returns:
+        A state; its `data` is the position in the data that was saved with it.
+
+    Raises:
+        CheckpointError: there is none, or none that is complete, or it is of another model or optimizer.
+    """
+
+    resolved, on = _where(step_or_specs, mesh)
+
+    def blank(found: Manifest) -> TrainState:
+        specs = resolved_as_saved(resolved, found.leaves)
+        if isinstance(step_or_specs, Step):
+            return step_or_specs.blank(specs.tree)
+        named = specs.stored
+        slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
+        params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
+        scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
+        loss_scale = {k: torch.zeros((), dtype=DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
+        zero = torch.zeros((), dtype=torch.int64)
+        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs.tree, on))
+
+    def made(found: Manifest) -> tuple[TrainState, dict[str, Any]]:
+        check_codecs_alike(resolved.leaves, found.leaves)
+        state = blank(found)
+        specs = ResolvedSpecs.of(state.where[0])
+        leaves = state_leaves(state, specs.stored, on)
+        # A scale that was not saved begins anew.
+        scaled = any(n.startswith("loss_scale/") for n in found.leaves)
+        leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}
+        return state, restore_targets(leaves, found.leaves, set(specs.trainable))
+
+    def fill(folder: Path, found: Manifest, group: Any) -> TrainState:
+        state, targets = agreed(group, f"restoring {folder}", lambda: made(found))
+        load_blocks(folder, found, targets, on, group)
+        state.step.fill_(found.step)
+        state.seed.fill_(found.seed)
+        state.data = _position(found, on)
+        return state
+
+    return _newest(Path(path), fill, on, timeout)
+
+
+def restore_params(
+    path: str | Path,
+    step_or_specs: Any,
+    mesh: Mesh | None = None,
+    *,
+    only: str | Sequence[str] | None = None,
+    disk_dir: str | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """The parameters of a checkpoint, as a tree of stored blocks: to evaluate or to tune. A collective.
+
+    Args:
+        path, step_or_specs, mesh, disk_dir, timeout: as for `restore`; the step needs no optimizer.
+        only: globs on paths: gives `{path: block}` of the leaves that match; the other leaves of the specs
+            need not be in the checkpoint.
+
+    Raises:
+        CheckpointError: as for `restore`; or globs that match nothing.
+    """
+    globs = [only] if isinstance(only, str) else only
+    if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
+        raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
+
+    resolved, on = _where(step_or_specs, mesh)
+
+    def made(found: Manifest) -> tuple[Any, dict[str, Any]]:
+        saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
+        if globs is None:
+            check_codecs_alike(resolved.leaves, found.leaves)
+            specs = resolved
+        else:
+            some = {p: s for p, s in resolved.stored.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
+            saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in some}
+            if not some:
+                raise CheckpointError(f"only={only!r} matches no leaf of the specs.")
+            specs = ResolvedSpecs.of(some)
+        specs = resolved_as_saved(specs, found.leaves)
+        masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
+        blocks = blank_params(specs.stored, on, disk_dir)
+        leaves = checked_param_leaves(blocks, specs.stored, on)
+        params = tree.unflatten(blocks.values(), specs.structure)
+        return params, restore_targets(leaves, saved | masters, set())
+
+    def fill(folder: Path, found: Manifest, group: Any) -> Any:
+        params, targets = agreed(group, f"restoring {folder}", lambda: made(found))
+        load_blocks(folder, found, targets, on, group)
+        return params
+
+    return _newest(Path(path), fill, on, timeout)
+
+
+def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, timeout: float | None) -> Any:
+    """What `fill` makes of the newest complete checkpoint, the same one on all ranks."""
+    before = wait_for_save()
+    if before is not None:
+        warnings.warn(str(before), CheckpointWarning, stacklevel=3)
+    group = group_of(mesh, timeout)
+    # All ranks take what rank 0 sees, and pass over what is not complete for any of them.
+    found = _candidates_of(texts(group, _candidates(path))[0])
+    passed: list[CheckpointError] = []
+    for folder in found:
+        if passed and mesh.rank == 0:
+            warnings.warn(f"{passed[-1]}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
+        read, wrong = agreed(group, f"restoring {folder}", partial(_opened, folder))
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts(group, wrong)) if text]
+        try:
+            if not lines:
+                return fill(folder, read, group)
+        except Failed as error:
+            lines = error.lines()
+            if not error.corrupt:
+                raise CheckpointError(f"cannot restore {folder}:", lines) from error
+        passed.append(_unlike(folder, lines))
+    if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
+        raise _nothing(path)
+    raise passed[0] if len(passed) == 1 else CheckpointError("\n".join(map(str, passed)))
+
+
+def _opened(folder: Path) -> tuple[Manifest | None, str]:
+    """A checkpoint's manifest, or what is wrong with it or its files."""
+    try:
+        found = Manifest.read(folder)
+        found.check_files(folder)
+    except (Corrupt, OSError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise
+        return None, str(error)
+    return found, ""
+
+
+def _candidates(path: Path) -> str:
+    try:
+        return json.dumps([list(map(str, candidates(path))), ""])
+    except OSError as error:
+        return json.dumps([[], str(error)])
+
+
+def _candidates_of(text: str) -> list[Path]:
+    folders, wrong = json.loads(text)
+    if wrong:
+        raise CheckpointError("cannot look for checkpoints:", [wrong])
+    return list(map(Path, folders))
+
+
+def _where(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs, Mesh]:
+    if isinstance(step_or_specs, Step):
+        return step_or_specs.resolved, step_or_specs.mesh
+    return ResolvedSpecs.of(step_or_specs), mesh or default_mesh()
+
+
+def _position(found: Manifest, mesh: Mesh) -> Any:
+    """This rank's position in the data, as it was saved."""
+    if len(found.data) < 2:
+        return decode(found.data[0]) if found.data else None
+    if len(found.data) == mesh.size:
+        return decode(found.data[mesh.rank])
+    warnings.warn(
+        f"step {found.step} was saved with a position in the data for each of {len(found.data)} ranks, here "
+        f"are {mesh.size}: state.data is None. A loader whose state is alike on all ranks fits any mesh.",
+        CheckpointWarning,
+        stacklevel=5,
+    )
+    return None
+
+
+def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"{folder} is not what was written:", wrong)
+
+
+def _nothing(path: Path) -> CheckpointError:
+    fix = "name a directory that fs.checkpoint.save wrote, or the one it lies in."
+    return CheckpointError(f"there is no checkpoint at {path}.", fix=fix)

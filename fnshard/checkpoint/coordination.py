@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fnshard.checkpoint.rows import all_or_none
-from fnshard.errors import CheckpointError
+from fnshard.errors import CheckpointError, CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, failing
 from fnshard.runtime.files.tensorfile import Corrupt
@@ -45,7 +45,7 @@ class Failed(Exception):
 
 
 def group_of(mesh: Mesh, timeout: float | None) -> Any:
-    """A gloo group of all ranks for checkpoints alone, so that a save in the background meets nobody else.
+    """A gloo group of all ranks for checkpoints alone, apart from those of a step.
 
     None in a process of one. A collective call at first.
 
@@ -77,23 +77,37 @@ def texts(group: Any, text: str) -> list[str]:
     return out
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What `all_or_none` needs of ranks."""
+def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[], T] | None) -> T | None:
+    """`work()` on the ranks that have any; if it fails on one of them, it fails on all. A collective.
 
-    group: Any
-
-    def gather_object(self, text: str) -> list[str]:
-        return texts(self.group, text)
-
-
-def agreed(group: Any, what: str, work: Callable[[], T]) -> T:
-    """`work()` on every rank; if it fails on one, it fails on all. A collective.
+    Args:
+        gather: gives every rank the text of each.
 
     Raises:
         What it raised here; CheckpointError: it failed on another rank, or here by an error of the system.
     """
-    return cast(T, all_or_none(cast(Any, _Told(group)), what, work))
+    value, failure = None, None
+    try:
+        value = work() if work is not None else None
+    except CollectiveError:  # no peer is left to tell
+        raise
+    except Exception as error:
+        failure = error
+    message = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    texts = [json.loads(text) for text in gather(json.dumps(message))]
+    if failure is not None and not isinstance(failure, OSError):
+        raise failure
+    failed = {rank: text for rank, text in enumerate(texts) if text}
+    if failed:
+        lines = [f"rank {rank}: {text}" for rank, text in failed.items()]
+        fix = "see what is said above, and try again; what has that name is as it was."
+        raise CheckpointError(f"{what} failed:", lines, fix) from failure
+    return value
+
+
+def agreed(group: Any, what: str, work: Callable[[], T]) -> T:
+    """`all_or_none` over a group."""
+    return all_or_none(functools.partial(texts, group), what, work)
 
 
 def all_ranks(group: Any, local: Callable[[], T], on_first: Callable[[list[T]], None] | None = None) -> None:

@@ -76,7 +76,7 @@ class Manifest:
         files: by name.
         specs: by path, each leaf's whole `LayoutSpec` as text, for people.
         data: position in the data, by rank; one entry where all ranks are alike.
-        config: the resolved configuration, if one was given.
+        config: the resolved configuration, if any.
         metrics: numbers that came with the save.
         versions: of torch and fnshard.
     """
@@ -150,7 +150,7 @@ def _line(digest: str) -> bytes:
 
 
 def _content(folder: Path, name: str, limit: int, seal: bytearray | None = None) -> bytearray:
-    """All of a file; of a sealed one nothing is held before the seal is found to fit."""
+    """All of a file; a sealed one is read into memory only if its seal fits."""
     fd = open_regular(folder, name)
     try:
         size = os.fstat(fd).st_size
@@ -227,7 +227,7 @@ def is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk], dim: int = 0) -> b
 
 
 def _check_apart(leaves: Mapping[str, SavedLeaf], files: Mapping[str, DataFile]) -> None:
-    """No two chunks share bytes: else a small file could be said to hold any amount."""
+    """No two chunks share bytes: else a small file could stand for any amount."""
     ends = {name: file.header_bytes for name, file in files.items()}
     placed = [(c.at, name, leaf.dtype, c) for name, leaf in leaves.items() for c in leaf.chunks]
     for at, name, dtype, chunk in sorted(placed, key=lambda p: p[0]):

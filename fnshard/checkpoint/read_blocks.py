@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.blocks import RestoreTarget
 from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest
+from fnshard.checkpoint.state_leaves import RestoreTarget
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import (
     DTYPES,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
-from fnshard.checkpoint.rows import all_or_none
+from fnshard.checkpoint.coordination import all_or_none
 from fnshard.checkpoint.state_leaves import (
+    LocalLeaf,
+    RestoreTarget,
     param_leaves,
     path_of,
     restore_targets,
@@ -130,8 +131,8 @@ def reshard(
     mesh = mesh or default_mesh()
     if not isinstance(state, TrainState):
         zero = torch.zeros((), dtype=torch.int64)
-        whole = TrainState(zero, state, {}, {}, zero.clone())
-        return reshard(whole, before, after, mesh, to=to, disk_dir=disk_dir).params
+        alone = TrainState(zero, state, {}, {}, zero.clone())
+        return reshard(alone, before, after, mesh, to=to, disk_dir=disk_dir).params
     before, after = _aligned(state, before, after)
     old, before, plain = _decoded(state, before, after)
     moves = _moves(old, before, plain, mesh, to, disk_dir)
@@ -152,13 +153,13 @@ def _move(moves: _Moves) -> None:
     with torch.no_grad():
         for name in list(moves.old):
             gathered = name in moves.gathered
-            held = moves.old.pop(name)
-            full = held.block
+            old = moves.old.pop(name)
+            full = old.block
             if gathered:
-                spec = replace(moves.specs[name], storage=held.layout, storage_dtype=held.block.dtype)
-                full = gather_full({name: held.block}, {name: spec}, moves.mesh, comm)[name]
+                spec = replace(moves.specs[name], storage=old.layout, storage_dtype=old.block.dtype)
+                full = gather_full({name: old.block}, {name: spec}, moves.mesh, comm)[name]
             for leaf in moves.targets.get(name, ()):
-                split = gathered or not moves.mesh.ordered(held.layout.axes)
+                split = gathered or not moves.mesh.ordered(old.layout.axes)
                 leaf.block.copy_(local_block(full, leaf.layout, moves.to) if split else full)
 
 
@@ -209,7 +210,7 @@ def _coded(
             unfit.look(path, after.leaves[path], blocks[path])
         unfit.refuse()
 
-    all_or_none(connection(mesh), "coding leaves", check)
+    all_or_none(connection(mesh).gather_object, "coding leaves", check)
     with torch.no_grad():
         values = [
             stored_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
@@ -271,9 +272,9 @@ def _moves(
         where=(after.tree, target),
         data=state.data,
     )
-    held = param_leaves(params, others) | slot_leaves(slots, others, target)
+    leaves = param_leaves(params, others) | slot_leaves(slots, others, target)
     targets: dict[str, list[RestoreTarget]] = {}
-    for leaf in restore_targets(held, saved, set(after.trainable)).values():
+    for leaf in restore_targets(leaves, saved, set(after.trainable)).values():
         targets.setdefault(leaf.source, []).append(leaf)
     specs = {n: named[path_of(n)] for n in old if not n.startswith("loss_scale/")}
     return _Moves(old, specs, new, targets, mesh, target)

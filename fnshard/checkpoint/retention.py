@@ -1,4 +1,4 @@
-"""Root: a directory of checkpoints, each named by its step: which are whole, and which may go."""
+"""Root: a directory of checkpoints, each named by its step: which are complete, and which may go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fnshard.runtime.files.tensorfile import Corrupt
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a directory outlive a save: the rest is deleted once the new one is whole.
+    """Which checkpoints of a directory outlive a save: the rest is deleted once the new one is complete.
 
     Args:
         last: how many of the newest; at least 1.
@@ -46,7 +46,6 @@ class Keep:
             self.every is not None and not counts(self.every, 1)
         )
         wrong += [f"best={self.best!r}: at least 0"] * (not counts(self.best, 0))
-        wrong += [f"best={self.best!r}: at least 0"] * (self.best < 0)
         wrong += [f"mode={self.mode!r}: 'min' or 'max'"] * (self.mode not in ("min", "max"))
         if wrong:
             raise CheckpointError("this Keep cannot be:", wrong)
@@ -61,8 +60,8 @@ class Keep:
 
 
 def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
-    """Whole checkpoints, the newest first: those in the directory that are named by a number (which is then
-    what they go by), or the directory itself."""
+    """Complete checkpoints, the newest first, with their steps: those in the directory that are named by a
+    number, which is then the step, or the directory itself."""
     for folder in candidates(root):
         try:
             found = Manifest.read(folder)
@@ -92,8 +91,8 @@ def candidates(root: Path) -> list[Path]:
 def prune(written: Path, keep: Keep) -> None:
     """Delete the checkpoints beside a new one that need not be kept, and nothing else.
 
-    What has a higher number is left alone: somebody went back behind it, perhaps because it is not what was
-    written, and then it must not count among the last.
+    Checkpoints of higher steps are left alone: the run went back behind them, perhaps because they are
+    corrupt, and then they must not count among the last.
     """
     here = int(written.name)
     found = {

@@ -1,26 +1,21 @@
-"""Rows: a sharded leaf put together for one rank, a run of whole rows at a time; and failing together."""
+"""Rows: a sharded leaf put together for one rank, a run of whole rows at a time."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from torch import Tensor
 
-from fnshard.errors import CheckpointError, CollectiveError
 from fnshard.layout.spec import LayoutSpec, block_slices
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
-
-T = TypeVar("T")
 
 PIECE_bytes = 64 << 20  # of all ranks together, unless one row is more
 
 
 def gather_rows(
-    block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, *, wanted: bool
+    block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, *, receives: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """A leaf in runs of whole rows, (index along dim 0, rows), in any order. A collective, to be run dry.
 
@@ -28,7 +23,7 @@ def gather_rows(
 
     Args:
         block: what this rank stores of it.
-        wanted: on this rank; else nothing is given, though all ranks take part.
+        receives: whether this rank gets the rows; all ranks take part.
     """
     axes = mesh.ordered(spec.storage.axes)
     ranks = mesh.group_ranks(axes)
@@ -44,14 +39,14 @@ def gather_rows(
     for low in range(0, block.shape[0], step):
         piece = block[low : low + step]
         if not axes:
-            if wanted:
+            if receives:
                 yield low, piece
             continue
         flat = comm.send_buffer(piece.numel(), piece.dtype, axes)
         flat.view(piece.shape).copy_(piece)
         handle = comm.all_gather(flat, axes)
         parts = handle.wait()
-        if wanted:
+        if receives:
             views = [part.view(piece.shape) for part in parts]
             yield from _joined(views, spec_slices, low, shape)
         handle.release()
@@ -75,28 +70,3 @@ def _joined(
             runs[first] = part.new_empty((count, *shape[1:]))
         runs[first][(slice(None), *columns)] = valid
     yield from runs.items()
-
-
-def all_or_none(comm: Collectives, what: str, work: Callable[[], T] | None) -> T | None:
-    """`work()` on the ranks that have any; if it fails on one of them, it fails on all. A collective.
-
-    Raises:
-        CheckpointError: it failed on another rank, or here by an error of the system.
-    """
-    value, failure = None, None
-    try:
-        value = work() if work is not None else None
-    except CollectiveError:  # there is nobody left to tell
-        raise
-    except Exception as error:
-        failure = error
-    said = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = [json.loads(text) for text in comm.gather_object(json.dumps(said))]
-    if failure is not None and not isinstance(failure, OSError):
-        raise failure
-    failed = {rank: text for rank, text in enumerate(texts) if text}
-    if failed:
-        lines = [f"rank {rank}: {text}" for rank, text in failed.items()]
-        fix = "see what is said above, and try again; what has that name is as it was."
-        raise CheckpointError(f"{what} failed:", lines, fix) from failure
-    return value

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.blocks import LocalLeaf
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
-from fnshard.checkpoint.state_leaves import checked_param_leaves, state_leaves
+from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, state_leaves
 from fnshard.checkpoint.write_blocks import save_blocks
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
@@ -33,33 +32,33 @@ from fnshard.step.state import TrainState
 class SaveJob:
     """A save: what, where, and with whom."""
 
-    place: AtomicDirectory
-    held: Mapping[str, LocalLeaf]
+    directory: AtomicDirectory
+    leaves: Mapping[str, LocalLeaf]
     mesh: Mesh
     group: Any
-    told: Mapping[str, Any]
+    fields: Mapping[str, Any]
     data: Any
     keep: Keep | None
 
     def staged(self) -> SaveJob:
         """The same of copies on the host."""
-        blocks = copies_on_host([h.block for h in self.held.values()])
-        copied = zip(self.held.items(), blocks, strict=True)
-        return replace(self, held={n: replace(h, block=block) for (n, h), block in copied})
+        blocks = copies_on_host([leaf.block for leaf in self.leaves.values()])
+        copied = zip(self.leaves.items(), blocks, strict=True)
+        return replace(self, leaves={n: replace(leaf, block=block) for (n, leaf), block in copied})
 
     def write(self) -> None:
         """Write it; on rank 0 also delete what need not be kept."""
         try:
-            save_blocks(self.place, self.held, self.mesh, self.group, self.told, self.data)
+            save_blocks(self.directory, self.leaves, self.mesh, self.group, self.fields, self.data)
         except Failed as error:
             rest = "what was saved before is as it was; make room, or save elsewhere."
-            raise CheckpointError(f"cannot save {self.place.final}:", error.lines(), rest) from error
+            raise CheckpointError(f"cannot save {self.directory.final}:", error.lines(), rest) from error
         finally:
-            self.place.end()
+            self.directory.end()
         if self.keep is not None:
             if self.mesh.rank == 0:
                 try:
-                    prune(self.place.final, self.keep)
+                    prune(self.directory.final, self.keep)
                 except OSError as error:
                     warnings.warn(
                         f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3
@@ -70,7 +69,7 @@ class SaveJob:
 def copies_on_host(blocks: Sequence[Tensor], piece_bytes: int = 64 << 20) -> list[Tensor]:
     """Copies of tensors in pageable memory, there when this returns.
 
-    What lies on a device comes by way of two pinned buffers, so that no more than these is pinned however
+    Tensors on a device are copied through two pinned buffers, so that no more than these is pinned however
     large a state is: the device fills one while the host empties the other.
     """
     copies = [torch.empty(b.shape, dtype=b.dtype) for b in blocks]
@@ -110,8 +109,8 @@ def copy_through(
         target.copy_(buffer)
 
     number = 0
-    for whole in pairs:
-        target, source = (t.reshape(-1).view(torch.uint8) for t in whole)
+    for pair in pairs:
+        target, source = (t.reshape(-1).view(torch.uint8) for t in pair)
         for piece, part in zip(target.split(len(buffers[0])), source.split(len(buffers[0])), strict=True):
             if len(under_way) == len(buffers):
                 empty_oldest()
@@ -125,61 +124,49 @@ def copy_through(
         empty_oldest()
 
 
-@dataclass(frozen=True)
-class SaveRequest:
-    """What `fnshard.checkpoint.save` was asked for, as it says."""
+def save_job(
+    path: str | Path, state: Any, specs: Any, mesh: Mesh | None, data: Any, config: Any,
+    metrics: Mapping[str, float] | None, keep: Keep | None, timeout: float | None,
+) -> SaveJob:  # fmt: skip
+    """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective.
 
-    path: str | Path
-    state: Any
-    specs: Any = None
-    mesh: Mesh | None = None
-    data: Any = None
-    config: Any = None
-    metrics: Mapping[str, float] | None = None
-    keep: Keep | None = None
-    timeout: float | None = None
+    Raises:
+        CheckpointError: a state of an unknown layout; a position, config or metrics that JSON cannot
+            hold; a `keep` of a checkpoint that is not named by a number.
+    """
+    _, specs, mesh = laid_out(state, specs, mesh)
+    group = group_of(mesh, timeout)
 
-    def job(self) -> SaveJob:
-        """On all ranks, or on none. A collective.
-
-        Raises:
-            CheckpointError: a state whose layout nobody knows; a position, config or metrics that JSON cannot
-                hold; a `keep` of a checkpoint that is not named by a number.
-        """
-        _, specs, mesh = laid_out(self.state, self.specs, self.mesh)
-        group = group_of(mesh, self.timeout)
-        return agreed(group, f"saving {self.path}", lambda: self._job(specs, mesh, group))
-
-    def _job(self, specs: Any, mesh: Mesh, group: Any) -> SaveJob:
+    def job() -> SaveJob:
         if specs is None:
             fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
             raise CheckpointError("nobody has said how this state is laid out.", fix=fix)
-        state, training = self.state, isinstance(self.state, TrainState)
-        named = ResolvedSpecs.of(specs).stored
-        held = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
-        place, metrics = AtomicDirectory(Path(self.path).absolute()), self._metrics()
-        if self.keep is not None:
-            _check_keep(self.keep, place.final, metrics)
-        told = {
+        named, training = ResolvedSpecs.of(specs).stored, isinstance(state, TrainState)
+        leaves = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
+        directory, numbers = AtomicDirectory(Path(path).absolute()), _numbers(metrics)
+        if keep is not None:
+            _check_keep(keep, directory.final, numbers)
+        axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+        fields = {
             "step": int(state.step) if training else 0,
             "seed": int(state.seed) if training else 0,
-            "mesh": {
-                "axes": dict(zip(mesh.names, mesh.sizes, strict=True)),
-                "data_axes": list(mesh.data_axes),
-            },
+            "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)},
             "specs": {path: repr(spec) for path, spec in named.items()},
-            "config": encode(self.config, "config"),
-            "metrics": metrics,
+            "config": encode(config, "config"),
+            "metrics": numbers,
             "versions": {"torch": str(torch.__version__)},
         }
-        held_at = self.data.state_dict() if hasattr(self.data, "state_dict") else self.data
-        return SaveJob(place, held, mesh, group, told, encode(held_at), self.keep)
+        position = data.state_dict() if hasattr(data, "state_dict") else data
+        return SaveJob(directory, leaves, mesh, group, fields, encode(position), keep)
 
-    def _metrics(self) -> dict[str, float]:
-        try:
-            return {str(k): float(v) for k, v in (self.metrics or {}).items()}
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"metrics={self.metrics!r}: numbers by name ({error}).") from error
+    return agreed(group, f"saving {path}", job)
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    try:
+        return {str(k): float(v) for k, v in (metrics or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"metrics={metrics!r}: numbers by name ({error}).") from error
 
 
 def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
@@ -197,7 +184,7 @@ class Saving:
     """A save in the background."""
 
     def __init__(self, job: SaveJob):
-        self.path, self._error = job.place.final, None
+        self.path, self._error = job.directory.final, None
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"saving {self.path}")
         _in_flight.append(self)
         self._thread.start()
@@ -214,7 +201,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Until it is whole.
+        """Wait until it is complete.
 
         Raises:
             CheckpointError: it could not be written.
@@ -231,10 +218,10 @@ _in_flight: list[Saving] = []  # at most one: what this process still writes
 
 
 def wait() -> None:
-    """Until nothing is being written any more; at once where nothing is.
+    """Wait for the save in the background, if there is one.
 
     Raises:
-        CheckpointError: the last save in the background failed; told once.
+        CheckpointError: the last save in the background failed; raised once.
     """
     error = wait_for_save()
     if error is not None:
@@ -242,7 +229,7 @@ def wait() -> None:
 
 
 def wait_for_save() -> BaseException | None:
-    """Until nothing is being written any more; why the last one failed, if it did and nobody was told."""
+    """Wait for the save in the background; the error of one that failed, if it was not raised before."""
     error = None
     for saving in list(_in_flight):
         try:
@@ -253,8 +240,8 @@ def wait_for_save() -> BaseException | None:
 
 
 @atexit.register
-def _tell() -> None:
-    """The last word of a process whose last save failed, and that did not ask."""
+def _report_failure() -> None:
+    """Print the error of a last save that failed, if it was not raised."""
     error = wait_for_save()
     if error is not None:
         print(error, file=sys.stderr, flush=True)

@@ -1,11 +1,12 @@
-"""Held: a state leaf by leaf, by name and layout: what a checkpoint writes, fills and compares.
+"""State leaves: a state leaf by leaf, by name and layout: what a checkpoint writes, fills and compares.
 
 Names are `params/<path>`, `optimizer/<path>/<slot>` and `loss_scale/<name>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +14,51 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots
-from fnshard.checkpoint.blocks import LocalLeaf, RestoreTarget
-from fnshard.checkpoint.manifest_file import SavedLeaf
+from fnshard.checkpoint.manifest_file import Chunk, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec, P, block_shape
+from fnshard.layout.spec import LayoutSpec, P, block_shape, block_slices
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.tensorfile import DTYPES
+from fnshard.runtime.files.tensorfile import DTYPES, NAMES
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
 Specs = Mapping[str, LayoutSpec]
+
+
+@dataclass(frozen=True)
+class LocalLeaf:
+    """One rank's block of a leaf: `block`, padded, is the box of the full tensor that `layout` says; `shape`
+    is the full tensor's."""
+
+    shape: tuple[int, ...]
+    layout: P
+    block: Tensor
+
+    def box(self, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where this rank's part begins in the full tensor, and its shape without padding."""
+        here = block_slices(self.shape, self.layout, mesh)
+        return tuple(s.start for s in here), tuple(s.stop - s.start for s in here)
+
+    def part(self, mesh: Mesh) -> Tensor:
+        """The block without its padding; a view."""
+        part = self.block
+        for dim, size in enumerate(self.box(mesh)[1]):
+            part = part.narrow(dim, 0, size)
+        return part
+
+    def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
+        """The full leaf as a manifest names it."""
+        return SavedLeaf(self.shape, NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
+
+
+@dataclass(frozen=True)
+class RestoreTarget(LocalLeaf):
+    """A leaf to be filled from the saved leaf of the name `source`."""
+
+    source: str = ""
 
 
 def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
@@ -34,10 +67,10 @@ def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, Loc
     Raises:
         SpecError, StateError: blocks of another tree, mesh or spec.
     """
-    given = tree.flatten_with_paths(params)[0]
-    compare_paths(specs, given)
-    check_blocks(specs, given, mesh)
-    return param_leaves({p: given[p].detach() for p in specs}, specs)
+    named = tree.flatten_with_paths(params)[0]
+    compare_paths(specs, named)
+    check_blocks(specs, named, mesh)
+    return param_leaves({p: named[p].detach() for p in specs}, specs)
 
 
 def state_leaves(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
@@ -57,7 +90,7 @@ def param_leaves(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, LocalL
 
 
 def slot_leaves(state: Mapping[str, Mapping[str, Tensor]], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """By name, from each slot's shape how it lies."""
+    """By name; a slot's layout follows from its shape."""
     out, odd = {}, []
     for path, slots in state.items():
         spec = specs[path]
@@ -127,7 +160,7 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
 
 
 def restore_targets(
-    held: Mapping[str, LocalLeaf], saved: Mapping[str, SavedLeaf], trained: set[str]
+    leaves_here: Mapping[str, LocalLeaf], saved: Mapping[str, SavedLeaf], trained: set[str]
 ) -> dict[str, RestoreTarget]:
     """From which saved leaf each is to be filled.
 
@@ -138,11 +171,11 @@ def restore_targets(
         trained: paths of the leaves whose state would be missed.
 
     Raises:
-        CheckpointError: names all leaves that are not there, not wanted, or of another shape or kind of
+        CheckpointError: names all leaves that are missing, surplus, or of another shape or kind of
             number.
     """
     wrong, out = [], {}
-    for name, leaf in held.items():
+    for name, leaf in leaves_here.items():
         source = _source(name, leaf, saved)
         if source is None:
             wrong.append(f"{name} {list(leaf.shape)} is not in the checkpoint")
@@ -152,7 +185,7 @@ def restore_targets(
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
             out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, source)
-    lost = [n for n in saved if n not in held and _missed(n, trained)]
+    lost = [n for n in saved if n not in leaves_here and _missed(n, trained)]
     wrong += [f"{n} {list(saved[n].shape)} is in the checkpoint alone" for n in lost]
     if wrong:
         raise CheckpointError(

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fnshard.checkpoint.blocks import LocalLeaf
 from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, is_tiled
+from fnshard.checkpoint.state_leaves import LocalLeaf
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import TensorToWrite, write

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.checkpoint.rows import all_or_none
+from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.hf.files import open_tensors, read_config
 from fnshard.hf.match import load_block, match_tensors
@@ -115,7 +115,7 @@ def load(
 
     if mesh.kind == "abstract":  # there is nobody to tell
         return read()
-    return all_or_none(connection(mesh), f"loading {str(path)!r}", read)
+    return all_or_none(connection(mesh).gather_object, f"loading {str(path)!r}", read)
 
 
 def save(

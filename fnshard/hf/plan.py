@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.rows import all_or_none, gather_rows
+from fnshard.checkpoint.coordination import all_or_none
+from fnshard.checkpoint.rows import gather_rows
 from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
 from fnshard.hf.write import LeafWriter, Put
@@ -123,7 +124,8 @@ def export_leaves(
         StateError, CheckpointError: on all ranks, if it failed on one.
         AgreementError: plans that differ.
     """
-    plan, target = all_or_none(comm, what, planned)
+    all_ranks = partial(all_or_none, comm.gather_object, what)
+    plan, target = all_ranks(planned)
     digests = comm.gather_object(f"{what} {mesh} {plan.digest}")
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
@@ -133,10 +135,10 @@ def export_leaves(
         )
     first, put = mesh.rank == 0, None
     try:
-        put = all_or_none(comm, what, target.__enter__ if first else None)
+        put = all_ranks(target.__enter__ if first else None)
         for part in plan.parts:
-            all_or_none(comm, what, partial(_send, part, mesh, comm, put))
-        all_or_none(comm, what, partial(target.__exit__, None, None, None) if first else None)
+            all_ranks(partial(_send, part, mesh, comm, put))
+        all_ranks(partial(target.__exit__, None, None, None) if first else None)
     except BaseException as error:
         if put is not None:
             target.__exit__(type(error), error, error.__traceback__)
@@ -146,7 +148,7 @@ def export_leaves(
 def _send(part: ExportedLeaf, mesh: Mesh, comm: Collectives, put: Put | None) -> None:
     """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
     failure, whole = None, None
-    for first, rows in gather_rows(part.make(), part.spec, mesh, comm, wanted=put is not None):
+    for first, rows in gather_rows(part.make(), part.spec, mesh, comm, receives=put is not None):
         if failure is not None:
             continue
         try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.checkpoint import rows
+from fnshard.checkpoint import coordination, rows
 from fnshard.errors import CheckpointError, StateError
 from fnshard.hf import write as hf_write
 from fnshard.layout.spec import block_shape, block_slices
@@ -182,7 +182,7 @@ def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
     def run(rank: int) -> Tensor:
         whole = torch.full((64, 16), float("nan"))
         block = fs.shard(params, specs, mesh)["w"]
-        for first, part in rows.gather_rows(block, specs["w"], mesh, connection(mesh), wanted=rank == 1):
+        for first, part in rows.gather_rows(block, specs["w"], mesh, connection(mesh), receives=rank == 1):
             given.append(part.nbytes)
             whole[first : first + part.shape[0]] = part
         return whole
@@ -677,7 +677,7 @@ def test_a_peer_that_is_lost_is_told_at_once() -> None:
         raise fs.CollectiveError("rank 1 is gone")
 
     with pytest.raises(fs.CollectiveError, match="rank 1 is gone"):
-        rows.all_or_none(Lost(), "saving", work)
+        coordination.all_or_none(Lost().gather_object, "saving", work)
 
 
 def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
