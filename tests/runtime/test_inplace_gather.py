@@ -20,6 +20,7 @@ from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives.connect import connect, connection
 from fnshard.runtime.collectives.messages import PAGE
 from fnshard.runtime.packing import Packer, local_block
+from fnshard.step.options import default_depth
 
 NUMEL = 3 * PAGE // 4  # of a rank's part: whole pages of fp32
 UNIT = 4 * NUMEL  # bytes of it
@@ -187,6 +188,13 @@ def _step(rank: int, preset: str) -> tuple[int, int, int]:
     model = MODELS["gpt"]()
     mesh = make_mesh(shard=2, device="cpu")
     step = sharded.make_step(mesh, model, sharded.specs_of(model, preset, mesh), fs.optim.sgd(0.1))
+    passes = step.options.passes  # nothing would travel beside a kernel; elsewhere it does
+    assert (passes.prefetch, passes.overlap) == ((0, 0), 0)
+    assert (
+        default_depth(make_mesh(shard=2, simulated=True))
+        == default_depth(make_mesh(shard=2, abstract=True))
+        == 1
+    )
     memory = connection(mesh).endpoint.memories[0]
     seen = [0, 0, 0]
 
