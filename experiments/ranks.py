@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import ROOT
+from experiments.data.files import write_json
 from fnshard.launcher.local import launch
 
 
@@ -26,9 +27,8 @@ def start(
     Raises:
         LaunchError: a rank failed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     job = folder / "job.json"
-    job.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(job, values)
     env = {"PYTHONPATH": python_path(), **({"OMP_NUM_THREADS": "1"} if one_thread else {})}
     launch([sys.executable, "-u", "-m", module, str(job)], ranks=ranks, logs=folder / "ranks", env=env)
 

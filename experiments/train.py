@@ -49,11 +49,7 @@ SPEC = CommandSpec("train", TrainConfig, HELP)
 
 
 def prepare(config: TrainConfig) -> TrainConfig:
-    """As it is, if its text or its shards are there.
-
-    Raises:
-        ConfigError: they are not, or not as the model needs them.
-    """
+    """As it is, if its text or its shards are there."""
     from experiments.training.dataset import reading_of
 
     reading_of(config)

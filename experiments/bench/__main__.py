@@ -30,11 +30,7 @@ SPEC = CommandSpec("bench", BenchConfig, HELP, complete=complete)
 
 
 def start(config: BenchConfig, folder: Path) -> None:
-    """Measure; the ranks write their results to `folder`.
-
-    Raises:
-        LaunchError: a rank failed.
-    """
+    """Measure; the ranks write their results to `folder`."""
     values = {"config": dataclasses.asdict(config), "folder": str(folder)}
     one_thread = config.device == "cpu"
     ranks.start("experiments.bench.rank", values, folder, config.ranks, one_thread=one_thread)

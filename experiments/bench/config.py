@@ -88,11 +88,7 @@ class BenchConfig:
 
 
 def complete(config: BenchConfig) -> BenchConfig:
-    """Fill in what depends on the device.
-
-    Raises:
-        ConfigError: values that cannot be; all of them at once.
-    """
+    """Fill in what depends on the device."""
     if config.device not in DEFAULTS:
         raise ConfigError(f"device={config.device}: one of {', '.join(DEFAULTS)}.")
     config = with_defaults(config, DEFAULTS[config.device])

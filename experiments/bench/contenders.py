@@ -239,6 +239,14 @@ def global_batch(step: int, task_seed: int, rows: int, length: int, vocab: int) 
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
+def rank_batch(
+    step: int, seed: int, mesh: fs.Mesh, rows: int, length: int, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """This rank's rows of `global_batch`."""
+    parts = global_batch(step, seed, mesh.size * rows, length, vocab)
+    return tuple(part[mesh.rank * rows :][:rows].clone() for part in parts)
+
+
 def mean_over_ranks(loss: Tensor) -> float:
     value = loss.double().cpu()
     if dist.is_initialized():

@@ -26,6 +26,7 @@ from experiments.bench.contenders import (
     Contender,
     global_batch,
     mean_over_ranks,
+    rank_batch,
     reference_losses,
 )
 from experiments.bench.memory import live_bytes
@@ -103,10 +104,9 @@ def make_task(config: BenchConfig) -> BenchTask:
 
 
 def batches(config: BenchConfig, task: BenchTask, steps: range) -> Iterator[Batch]:
-    rank, rows = task.mesh.rank, config.rows
+    sizes = config.rows, config.length, task.model.config.vocab
     for step in steps:
-        whole = global_batch(step, config.seed, config.ranks * rows, config.length, task.model.config.vocab)
-        yield tuple(part[rank * rows : (rank + 1) * rows].to(task.mesh.device) for part in whole)
+        yield tuple(part.to(task.mesh.device) for part in rank_batch(step, config.seed, task.mesh, *sizes))
 
 
 # ------------------------------------------------------------------ time

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 
 from experiments.bench.config import BenchConfig
+from experiments.data.files import write_json
+from experiments.tables import aligned, quartiles, ratio
 from fnshard.analysis.hardware import Hardware, mfu
 
 BASELINES = ("limit", "ddp", "fsdp2", "fsdp2_compiled")
@@ -41,7 +42,7 @@ def _row(config: BenchConfig, name: str, all_found: Mapping[str, Any]) -> dict[s
     typical = median(seconds)
     row = {
         "step_ms": 1e3 * typical,
-        "step_ms_quartiles": [1e3 * q for q in quartiles(seconds)],
+        "step_ms_quartiles": [1e3 * q for q in quartiles(seconds)[::2]],
         "tokens_per_s": config.tokens / typical,
         "ratios": {
             base: ratio(seconds, all_found[base]["seconds"])
@@ -56,22 +57,6 @@ def _row(config: BenchConfig, name: str, all_found: Mapping[str, Any]) -> dict[s
     if known is not None:
         row["mfu"] = mfu(model_flops(config), typical, known.peak_flops[config.dtype.replace("fp", "f")])
     return row
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0], values[0]]
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return [low, high]
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over rounds of the quotient of two steps of one round, so that slow drift cancels.
-
-    >>> ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
-    2.0
-    """
-    return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def model_flops(config: BenchConfig) -> float:
@@ -112,15 +97,6 @@ def title(result: Mapping[str, Any]) -> str:
     )
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns; all but the first to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-
-
 def _mega(size: float | None) -> str:
     return "-" if size is None else f"{size / 1e6:.0f}"
 
@@ -153,8 +129,7 @@ def phase_table(name: str, phases: Mapping[str, Any]) -> list[str]:
 
 
 def write(result: Mapping[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULT
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(path, result)
     (folder / "bench.txt").write_text(table(result) + "\n", encoding="utf-8")
     return path

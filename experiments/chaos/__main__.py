@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from experiments.chaos.config import SPEC, ChaosConfig
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
 from experiments.cli.main import answer
+from experiments.data.files import write_json
 
 
 def start(config: ChaosConfig, folder: Path) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def start(config: ChaosConfig, folder: Path) -> dict[str, Any]:
     """
     say = lambda line: print(f"... {line}", file=sys.stderr, flush=True)  # noqa: E731
     found = Campaign(config, folder, say).run()
-    (folder / "chaos.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "chaos.json", found)
     text = table(found)
     (folder / "chaos.md").write_text(text + "\n", encoding="utf-8")
     print(f"\n{text}\n\nresults: {folder}", flush=True)

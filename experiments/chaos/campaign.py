@@ -155,11 +155,7 @@ class Campaign:
     # -------------------------------------------------------------- one kill
 
     def _kill_once(self, job: MonitoredRun, attempts: int) -> bool:
-        """Wait for a moment and kill; whether the job is still there to be killed again.
-
-        Args:
-            attempts: of the run's ranks, before this job.
-        """
+        """Wait for a moment and kill; whether the job is still there to be killed again."""
         kill, restarts = next(self.kills), job.restarts
         if not self._moment(job, kill):
             return False
@@ -195,11 +191,7 @@ class Campaign:
     # -------------------------------------------------------------- what came of it
 
     def _look(self, job: MonitoredRun, code: int, done: Sequence[KillOutcome]) -> None:
-        """At what a job that is over has left behind.
-
-        Raises:
-            ChaosError: it failed although nobody had touched it.
-        """
+        """At what a job that is over has left behind."""
         last = done[-1] if done else None
         allowed = CODES[last.kill.mode if last else ""]
         if last and last.kill.mode == "term_launcher" and not last.ranks:

@@ -39,11 +39,7 @@ class ChaosConfig:
 
 
 def complete(config: ChaosConfig) -> ChaosConfig:
-    """Check the values.
-
-    Raises:
-        ConfigError: values that cannot be; all of them at once.
-    """
+    """Check the values."""
     least = {"kills": 1, "ranks": 1, "steps": 2, "save_every": 1, "held_out_every": 1, "max_restarts": 0}
     if problems := out_of_range(config, {"modes": MODES, "moments": MOMENTS}, least):
         raise refusal(problems)

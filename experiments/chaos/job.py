@@ -106,11 +106,7 @@ class MonitoredRun:
     # -------------------------------------------------------------- waiting and killing
 
     def until(self, ready: Callable[[], bool], pause_s: float = POLL_S) -> bool:
-        """Wait until `ready()`; False if the job ended first.
-
-        Raises:
-            ChaosError: neither came.
-        """
+        """Wait until `ready()`; False if the job ended first."""
         deadline = time.monotonic() + self.patience_s
         while not ready():
             if self.process.poll() is not None:
@@ -137,11 +133,7 @@ class MonitoredRun:
         return True
 
     def wait(self) -> int:
-        """Its exit code.
-
-        Raises:
-            ChaosError: it goes on and on.
-        """
+        """Its exit code."""
         try:
             return self.process.wait(self.patience_s)
         except subprocess.TimeoutExpired:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.tables import markdown
+
 NAMES = {
     "kill_rank": "SIGKILL of a rank",
     "kill_all": "SIGKILL of all ranks",
@@ -26,9 +28,8 @@ HEAD = (
 def table(found: Mapping[str, Any]) -> str:
     """A row for each way to kill, as Markdown, and what was found in the runs."""
     kills = found["kills"]
-    rows = [HEAD, ("---", *["---:"] * (len(HEAD) - 1))]
-    rows += [_row(name, [k for k in kills if k["kill"]["mode"] == mode]) for mode, name in NAMES.items()]
-    rows.append(_row("all", kills))
+    modes = {name: [k for k in kills if k["kill"]["mode"] == mode] for mode, name in NAMES.items()}
+    rows = [HEAD, *(_row(name, mine) for name, mine in {**modes, "all": kills}.items())]
     problems = [f"- {_when(k)}: {text}" for k in kills for text in k["problems"]]
     problems += [f"- run {n}: {text}" for n, run in enumerate(found["runs"], 1) for text in run]
     unequal = sum(bool(run) for run in found["runs"])
@@ -38,7 +39,7 @@ def table(found: Mapping[str, Any]) -> str:
         f"checkpoints that could not be read: {unreadable}; other problems: {len(problems) - unreadable}; "
         f"{found['seconds']:.0f} s."
     )
-    return "\n".join([*("| " + " | ".join(row) + " |" for row in rows), "", closing, *problems])
+    return "\n".join([markdown(rows), "", closing, *problems])
 
 
 def failed(found: Mapping[str, Any]) -> bool:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fnshard as fs
-from experiments.bench.contenders import global_batch
+from experiments.bench.contenders import rank_batch
 from experiments.configs.decoders import decoder
-from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,8 @@ def world() -> fs.Mesh:
 def training(job: CheckpointJob, mesh: fs.Mesh) -> tuple[Any, Any]:
     """A step and its first state: fp32, AdamW; its moments are noise, so that there is something to read."""
     torch.manual_seed(job.seed)
-    apply, params = fs.make_functional(Decoder(job.model))
+    loss, params = loss_function(Decoder(job.model))
     specs = fs.presets.PRESETS[job.preset](params, mesh)
-
-    def loss(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(apply(params, tokens), targets)
-
     optimizer = fs.optim.adamw(3e-4, weight_decay=0.1)
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend=job.backend)
     state = step.init({path: leaf.detach() for path, leaf in params.items()})
@@ -71,8 +67,7 @@ def training(job: CheckpointJob, mesh: fs.Mesh) -> tuple[Any, Any]:
 
 
 def batch(job: CheckpointJob, mesh: fs.Mesh, number: int) -> tuple[Tensor, ...]:
-    whole = global_batch(number, job.seed, mesh.size * job.rows, job.length, job.model.vocab)
-    return tuple(part[mesh.rank * job.rows : (mesh.rank + 1) * job.rows] for part in whole)
+    return rank_batch(number, job.seed, mesh, job.rows, job.length, job.model.vocab)
 
 
 def as_dtensors(step: Any, state: Any, mesh: fs.Mesh, fresh: bool = False) -> dict[str, Tensor]:

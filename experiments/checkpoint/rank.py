@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from experiments.checkpoint import report, throughput, training
 from experiments.checkpoint.job import CheckpointJob, world
+from experiments.data.files import write_json
 from experiments.ranks import job_values
 from fnshard.launcher.local import run_rank
 
@@ -34,9 +34,7 @@ def main(job: CheckpointJob, out: Path) -> None:
     found["load_average"] = [load, os.getloadavg()[0]]
     if mesh.rank == 0:
         print(f"load average {found['load_average'][0]:.1f} to {found['load_average'][1]:.1f}", flush=True)
-        (out / f"checkpoint-{mesh.size}.json").write_text(
-            json.dumps(found, indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(out / f"checkpoint-{mesh.size}.json", found)
 
 
 if __name__ == "__main__":

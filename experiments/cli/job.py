@@ -30,8 +30,7 @@ from experiments.cli.sweep import TABLE, objective, tell
 from experiments.cli.validation import Validated
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
-from experiments.configs.budget import check_memory
-from experiments.configs.machine import place, ranks_of
+from experiments.configs.machine import check_memory, place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.ranks import python_path

@@ -33,11 +33,7 @@ PLUGINS = {
 
 
 def check_plugins(arguments: Sequence[str], installed: Callable[[str], Any] = find_spec) -> None:
-    """See that what the arguments name is installed.
-
-    Raises:
-        MissingExtraError: it is not; all such are named.
-    """
+    """See that what the arguments name is installed."""
     missing = []
     for argument in arguments:
         package, extra = PLUGINS.get(argument, ("", ""))
@@ -53,11 +49,7 @@ def check_plugins(arguments: Sequence[str], installed: Callable[[str], Any] = fi
 
 
 def check_used(launcher: str) -> None:
-    """See that a single run names no launcher.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """See that a single run names no launcher."""
     if launcher != LOCAL:
         raise ConfigError(
             f"a launcher ({launcher}) starts the jobs of a sweep, and this is a single run. Fix: add "

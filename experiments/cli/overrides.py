@@ -23,11 +23,7 @@ MOST_JOBS = 10_000  # of a sweep: all of them are listed before the first one st
 
 
 def flags_of(arguments: list[str]) -> argparse.Namespace:
-    """Hydra's flags, and `overrides`.
-
-    Raises:
-        ConfigError: an unknown flag, or one that these commands refuse.
-    """
+    """Hydra's flags, and `overrides`."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:

@@ -30,11 +30,7 @@ class BoundedFiles(FileConfigSource):
         return "bounded"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """As Hydra does.
-
-        Raises:
-            ConfigError: see `check_file`.
-        """
+        """As Hydra does."""
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.exists():
             check_file(path)
@@ -42,12 +38,7 @@ class BoundedFiles(FileConfigSource):
 
 
 def check_file(path: Path) -> None:
-    """Refuse a YAML file that is large, deep, or has aliases: a few lines of them can mean 10^9 values.
-
-    Raises:
-        ConfigError: it is.
-        yaml.YAMLError: it is no YAML.
-    """
+    """Refuse a YAML file that is large, deep, or has aliases: a few lines of them can mean 10^9 values."""
     try:
         size_of(path, LARGEST_bytes)
     except OSError as error:

@@ -148,12 +148,12 @@ def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
     """The dataclasses, None if something is wrong, and every problem."""
     if wrong := [re.split("=|: ", each, maxsplit=2) for each in too_large(values)]:
         return None, [Problem(key, message, value) for key, value, message in wrong]
-    known, flat = leaves(kind, values), dict(_flat(values))
+    known, given = leaves(kind, values), dict(flat(values))
     problems = [
-        Problem(key, "has to be given.", MISSING) for key, value in flat.items() if value == MISSING
+        Problem(key, "has to be given.", MISSING) for key, value in given.items() if value == MISSING
     ] + [
         Problem(key, f"expected {EXPECTED['int']}, not {value!r}.", value)
-        for key, value in flat.items()
+        for key, value in given.items()
         if isinstance(value, bool) and known.get(key, bool) in (int, float, int | None, float | None)
     ]
     try:
@@ -183,7 +183,7 @@ def _of_pydantic(
         elif what == "unexpected_keyword_argument":
             yield from (
                 Problem(at, no_such_key(at, known, [] if "." in at else groups), v)
-                for at, v in _flat(value, key)
+                for at, v in flat(value, key)
             )
         elif what == "missing":
             yield Problem(key, "has to be given.", MISSING)
@@ -196,9 +196,10 @@ def _of_pydantic(
             )
 
 
-def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, by dotted keys."""
     if isinstance(values, Mapping):
         for name, value in values.items():
-            yield from _flat(value, f"{key}.{name}".removeprefix("."))
+            yield from flat(value, f"{key}.{name}".removeprefix("."))
     else:
         yield key, values

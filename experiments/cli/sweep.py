@@ -8,7 +8,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from experiments.compare.files import write
+from experiments.compare.curves import write
 from experiments.compare.outcome import jobs_of, outcome_of
 from experiments.training.result import read_result
 
@@ -43,11 +43,7 @@ def tell(sweep: Path, metric: str = METRIC, *, finished: bool = True) -> int:
 
 
 class SweepTable(Callback):
-    """Tells of a sweep in its end, and makes the exit code 1 if a run failed.
-
-    Args:
-        metric: what runs are sorted by, and what a search is after.
-    """
+    """Tells of a sweep in its end, and makes the exit code 1 if a run failed."""
 
     def __init__(self, metric: str = METRIC) -> None:
         self._metric = metric

@@ -81,11 +81,7 @@ class _TooSlow(BaseException):
 
 
 def validate(spec: CommandSpec, arguments: list[str]) -> Validated:
-    """What a command line means.
-
-    Raises:
-        ConfigError: every problem that there is.
-    """
+    """What a command line means."""
     flags = flags_of(arguments)
     if flags.hydra_help or flags.shell_completion:
         return Validated()
@@ -129,11 +125,7 @@ def _bounded_cpu() -> Iterator[None]:
 
 @contextmanager
 def loader_of(spec: CommandSpec, config_dir: str | None = None) -> Iterator[ConfigLoader]:
-    """Hydra's reader of the files of a command.
-
-    Args:
-        config_dir: a folder of more files, each of which is checked before it is read.
-    """
+    """Hydra's reader of the files of a command."""
     Plugins.instance().register(BoundedFiles)
     with hydra.initialize_config_dir(str(spec.conf), job_name=spec.name, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()

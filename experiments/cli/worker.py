@@ -18,7 +18,7 @@ import torch.distributed as dist
 from experiments.cli.exceptions import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
-from experiments.data.files import write_json
+from experiments.data.files import read_json, write_json
 from experiments.training.resume import RunFolder, taken
 from experiments.training.watchdog import DivergedError
 from fnshard.errors import (
@@ -129,11 +129,9 @@ def no_room(error: OSError) -> str:
 
 def refused(folder: Path) -> Exception | None:
     """Why the ranks of a run's folder ended together, if they did: a mistake, or a failure."""
-    try:
-        told = json.loads((folder / REFUSAL).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return (ConfigError if told["mistake"] else LaunchError)(told["message"])
+    reason = read_json(folder / REFUSAL)
+    kind = ConfigError if reason.get("mistake") else LaunchError
+    return kind(reason["message"]) if reason else None
 
 
 def _end_together(message: str, *, mistake: bool) -> NoReturn:

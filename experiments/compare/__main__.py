@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.cli.main import exiting
-from experiments.compare.files import write
+from experiments.compare.curves import write
 from experiments.compare.outcome import found
 from experiments.configs.checks import ConfigError, unmakeable
 from experiments.training.report import HELD_OUT

@@ -46,11 +46,7 @@ class Outcome:
 
 
 def found(places: Sequence[str]) -> list[Outcome]:
-    """The runs that lie in folders, or below them; globs are expanded.
-
-    Raises:
-        ConfigError: a place where there is none; all such places are named.
-    """
+    """The runs that lie in folders, or below them; globs are expanded."""
     folders: dict[Path, None] = {}
     empty = []
     for place in places:

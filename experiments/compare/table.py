@@ -11,6 +11,7 @@ from textwrap import shorten
 
 from experiments.compare.outcome import FAILED, OK, Outcome
 from experiments.configs.train import ConfigError
+from experiments.tables import aligned
 
 COLUMNS = {
     "loss": ".3f",
@@ -45,11 +46,7 @@ class Ranking:
 
 
 def ranked(outcomes: Sequence[Outcome], metric: str) -> Ranking:
-    """Put runs in order.
-
-    Raises:
-        ConfigError: runs have numbers, and none of them is called `metric`.
-    """
+    """Put runs in order."""
     known = {name for outcome in outcomes for name in outcome.numbers}
     if known and metric not in known:
         raise ConfigError(f"metric {metric}: no run has it; they have {', '.join(sorted(known))}.")
@@ -75,15 +72,10 @@ def as_text(ranking: Ranking) -> str:
         numbers = (_shown(outcome.numbers.get(key), form) for key, form in columns.items())
         why = (shorten(outcome.reason, LONGEST, placeholder="...") or "-",) if reasons else ()
         rows.append((name, own[outcome.folder], outcome.status, *numbers, *why))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = range(3, 3 + len(columns))
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    stop = 3 + len(columns)
+    named, reasoned = [row[:stop] for row in rows], [row[stop:] for row in rows]
+    lines = zip(aligned(named, left=3), reasoned, strict=True)
+    return "\n".join("  ".join([line, *why]).rstrip() for line, why in lines)
 
 
 def write_csv(ranking: Ranking, path: Path) -> None:

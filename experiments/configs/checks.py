@@ -149,11 +149,7 @@ def _members(config: object, name: str) -> tuple[Any, ...]:
 
 
 def count(text: str) -> int:
-    """An `argparse` type: a whole number above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
+    """An `argparse` type: a whole number above 0."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
     return int(text)

@@ -4,15 +4,13 @@ For fine-tuning, samples:
 
 | module | what |
 |---|---|
-| `pieces` | stretches of text and whether they are to be learned; token ids of many at once |
-| `control` | control tokens that a text spells, and text that stands behind other text |
+| `pieces` | stretches of text and whether they are to be learned; control tokens; token ids of many at once |
 | `bytelevel`, `tokenizer` | the built-in byte tokenizer, tokenizers from files |
-| `renderer`, `rendering`, `template` | chat templates run apart, and what in their text people wrote |
-| `lines`, `records` | lines of JSONL, and the samples, pairs and choices they describe |
-| `arrays`, `writer`, `prepared` | files tokenised once into a folder all ranks map; all their mistakes |
-| `permutation`, `packing` | the order of an epoch, samples to a row |
-| `batches`, `loader` | rows as tensors; endless batches and exact resume |
-| `builtin` | real examples every machine has: signatures and docstrings of the standard library |
+| `renderer`, `template` | chat templates run apart, and what in their text people wrote |
+| `layouts`, `records` | lines of files, and the samples, pairs and choices they describe |
+| `writer`, `prepared` | files tokenised once into a folder all ranks map; all their mistakes |
+| `permutation`, `batches`, `loader` | the order of an epoch; samples in rows as tensors; endless batches |
+| `builtin` | real examples every machine has: functions of the standard library |
 
     tokenizer = byte_tokenizer()
     prepared = prepare([train_file], tokenizer, context=256, cache=folder)  # before any rank starts
@@ -22,8 +20,8 @@ For pre-training, shards of tokens, which `python -m experiments.tokenize` write
 
 | module | what |
 |---|---|
-| `sources`, `spans` | the files of folders and globs, and which bytes of them a shard is made of |
-| `crew`, `shardwriter` | processes that do tasks; one shard |
+| `text_files`, `shardwriter` | the files of folders and globs; one shard of them |
+| `crew` | processes that do tasks |
 | `shardfolder` | a folder of shards, mapped; `.npy` arrays of others |
 | `shards` | windows of them in a seeded order, ready before they are asked for |
 

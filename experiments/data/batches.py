@@ -1,4 +1,4 @@
-"""Batches: rows of prepared samples as tensors, and every sample once, for evaluation.
+"""Batches: samples of many lengths in rows of one length, as tensors; and every sample once, for evaluation.
 
 A packed batch is a dict of int64 [B, T]: `tokens`; `targets`, already shifted (the token behind each, or
 IGNORE at prompts, padding and the end of a sample); `positions`, from 0 in every sample; and `documents`,
@@ -8,15 +8,68 @@ earlier ones of its own document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.packing import pack
 from experiments.data.prepared import Prepared
 from fnshard.losses.objectives import IGNORE
+
+OPEN = 32  # rows; twice as many fill them by less than 1% more, and keep a sample waiting twice as long
+
+
+@dataclass
+class RowPacker:
+    """Best fit among the few rows that are open.
+
+    A sample goes where the least room is left behind it. Where it fits nowhere it begins a row of its own;
+    is that one too many, the oldest is closed. So no sample waits for longer than `open_rows` rows.
+
+    Args:
+        context: room in a row.
+        shortest: the least length that can come; a row with less room is closed at once.
+        open_rows: at most so many rows are open.
+        rows: the open ones, oldest first: the samples in each, and the room that is left.
+    """
+
+    context: int
+    shortest: int = 1
+    open_rows: int = OPEN
+    rows: list[tuple[list[int], int]] = field(default_factory=list)
+
+    def add(self, sample: int, length: int) -> list[int] | None:
+        """Put a sample into a row; gives the samples of the row that this closes, if it closes one."""
+        if not 0 < length <= self.context:
+            raise ValueError(f"sample {sample} of length {length} does not fit a row of {self.context}.")
+        fits = [(room, at) for at, (_, room) in enumerate(self.rows) if room >= length]
+        room, at = min(fits, default=(self.context, len(self.rows)))
+        if not fits:
+            self.rows.append(([], room))
+        row = self.rows[at][0]
+        row.append(sample)
+        self.rows[at] = (row, room - length)
+        if room - length < self.shortest:
+            return self.rows.pop(at)[0]
+        return self.rows.pop(0)[0] if len(self.rows) > self.open_rows else None
+
+
+def pack(lengths: Iterable[int], context: int, *, open_rows: int = OPEN) -> Iterator[list[int]]:
+    """Rows of sample numbers, each sample once, no row over `context`.
+
+    >>> list(pack([3, 9, 6, 1, 4, 6], context=10))
+    [[0, 2, 3], [4, 5], [1]]
+    """
+    packer = RowPacker(context, open_rows=open_rows)
+    for sample, length in enumerate(lengths):
+        closed = packer.add(sample, length)
+        if closed is not None:
+            yield closed
+    yield from (row for row, _ in packer.rows)
+
 
 Batch = dict[str, Tensor]
 MULTIPLE = 32  # of padded widths
@@ -66,13 +119,8 @@ def once(
     """Every sample once, in the files' order: batches for a held-out loss.
 
     All ranks get equally many batches; rows that nothing is left for are padding, which no mean counts.
-
-    Args:
-        prepared: the samples.
-        rows: of the *global* batch; a multiple of `ranks`.
-        rank, ranks: which part of the rows is yielded.
-        packed: several samples a row; else one, and the batch also holds `samples`: int64 [B], the number of
-            each row's sample, -1 for padding. So scores of choices and pairs are put in their places.
+    Without `packed` a row is one sample, and the batch also holds `samples`: int64 [B], the number of each
+    row's sample, -1 for padding; so scores of choices are put in their places.
     """
     check_rows(rows, rank, ranks)
     part = rows // ranks
@@ -108,12 +156,26 @@ def _plain(batch: Batch) -> Batch:
 
 
 def check_rows(rows: int, rank: int, ranks: int) -> None:
-    """Refuse rows that do not divide over the ranks.
-
-    Raises:
-        ValueError: they do not, or there is no such rank.
-    """
+    """Refuse rows that do not divide over the ranks."""
     if rows < 1 or rows % ranks:
         raise ValueError(f"{rows} rows do not divide over {ranks} ranks.")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
+
+
+def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], drawn_by: Mapping[str, Any]) -> None:
+    """Refuse the state of a loader that drew other batches.
+
+    Raises:
+        ValueError: it has other keys than `mine`, or another value of `drawn_by`.
+    """
+    if set(state) != set(mine):
+        raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
+    differ = {k: f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v}
+    for name in differ.keys() & {"data", "shards"}:  # keys, which tell nobody anything
+        differ[name] = f"{name}: its files, the tokenizer, or how it is cut are not what they were"
+    if differ:
+        raise ValueError(
+            f"the saved loader drew other batches ({'; '.join(differ.values())}). Fix: put back what was "
+            "changed, or begin anew with run.resume=never."
+        )

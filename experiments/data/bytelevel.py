@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.data.control import Spelled
-from experiments.data.pieces import NOTHING, TextPiece
+from experiments.data.pieces import NOTHING, Spelled, TextPiece
 
 BEGIN, END, PAD = 256, 257, 258
 ROLES = {"system": 259, "user": 260, "assistant": 261}
@@ -54,24 +53,12 @@ class ByteTokenizer:
         return ()
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text of token ids; broken UTF-8 shows as a replacement sign.
-
-        Args:
-            control: control tokens are spelled, not left out.
-        """
+        """Text of token ids; broken UTF-8 shows as a replacement sign."""
         spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
         return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
     def conversation(self, messages: Sequence[Mapping[str, str]], first: int = 0) -> list[TextPiece]:
-        """Each message is its role's marker, its text and the end token.
-
-        Args:
-            messages: with "role" and "content".
-            first: assistants' messages before this one are context, not learned.
-
-        Raises:
-            ValueError: a role that has no marker.
-        """
+        """Each message is its role's marker, its text and the end token."""
         pieces = [TextPiece(BEGIN, False)]
         for number, message in enumerate(messages):
             learned = message["role"] == "assistant" and number >= first

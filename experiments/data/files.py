@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,6 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
     Args:
         durable: it outlives a power cut, too.
-
-    Raises:
-        OSError: names the file; what was written aside is gone.
     """
     from fnshard.runtime.files.folder import (  # and with it torch, which this module does not wait for
         flush_directory,
@@ -70,6 +67,23 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 def write_json(path: Path, values: Any, *, durable: bool = False) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds; {} where there is no such file, or it is torn."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def first_few(lines: Sequence[str], most: int) -> list[str]:
+    """Some lines of a message, and how many are left out.
+
+    >>> first_few(["a", "b", "c"], 1)
+    ['a', 'and 2 more']
+    """
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def append(path: Path, text: str) -> None:

@@ -8,8 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.batches import Batch, check_rows, fill, pair_batch, width_of
-from experiments.data.packing import OPEN, RowPacker
+from experiments.data.batches import (
+    OPEN,
+    Batch,
+    RowPacker,
+    check_rows,
+    check_state,
+    fill,
+    pair_batch,
+    width_of,
+)
 from experiments.data.permutation import order
 from experiments.data.prepared import Prepared
 
@@ -32,9 +40,6 @@ class PackedLoader:
         pack: several samples a row, of the context's width; else one, of `width_of(prepared)`.
         open_rows: how many rows a sample can be put into; more pack tighter, and keep samples waiting longer.
         step: the next step to yield; told, not set.
-
-    Raises:
-        ValueError: rows that do not divide over the ranks.
     """
 
     prepared: Prepared
@@ -71,12 +76,8 @@ class PackedLoader:
         return {**self._drawn_by(), "step": self.step, "drawn": self._stream.drawn, "open": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ValueError: the saved loader drew other batches (other data, seed, rows, context, packing).
-        """
-        _check_state(state, self.state_dict(), self._drawn_by())
+        """Go on where `state_dict` was taken."""
+        check_state(state, self.state_dict(), self._drawn_by())
         rows = [[int(sample) for sample in row] for row in state["open"]]
         known = all(0 <= sample < self.prepared.samples for row in rows for sample in row)
         rooms = (
@@ -144,12 +145,8 @@ class PairLoader:
         return {**drawn_by, "step": self.step, "drawn": self._stream.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ValueError: the saved loader drew other batches.
-        """
-        _check_state(state, self.state_dict(), _drawn_by(self.prepared, self.seed, self.rows))
+        """Go on where `state_dict` was taken."""
+        check_state(state, self.state_dict(), _drawn_by(self.prepared, self.seed, self.rows))
         self._stream.drawn, self.step = int(state["drawn"]), int(state["step"])
 
 
@@ -179,16 +176,3 @@ class Stream:
 
 def _drawn_by(prepared: Prepared, seed: int, rows: int) -> dict[str, Any]:
     return {"data": prepared.key, "context": prepared.context, "seed": seed, "rows": rows}
-
-
-def _check_state(state: Mapping[str, Any], mine: Mapping[str, Any], drawn_by: Mapping[str, Any]) -> None:
-    if set(state) != set(mine):
-        raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
-    differ = {k: f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v}
-    if "data" in differ:  # keys, which tell nobody anything
-        differ["data"] = "data: its files, the tokenizer, or how it is cut are not what they were"
-    if differ:
-        raise ValueError(
-            f"the saved loader drew other batches ({'; '.join(differ.values())}). Fix: put back what was "
-            "changed, or begin anew with run.resume=never."
-        )

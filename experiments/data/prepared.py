@@ -16,12 +16,11 @@ from uuid import uuid4
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.arrays import ARRAYS
 from experiments.data.files import size_of
 from experiments.data.layouts import blocks_of, files_of, is_saved
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import Tokenizer
-from experiments.data.writer import BROKEN, LISTED, TOO_LONG, PreparedWriter, WritePolicy
+from experiments.data.writer import ARRAYS, BROKEN, LISTED, TOO_LONG, PreparedWriter, WritePolicy
 from fnshard.errors import report
 
 FORMAT = 3  # a change of what the files mean makes another key
@@ -245,11 +244,7 @@ def _refuse(writer: PreparedWriter, paths: Sequence[Path], beside: Path) -> None
 
 
 def readable(files: Sequence[str | Path]) -> list[Path]:
-    """The files, looked at and not read.
-
-    Raises:
-        ConfigError: names all that are none, or hold nothing.
-    """
+    """The files, looked at and not read."""
     if isinstance(files, str | Path):
         files = [files]
     if not files:

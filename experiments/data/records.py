@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from experiments.configs.train import ConfigError
-from experiments.data.lines import LineError
+from experiments.data.layouts import LineError
 from experiments.data.pieces import TextPiece
 from experiments.data.tokenizer import Tokenizer
 
@@ -39,9 +39,6 @@ def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
     """Something to learn: `messages`, a prompt and its response, or `text`.
 
     An instruction is a prompt that ends in a blank line, behind its input if it has one.
-
-    Raises:
-        LineError: a field is missing or is not what it should be.
     """
     if "messages" in line:
         messages = _messages(line, "messages")
@@ -101,9 +98,6 @@ def choice(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
     """A prompt (or `question`), its `choices`, and the right one as `answer`: an index from 0, or a letter.
 
     A choice follows its prompt as it is; a question is asked as "Question: ...", "Answer:" and a space.
-
-    Raises:
-        LineError: a field is missing or is not what it should be.
     """
     missing = [repr(n) for n in ("choices", "answer") if n not in line]
     if "prompt" not in line and "question" not in line:

@@ -150,11 +150,7 @@ def _answer(source: str, values: Any) -> tuple[str, str]:
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> Any:
-    """The template as transformers compiles it: sandboxed, blocks trimmed, a few helpers.
-
-    Raises:
-        SyntaxError: it is none.
-    """
+    """The template as transformers compiles it: sandboxed, blocks trimmed, a few helpers."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -25,6 +25,7 @@ import numpy as np
 
 from experiments.cli.schema import options_of
 from experiments.configs.train import ConfigError
+from experiments.data.files import first_few
 from fnshard.errors import report
 from fnshard.runtime.files.tensorfile import open_regular
 
@@ -188,7 +189,7 @@ def open_shards(folder: str | Path) -> Shards:
         raise ConfigError(
             report(
                 f"{folder} is not whole:",
-                [*wrong[:SHOWN], *([f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else [])],
+                first_few(wrong, SHOWN),
                 f"write the shards anew; where you changed arrays of your own, delete {HEADER}.",
             )
         )
@@ -208,11 +209,7 @@ def _believing_nothing(folder: Path, values: Any) -> Shards:
 
 
 def _typed(kind: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Values of a dataclass; numbers are counts.
-
-    Raises:
-        ValueError: one has another type.
-    """
+    """Values of a dataclass; numbers are counts."""
     hints = typing.get_type_hints(kind)
     for name, value in values.items():
         if type(value) not in options_of(hints[name]) or (type(value) is int and not 0 <= value < 2**63):

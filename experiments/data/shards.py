@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.batches import check_rows
+from experiments.data.batches import check_rows, check_state
 from experiments.data.permutation import order
 from experiments.data.shardfolder import Shards
 
@@ -111,17 +111,8 @@ class ShardLoader:
         return {**self._drawn_by(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ValueError: the saved loader drew other batches (other shards, seed, rows or context).
-        """
-        mine = self._drawn_by()
-        if set(state) != {*mine, "step"}:
-            raise ValueError(f"a loader's state has the keys {sorted([*mine, 'step'])}; got {sorted(state)}.")
-        differ = [f"{k}: saved {state[k]}, here {v}" for k, v in mine.items() if state[k] != v]
-        if differ:
-            raise ValueError(f"the saved loader drew other batches ({'; '.join(differ)}).")
+        """Go on where `state_dict` was taken."""
+        check_state(state, self.state_dict(), self._drawn_by())
         self.close()
         self.step = int(state["step"])
 
@@ -132,9 +123,5 @@ class ShardLoader:
             self._ready.append(self._thread.submit(self.batch, self.step + len(self._ready)))
 
     def _drawn_by(self) -> dict[str, Any]:
-        return {
-            "shards": self.shards.key,
-            "context": self.context,
-            "seed": self.seed,
-            "rows": self.rows,
-        }
+        own = {"context": self.context, "seed": self.seed, "rows": self.rows}
+        return {"shards": self.shards.key, **own}

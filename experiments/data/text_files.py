@@ -43,9 +43,6 @@ def find(named: Sequence[str] | None) -> list[TextFile]:
 
     Args:
         named: None is Python's standard library, as the main job reads it.
-
-    Raises:
-        ConfigError: names that mean nothing, all of them.
     """
     if named is None:
         root = standard_library()
@@ -74,9 +71,6 @@ def split(sources: Iterable[TextFile], percent: int, held_out: Sequence[str]) ->
     Args:
         percent: of the files that are held out, about.
         held_out: globs of names; where there are some, they alone decide.
-
-    Raises:
-        ConfigError: a glob matches no file, or one side has no text.
     """
     sides: dict[str, list[TextFile]] = {"train": [], "held_out": []}
     idle = set(held_out)

@@ -8,15 +8,25 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from experiments.configs.train import ConfigError
 from experiments.data.bytelevel import TEMPLATE, ByteTokenizer, tokenizer_json
-from experiments.data.control import Controls, Spelled, behind_others, controls_of
-from experiments.data.files import size_of
-from experiments.data.pieces import CONTROL, NOTHING, TEXT, TextPiece
+from experiments.data.files import first_few, size_of
+from experiments.data.pieces import (
+    CONTROL,
+    NOTHING,
+    TEXT,
+    Controls,
+    Messages,
+    Spelled,
+    TextPiece,
+    Tokenizer,
+    behind_others,
+    controls_of,
+)
 from experiments.data.template import Plain, Template
 from fnshard.errors import MissingExtraError, report
 
@@ -24,47 +34,6 @@ FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 LARGEST_bytes = 2**28  # of a file: vocabularies take some tens of MB
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
-Messages = Sequence[Mapping[str, str]]
-
-
-class Tokenizer(Protocol):
-    """What the rest of the project knows of a tokenizer.
-
-    `vocab`: one more than the largest id; a model's embedding has at least as many rows. `bos`: what a text
-    begins with, None where this model's texts begin with nothing. `eos`: what ends a response. `stops`: every
-    id that ends a generation. `pad`: fills rows; never a target. `key`: equal for equal tokenizers.
-    """
-
-    vocab: int
-    bos: int | None
-    eos: int
-    stops: tuple[int, ...]
-    pad: int
-    key: str
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids; neither begin nor end is added, and no control token is read from the text."""
-
-    def encode_many(
-        self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
-    ) -> list[np.ndarray]:
-        """uint32 ids of each text; with `control`, text that spells a control token becomes one. `behind`:
-        what the texts stand behind, as `pieces` names it."""
-
-    def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
-        """The control tokens that a stretch of a text spells."""
-
-    def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text; control tokens are left out, or with `control` as they are spelled."""
-
-    def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
-        """The pieces of a conversation; what assistants said from message `first` on is learned."""
-
-    def opening(self, messages: Messages) -> list[TextPiece]:
-        """What a model is given to answer `messages`."""
-
-    def save(self, folder: Path) -> None:
-        """Write its files into a folder that exists."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +110,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise ConfigError(
             report(
                 f"{folder} holds no {FILE}; " + ("it is no folder." if there is None else "it holds:"),
-                _first(there or []),
+                first_few(there or [], 8),
                 "name a model directory that has one (AutoTokenizer.from_pretrained(...).save_pretrained "
                 "writes it), or use the byte tokenizer.",
             )
@@ -288,8 +257,3 @@ def _chat(
     template = Template(source, tuple(sorted(names.items())), ends, tuple(controls.ids), str(file))
     template.check()
     return template
-
-
-def _first(names: Iterable[str], most: int = 8) -> list[str]:
-    names = list(names)
-    return names[:most] + ([f"and {len(names) - most} more"] if len(names) > most else [])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.configs.train import DataConfig
+from experiments.data.batches import check_rows, check_state
 from experiments.data.stdlib_text import Corpus, load_corpus
 
 Batch = tuple[Tensor, Tensor]
@@ -78,8 +79,7 @@ class Loader:
     step: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows % self.ranks:
-            raise ValueError(f"{self.rows} rows do not divide over {self.ranks} ranks.")
+        check_rows(self.rows, self.rank, self.ranks)
         self._text = crc32(self.stream.numpy())
 
     def batch(self, step: int) -> Batch:
@@ -109,20 +109,9 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Where the text has changed since (another Python's library),
         with a warning: at the same places of the new one.
-
-        Raises:
-            ValueError: the saved loader drew other batches (seed, rows or context differ).
         """
         mine = self.state_dict()
-        if set(state) != set(mine):
-            raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
-        differ = [
-            f"{k}: saved {state[k]}, here {mine[k]}"
-            for k in ("seed", "rows", "context")
-            if state[k] != mine[k]
-        ]
-        if differ:
-            raise ValueError(f"the saved loader drew other batches ({'; '.join(differ)}).")
+        check_state(state, mine, {name: mine[name] for name in ("seed", "rows", "context")})
         if state["text"] != mine["text"]:
             warnings.warn("the text is not what it was when this was saved.", stacklevel=2)
         self.step = int(state["step"])

@@ -1,4 +1,4 @@
-"""The writer of prepared data: lines in, arrays out, a block at a time, and what is wrong on the way."""
+"""Prepared data as files: lines in, arrays out, a block at a time, and what is wrong on the way."""
 
 from __future__ import annotations
 
@@ -15,12 +15,55 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.arrays import Arrays
-from experiments.data.layouts import lines_of
-from experiments.data.lines import LineError, parse
+from experiments.data.layouts import LineError, lines_of, parse
 from experiments.data.pieces import encode_all
 from experiments.data.records import KINDS, Record
 from experiments.data.tokenizer import Tokenizer
+
+ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64, "answers": np.int32}
+
+
+class Arrays:
+    """Writes `tokens.bin`, `learned.bin`, `starts.bin` and `answers.bin` into a folder; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.samples = self.records = self.tokens = self.learned = self.longest = self.chats = 0
+        self.shortest = sys.maxsize
+
+    def __enter__(self) -> Arrays:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stack = ExitStack()
+        self._out = {n: self._stack.enter_context((self.folder / f"{n}.bin").open("wb")) for n in ARRAYS}
+        self._put("starts", [0])
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def write(self, record: Record, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Append a record's samples: token ids, and whether each is learned."""
+        for tokens, learned in samples:
+            self._put("tokens", tokens)
+            self._put("learned", learned)
+            self.tokens += len(tokens)
+            self.learned += int(learned[1:].sum())
+            self._put("starts", [self.tokens])
+            self.longest = max(self.longest, len(tokens) - 1)
+            self.shortest = min(self.shortest, len(tokens) - 1)
+        for option, size in enumerate(record.sizes):
+            self._put("answers", [self.records, option == record.answer, size])
+        self.samples += len(samples)
+        self.records += 1
+        self.chats += record.chat
+
+    def facts(self) -> dict[str, Any]:
+        names = ("samples", "records", "tokens", "learned", "longest", "shortest", "chats")
+        return {name: getattr(self, name) for name in names}
+
+    def _put(self, name: str, values: Any) -> None:
+        self._out[name].write(np.asarray(values, ARRAYS[name]).tobytes())
+
 
 BROKEN, TOO_LONG, TRUNCATED = "broken", "too_long", "truncated"
 BLOCK_LINES, BLOCK_BYTES = 512, 2**20  # tokenised together
@@ -75,12 +118,7 @@ class WritePolicy:
 
 @dataclass
 class RefusedLines:
-    """Counts of what was found; what is refused goes to a file, and the first few are held.
-
-    Args:
-        policy: what is refused.
-        out: takes a line each, `LISTED` at most.
-    """
+    """Counts of what was found; what is refused goes to a file, and the first few are held."""
 
     policy: WritePolicy
     out: TextIO

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from experiments.cli.main import answer
+from experiments.data.files import write_json
 from experiments.explain import words
 from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.page import page
@@ -28,7 +28,7 @@ def write(config: ExplainConfig, folder: Path, name: str = "") -> None:
     paper = explain(config)
     print(words.told(paper), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "explain.json").write_text(json.dumps(words.numbers(paper), indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "explain.json", words.numbers(paper))
     report = folder / "report.html"
     report.write_text(page(paper, name, OmegaConf.to_yaml(asdict(config))), encoding="utf-8")
     print(f"\nreport: {report}", flush=True)

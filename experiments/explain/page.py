@@ -62,12 +62,7 @@ TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
 def page(paper: Paper, name: str, configuration: str) -> str:
-    """The report as HTML.
-
-    Args:
-        name: of the configuration, in a few words.
-        configuration: as YAML.
-    """
+    """The report as HTML."""
     title = f"{name} on {paper.config.ranks:,} × {paper.hardware.name}"
     with tempfile.TemporaryDirectory() as folder:
         body = "\n".join(

@@ -13,7 +13,7 @@ import fnshard as fs
 from experiments.configs.plan import dtypes_of
 from experiments.configs.train import AUTO, ScheduleConfig
 from experiments.explain.config import ExplainConfig
-from experiments.training.decoder import Decoder, next_token_loss
+from experiments.training.decoder import Decoder, loss_function
 from experiments.training.steps import make_optimizer
 from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
 from fnshard.analysis.timeline import Timeline
@@ -77,11 +77,7 @@ class Paper:
 
 
 def explain(config: ExplainConfig) -> Paper:
-    """Lower the configuration's step; nothing is compiled, nothing runs.
-
-    Raises:
-        BudgetError: `strategy=auto`, and nothing fits.
-    """
+    """Lower the configuration's step; nothing is compiled, nothing runs."""
     name = config.hardware.name
     hardware = fs.Hardware.measure() if name == "measure" else fs.Hardware.named(name)
     axes = {"replicate": config.mesh.replicate} if config.mesh.replicate > 1 else {}
@@ -90,11 +86,7 @@ def explain(config: ExplainConfig) -> Paper:
     with torch.device("meta"):
         model = Decoder(config.model)
         tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
-    apply, params = fs.make_functional(model)
-
-    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(apply(params, tokens), targets)
-
+    loss_fn, params = loss_function(model)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
     task = _Task(loss_fn, params, mesh, (tokens, tokens), optimizer, dtypes_of(config.precision))
     if config.strategy.name == AUTO:
@@ -124,11 +116,7 @@ class _Task:
     dtypes: Mapping[str, torch.dtype]
 
     def fit(self, config: ExplainConfig, hardware: fs.Hardware) -> fs.Fit:
-        """The fastest plan that fits.
-
-        Raises:
-            BudgetError: there is none.
-        """
+        """The fastest plan that fits."""
         specs = fs.presets.full_shard(self.params, self.mesh, **self.dtypes)
         return fs.fit(
             self.fn, self.params, self.mesh, batch=self.batch, device_bytes=_budget(config, hardware),

@@ -29,11 +29,7 @@ def no_decoder(name: str, *why: str) -> ConfigError:
 
 
 def check_decoder(model: nn.Module) -> None:
-    """Refuse what is no causal decoder, or none that can be masked and cached by hand.
-
-    Raises:
-        ConfigError: names all that is in the way.
-    """
+    """Refuse what is no causal decoder, or none that can be masked and cached by hand."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     trunk = getattr(model, prefix, None) if prefix else None
     if config is None or not isinstance(trunk, nn.Module) or model.get_output_embeddings() is None:

@@ -25,10 +25,10 @@ from experiments.configs.train import (
     ScheduleConfig,
     StrategyConfig,
 )
+from experiments.data.builtin import text_files
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
-from experiments.finetune.stdlib import text_files
 from experiments.training.resume import identity_of
 from fnshard.errors import MissingExtraError, report
 
@@ -46,15 +46,7 @@ RANDOM: Mapping[str, Mapping[str, int]] = {
 
 
 def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path], None]) -> str:
-    """The directory of the configuration's model.
-
-    Args:
-        config: placed on this machine.
-        pretrain: runs a job with its results in a folder.
-
-    Raises:
-        ConfigError: no model directory, or one that is not whole.
-    """
+    """The directory of the configuration's model."""
     if config.model == PRETRAINED:
         return str(_pretrained(config, pretrain))
     if config.model in RANDOM:
@@ -67,14 +59,7 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
 
 
 def downloaded(name: str) -> Path:
-    """The directory of a model of the hub in the local Hugging Face cache; nothing is fetched.
-
-    Args:
-        name: `organisation/name`.
-
-    Raises:
-        ConfigError: it is not there, or is no such name.
-    """
+    """The directory of a model of the hub in the local Hugging Face cache; nothing is fetched."""
     known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM])}"
     if not HUB_ID.fullmatch(name):
         raise ConfigError(f"model={name}: no directory is there. Fix: {known}.")

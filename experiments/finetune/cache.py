@@ -53,12 +53,7 @@ class PromptCache(StatelessCache):
 
 
 class DecodeCache(StatelessCache):
-    """Takes one more token a row, each at its own position.
-
-    Args:
-        kept: of what stands before.
-        positions: int64 [B, 1], from 0.
-    """
+    """Takes one more token a row, each at its own position."""
 
     def __init__(self, kept: Mapping[str, tuple[Tensor, Tensor]], positions: Tensor):
         self.before = kept

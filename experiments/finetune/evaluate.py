@@ -38,11 +38,7 @@ def held_out_batches(prepared: Prepared, most: int, rows: int, mesh: fs.Mesh) ->
 def mean_over(
     forward: Forward, params: Any, batches: Iterable[Any], device: torch.device
 ) -> tuple[float, dict[str, float]]:
-    """The loss of all batches of all ranks, and what its `aux` tells; exact means, not means of means.
-
-    Args:
-        forward: an objective's loss, compiled; all ranks call it equally often.
-    """
+    """The loss of all batches of all ranks, and what its `aux` tells; exact means, not means of means."""
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         loss, aux = forward(params, batch)  # which sends it to the device
@@ -64,12 +60,7 @@ def _both(mean: Mean, device: torch.device) -> torch.Tensor:
 def accuracy(
     logprobs: Forward, params: Any, prepared: Prepared, rows: int, mesh: fs.Mesh
 ) -> dict[str, float]:
-    """The share of questions whose answer is the likeliest: as it is, and per byte of the answer.
-
-    Args:
-        logprobs: log p of each row's learned tokens, compiled.
-        rows: of a global batch.
-    """
+    """The share of questions whose answer is the likeliest: as it is, and per byte of the answer."""
     scores = torch.zeros(prepared.samples, dtype=torch.float64)
     for batch in once(prepared, rows, rank=mesh.rank, ranks=mesh.size, packed=False):
         numbers = batch.pop("samples")

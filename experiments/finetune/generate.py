@@ -63,12 +63,7 @@ def decode(lm: LanguageModel) -> Callable[..., tuple[Tensor, Kept]]:
 
 @dataclass(frozen=True)
 class Generator:
-    """Makes text of prompts; made by `Generator.of`. All ranks call it together.
-
-    Args:
-        size: tokens that a prompt and what follows it may be, together.
-        vocab: tokens are below it.
-    """
+    """Makes text of prompts; made by `Generator.of`. All ranks call it together."""
 
     mesh: fs.Mesh
     size: int

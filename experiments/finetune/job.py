@@ -51,11 +51,7 @@ HELP = Help(
 
 
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
-    """The configuration with directories in the place of names: of the model, and of tokenised data.
-
-    Raises:
-        ConfigError: see `bases.directory_of`, `materials.prepared`.
-    """
+    """The configuration with directories in the place of names: of the model, and of tokenised data."""
     from experiments.data.prepared import readable
     from experiments.finetune.base_models import PRETRAINED, directory_of
     from experiments.finetune.dataset import prepared

@@ -219,11 +219,7 @@ class _Output:
 
 
 def of(model: nn.Module) -> LanguageModel:
-    """A causal language model of transformers, which is put into eval mode.
-
-    Raises:
-        ConfigError: it is none, or none that can be masked and cached by hand.
-    """
+    """A causal language model of transformers, which is put into eval mode."""
     check_decoder(model)
     model.eval()
     config, prefix = model.config, model.base_model_prefix

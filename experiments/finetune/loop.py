@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import shutil
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ import torch
 import fnshard as fs
 from experiments.configs.plan import write_plan
 from experiments.configs.train import AUTO
-from experiments.data.files import write_json, write_text
+from experiments.data.files import read_json, write_json, write_text
 from experiments.finetune.base_models import WHOLE
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import Materials, opened
@@ -32,10 +30,9 @@ from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_si
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.training.checkpoints import Saver, restored
 from experiments.training.report import Report, plot_losses
-from experiments.training.result import write_result
 from experiments.training.resume import RunFolder
-from experiments.training.run_record import TimeSpent, varying
-from experiments.training.steps import Training, begin_report, run_steps, tell_resume, tell_stop
+from experiments.training.run_record import TimeSpent
+from experiments.training.steps import Training, begin_report, finish_run, run_steps, tell_resume, tell_stop
 from fnshard.hf.files import read_config
 from fnshard.launcher.rank import Stop
 
@@ -129,24 +126,16 @@ def tell_end(
     after: dict[str, Any],
     written: list[str],
 ) -> None:
-    """What is left of a finished run.
-
-    Args:
-        before, after: what `told` measured.
-        written: of `export`.
-    """  # fmt: skip
+    """What is left of a finished run."""  # fmt: skip
     folder = Path(run.folder)
     table = setup.shown.table(before["answers"], after["answers"])
     write_text(folder / SAMPLES, table)
     with report.record.spent.on("reports"):
         plot_losses(report.rows, {}, folder / "loss.png", unit="token")
-    summary = _summary(report, after)
-    artifacts = [folder / name for name in ("loss.png", SAMPLES, "config.yaml", "schedule.txt")]
-    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
-    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
-    run.finish()
-    lines = [_changed(name, before.get(name), value) for name, value in after.items() if name != "answers"]
-    lines += [*written, report.closing(totals), f"results: {folder}"]
+    numbers = {name: value for name, value in after.items() if name != "answers"}
+    closing = finish_run(report, run, overrides, numbers, sample=SAMPLES)
+    lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]
+    lines += [*written, closing, f"results: {folder}"]
     print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
 
@@ -241,10 +230,7 @@ def measured(setup: FinetuneSetup, state: fs.TrainState) -> dict[str, Any]:
 def told_before(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: TimeSpent) -> dict[str, Any]:
     """What was measured before the first step: now, or by the process that began the run."""
     path, of = folder / BEFORE, _asked(setup.config)
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
+    known = read_json(path)
     known = known if known.get("of") == of else {}  # another configuration's
     fresh = setup.step.gather_text("" if int(state.step) or known else "fresh")[0]
     if fresh:
@@ -322,14 +308,3 @@ def _whole(setup: FinetuneSetup, state: fs.TrainState) -> tuple[Any, Any]:
 
 def _changed(name: str, old: float | None, new: float) -> str:
     return f"{name}: {new:.3f}" if old is None else f"{name}: {old:.3f} -> {new:.3f}"
-
-
-def _summary(report: Report, after: dict[str, Any]) -> dict[str, float]:
-    losses = [row["loss"] for row in report.rows if "loss" in row]
-    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
-    return {
-        "loss": statistics.mean(losses[-20:]),
-        **{name: value for name, value in after.items() if name != "answers"},
-        "tokens_per_s": report.tokens / statistics.median(seconds),
-        "seconds": sum(seconds),
-    }

@@ -1,9 +1,11 @@
-"""Choosing: the method and the plan of a job; `method=auto` takes the first method whose plan fits."""
+"""The method, the plan and the peak rate of a job; `method=auto` takes the first method whose plan fits."""
 
 from __future__ import annotations
 
 import glob
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +16,38 @@ from experiments.configs.train import AUTO
 from experiments.finetune.config import METHODS, FinetuneConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.objectives import OBJECTIVES
-from experiments.finetune.rates import default_rate
 from experiments.finetune.tuning import Tuning, tuning_of
 from experiments.training.steps import make_optimizer
 from fnshard import tree
 from fnshard.errors import BudgetError, report
 from fnshard.step.plan import size
+
+# `{(objective, what trains): ((parameters of the base below, peak rate of AdamW), ...)}`. Adapters, as codes
+# or not: QLoRA's (Dettmers et al. 2023, table 9). All of a model: Alpaca's and Llama 2's. DPO: Zephyr's
+# (Tunstall et al. 2023). Below 50M parameters, the tiny bases here: 5e-3 was tried, the rest are guesses.
+TINY, LARGE = 5e7, 2e10
+RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
+    ("sft", "full"): ((TINY, 1e-3), (3e9, 2e-5), (LARGE, 1e-5), (math.inf, 5e-6)),
+    ("sft", "adapters"): ((TINY, 5e-3), (LARGE, 2e-4), (math.inf, 1e-4)),
+    ("dpo", "full"): ((TINY, 1e-4), (math.inf, 5e-7)),
+    ("dpo", "adapters"): ((TINY, 5e-4), (math.inf, 5e-6)),
+}
+
+
+def default_rate(objective: str, method: str, parameters: int) -> float:
+    """The peak rate where none is named.
+
+    Args:
+        objective: "sft" or "dpo".
+        method: "full", or one with adapters.
+        parameters: of the base.
+
+    >>> default_rate("sft", "qlora4", 8_000_000_000), default_rate("dpo", "full", 8_000_000_000)
+    (0.0002, 5e-07)
+    """
+    rows = RATES[objective, "full" if method == "full" else "adapters"]
+    return next(rate for below, rate in rows if parameters < below)
+
 
 EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
 

@@ -25,6 +25,7 @@ from experiments.finetune.config import MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_config
 from experiments.finetune.objectives import sft
 from experiments.finetune.tuning import CODECS, Tuning
+from experiments.tables import markdown
 from fnshard import tree
 from fnshard.adapters.lora import lora
 
@@ -37,14 +38,7 @@ METHODS = {"bf16": "lora", "int8": "qlora8", "nf4": "qlora4"}
 
 @dataclass(frozen=True)
 class SizeCase:
-    """One row of the table.
-
-    Args:
-        kept: how the base is: "bf16", "int8" or "nf4".
-        ranks: that share it.
-        tier: where shards, and the optimizer's state, rest.
-        rows: of a rank's batch.
-    """
+    """One row of the table."""
 
     kept: str
     ranks: int
@@ -95,12 +89,11 @@ def row_of(tuning: Tuning, case: SizeCase) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| base | ranks | rests on | device GB | host GB |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {r['kept']} | {r['ranks']} | {r['tier']} | {r['device GB']:.2f} | {r['host GB']:.1f} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    lines = [["base", "ranks", "rests on", "device GB", "host GB"]]
+    for r in rows:
+        sizes = f"{r['device GB']:.2f}", f"{r['host GB']:.1f}"
+        lines.append([r["kept"], str(r["ranks"]), r["tier"], *sizes])
+    return markdown(lines, left=3)
 
 
 def main() -> None:

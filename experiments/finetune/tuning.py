@@ -57,11 +57,7 @@ class Tuning:
         return _of(fn, self.models[-1])
 
     def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
-        """Specs by a preset of `fs.presets`; what is frozen rests in the dtype that it is computed in.
-
-        Args:
-            policy: further fields of `LayoutSpec`, of the leaves that train.
-        """
+        """Specs by a preset of `fs.presets`; what is frozen rests in the dtype that it is computed in."""
         named, structure = tree.flatten_with_paths(self.params)
         units = fs.units.numeric(self.params)
         dtypes = dtypes_of(precision)
@@ -80,11 +76,7 @@ class Tuning:
         return tree.unflatten([made[p] for p in named], structure)
 
     def codes(self, blocks: Any) -> str:
-        """A line on what a rank holds of the coded leaves; nothing where there are none.
-
-        Args:
-            blocks: this rank's, of the tree.
-        """
+        """A line on what a rank holds of the coded leaves; nothing where there are none."""
         if not self.coded:
             return ""
         held = tree.flatten_with_paths(blocks)[0]
@@ -137,11 +129,7 @@ def _frozen(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int) -> fs.TrainState:
-    """The state before the first step: the model from its directory, each rank its own shards alone.
-
-    Raises:
-        ConfigError: the directory does not hold this model.
-    """
+    """The state before the first step: the model from its directory, each rank its own shards alone."""
     blocks: Any = {}
     try:
         for place in tuning.models:

@@ -27,6 +27,7 @@ import torch
 from experiments import ROOT
 from experiments.configs.checks import count
 from experiments.configs.decoders import names
+from experiments.data.files import write_json
 from experiments.gpu.parts import PARTS
 from experiments.gpu.setup import GpuSetup
 from experiments.gpu.table import markdown
@@ -91,7 +92,7 @@ def run(name: str, setup: GpuSetup, folder: Path, seconds: float) -> str:
     began = time.monotonic()
     with log.open("wb") as out:
         child = subprocess.Popen(
-            [sys.executable, "-u", "-m", "experiments.gpu.worker", str(job)],
+            [sys.executable, "-u", "-m", "experiments.gpu.parts", str(job)],
             cwd=ROOT,
             env={**os.environ, **threads, **PARTS[name].env, "PYTHONPATH": python_path()},
             stdout=out,
@@ -127,7 +128,7 @@ def collect(folder: Path) -> dict[str, Any]:
     """What all parts found, this time and before; with how they were set up it is in `results.json`."""
     there = [name for name in PARTS if result_of(folder, name).exists()]
     whole = {name: json.loads(result_of(folder, name).read_text(encoding="utf-8")) for name in there}
-    (folder / RESULTS).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / RESULTS, whole)
     return {name: each["found"] for name, each in whole.items()}
 
 

@@ -1,8 +1,10 @@
-"""The parts in their order, and what runs each."""
+"""The parts in their order; each runs in a process of its own: `python -m experiments.gpu.parts job.json`."""
 
 from __future__ import annotations
 
 import functools
+import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 from experiments.bench import measure
 from experiments.bench.contenders import GRAPH
 from experiments.bench.report import summarise
+from experiments.data.files import write_json
 from experiments.gpu import checks
-from experiments.gpu.setup import GpuSetup
+from experiments.gpu.setup import GpuSetup, join
 from experiments.gpu.split import profile
+from fnshard.mesh.process_group import leave_group
 
 LIMIT = "limit"  # of the bench: the whole model under `torch.compile`
 CONTENDERS = ("full_shard", "fsdp2_compiled", LIMIT, GRAPH, "shard_grad_op", "fsdp2", "ddp")
@@ -72,3 +76,24 @@ PARTS: dict[str, GpuPart] = {
     "saves": GpuPart("what a save in the background takes", _plain(checks.saves)),
     "core": GpuPart("the core's tests, the GPU hidden", _plain(checks.core), gpu=True),
 }
+
+
+def work(part: str, setup: GpuSetup, folder: Path) -> dict[str, Any]:
+    """What the part finds, and how it was set up."""
+    join(setup.device)
+    try:
+        return {"setup": vars(setup), "found": dict(PARTS[part].run(setup, folder))}
+    finally:
+        leave_group()
+
+
+def main(job: Path) -> None:
+    """Write the result beside its name, whole or not at all."""
+    told = json.loads(job.read_text(encoding="utf-8"))
+    result = Path(told["result"])
+    found = work(told["part"], GpuSetup(**told["setup"]), result.parent)
+    write_json(result, found)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

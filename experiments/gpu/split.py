@@ -52,10 +52,6 @@ def split(events: Iterable[Event], steps: int) -> dict[str, float]:
 
     On a GPU: kernels and copies that the device ran; between them it is idle. On a CPU: operators without
     those inside them, and instructions without their operators.
-
-    Args:
-        events: of a Chrome trace.
-        steps: how many are in it.
     """
     spans = [e for e in events if e.get("ph") == "X"]
     worked = [e for e in spans if e.get("cat") in DEVICE]

@@ -10,6 +10,7 @@ from experiments.bench.contenders import GRAPH
 from experiments.gpu.checks import VARIANTS
 from experiments.gpu.parts import CONTENDERS, LIMIT, ROWS
 from experiments.gpu.split import KINDS
+from experiments.tables import markdown as table
 
 Found = Mapping[str, Any]
 Results = Mapping[str, Found]  # by part
@@ -35,16 +36,11 @@ MILLISECONDS = {
 
 
 def markdown(results: Results, failures: Mapping[str, str] | None = None) -> str:
-    """The table; cells are empty where a part has not run or has failed.
-
-    Args:
-        results: by part, what it found.
-        failures: by part, why it has no result.
-    """
-    rows = [("part", "what", "measured", "wanted"), ("---",) * 4]
+    """The table; cells are empty where a part has not run or has failed."""
+    rows = [("part", "what", "measured", "wanted")]
     rows += [(part, what, _cell(value, results), wanted) for part, what, value, wanted in lines()]
     rows += [(part, "failed", reason, "") for part, reason in (failures or {}).items()]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+    return table([[cell.replace("|", "/") for cell in row] for row in rows], left=4)
 
 
 def _cell(value: Callable[[Results], str], results: Results) -> str:

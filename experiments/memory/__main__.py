@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.cli.main import answer
+from experiments.data.files import write_json
 from experiments.memory import recipe, sizes, targets, zero
 from experiments.memory.config import SPEC, MemoryConfig
 
@@ -22,15 +22,11 @@ PARTS: dict[str, Part] = {
 
 
 def start(config: MemoryConfig, folder: Path) -> dict[str, Any]:
-    """One part; its JSON, its table as Markdown and its pictures go to `folder`.
-
-    Raises:
-        LaunchError: a rank failed.
-    """
+    """One part; its JSON, its table as Markdown and its pictures go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     run, table = PARTS[config.part]
     found = {"config": dataclasses.asdict(config), **run(config, folder)}
-    (folder / f"{config.part}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / f"{config.part}.json", found)
     text = table(found)
     (folder / f"{config.part}.md").write_text(text + "\n", encoding="utf-8")
     print(f"\n{text}\n\nresults: {folder}", flush=True)

@@ -59,11 +59,7 @@ class MemoryConfig:
 
 
 def complete(config: MemoryConfig) -> MemoryConfig:
-    """Fill in what depends on the part.
-
-    Raises:
-        ConfigError: values that cannot be; all of them at once.
-    """
+    """Fill in what depends on the part."""
     if config.part not in DEFAULTS:
         raise ConfigError(f"part={config.part}: one of {', '.join(DEFAULTS)}.")
     config = with_defaults(config, DEFAULTS[config.part])

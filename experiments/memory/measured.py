@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from experiments.memory.plans import MemoryJob
 from experiments.ranks import start
+from experiments.tables import ratio
 
 MEASURED = "measured.json"
 
 
 def measure(job: MemoryJob, folder: Path, timeout_s: float) -> dict[str, Any]:
-    """What `experiments.memory.rank` measures of a job, from new processes of one thread each.
-
-    Raises:
-        LaunchError: a rank failed.
-    """
+    """What `experiments.memory.rank` measures of a job, from new processes of one thread each."""
     values = {"job": dataclasses.asdict(job), "folder": str(folder), "timeout_s": timeout_s}
     start("experiments.memory.rank", values, folder, job.ranks)
     return json.loads((folder / MEASURED).read_text(encoding="utf-8"))
 
 
-def ratio(found: Mapping[str, Any], name: str, base: str) -> float:
-    """Median over rounds of the quotient of two steps of one round, so that the machine's drift cancels."""
-    pairs = zip(found["plans"][name]["seconds"], found["plans"][base]["seconds"], strict=True)
-    return median(a / b for a, b in pairs)
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first row is its head, the first column is text, the others are numbers.
-
-    >>> print(markdown([["a", "b"], ["x", "1"]]))
-    | a | b |
-    |---|---:|
-    | x | 1 |
-    """
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+def step_ratio(found: Mapping[str, Any], name: str, base: str) -> float:
+    """See `ratio`: of a plan's steps to those of another."""
+    return ratio(found["plans"][name]["seconds"], found["plans"][base]["seconds"])
 
 
 def mega(size: float) -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.bench.contenders import CONTENDERS, BenchTask, global_batch
-from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from experiments.bench.contenders import CONTENDERS, BenchTask, rank_batch
+from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 from fnshard import tree
 from fnshard.runtime.collectives.connect import connection
 from fnshard.step.lowered import Lowered
@@ -120,11 +120,7 @@ def loss_of(config: DecoderConfig) -> tuple[Decoder, Callable[..., Tensor], Any]
     """A decoder built under `fs.deferred`, its loss as a pure function, and its parameters."""
     with fs.deferred():
         model = Decoder(config)
-    apply, params = fs.make_functional(model)
-
-    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(apply(params, tokens), targets)
-
+    loss_fn, params = loss_function(model)
     return model, loss_fn, params
 
 
@@ -140,9 +136,8 @@ def on_paper(
     return step.lower(params, tokens, tokens)
 
 
-def batch_of(job: MemoryJob, rank: int) -> tuple[Tensor, Tensor]:
-    whole = global_batch(0, job.seed, job.ranks * job.rows, job.length, job.model.vocab)
-    return tuple(part[rank * job.rows :][: job.rows].clone() for part in whole)
+def batch_of(job: MemoryJob, mesh: fs.Mesh) -> tuple[Tensor, Tensor]:
+    return rank_batch(0, job.seed, mesh, job.rows, job.length, job.model.vocab)
 
 
 def choose(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh) -> fs.Fit | None:
@@ -150,7 +145,7 @@ def choose(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh) -> fs.Fit | None:
     if not plan.fit_share:
         return None
     _, loss_fn, params = loss_of(replace(job.model, context=job.length))
-    batch, specs, optimizer = batch_of(job, world.rank), plan.specs(params, world), plan.optimizer()
+    batch, specs, optimizer = batch_of(job, world), plan.specs(params, world), plan.optimizer()
     step = fs.shard_step(loss_fn, specs, mesh=world, optimizer=optimizer, backend=job.backend)
     budget = int(plan.fit_share * step.lower(params, *batch).memory_analysis().peak_bytes)
     return fs.fit(
@@ -161,7 +156,7 @@ def choose(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh) -> fs.Fit | None:
 
 def start(plan: MemoryPlan, job: MemoryJob, world: fs.Mesh, found: fs.Fit | None = None) -> RunningPlan:
     """Make a plan's step and state on this rank; the first step compiles. `found`: of `choose`."""
-    config, batch = replace(job.model, context=job.length), batch_of(job, world.rank)
+    config, batch = replace(job.model, context=job.length), batch_of(job, world)
     if plan.preset == DDP:
         torch.manual_seed(job.seed)
         dtypes = (getattr(torch, plan.dtype),) * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import random
 import re
@@ -19,6 +18,7 @@ from pydantic import TypeAdapter
 import fnshard as fs
 from experiments.bench.measure import largest, release
 from experiments.bench.memory import live_bytes
+from experiments.data.files import write_json
 from experiments.memory.measured import MEASURED
 from experiments.memory.plans import MemoryJob, MemoryPlan, RunningPlan, choose, start
 from experiments.ranks import job_values
@@ -43,7 +43,7 @@ def measure(job: MemoryJob, folder: Path) -> None:
             "load_average": [load, os.getloadavg()[0]],
             "plans": found,
         }
-        (folder / MEASURED).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / MEASURED, told)
 
 
 def race(job: MemoryJob, world: fs.Mesh) -> dict[str, list[float]]:

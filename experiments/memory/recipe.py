@@ -9,8 +9,9 @@ from typing import Any
 
 import fnshard as fs
 from experiments.memory.config import MemoryConfig
-from experiments.memory.measured import giga, markdown, measure, mega, ratio, setting
+from experiments.memory.measured import giga, measure, mega, setting, step_ratio
 from experiments.memory.plans import LLAMA, MemoryJob, MemoryPlan, on_paper
+from experiments.tables import markdown
 
 DEFAULT = MemoryPlan("default", whole=True)
 RANKS, LARGE_RANKS, LARGE_ROWS, LARGE_LENGTH = 2, 8, 1, 4096
@@ -56,7 +57,7 @@ def table(found: Mapping[str, Any]) -> str:
         plan = seen["plans"][name]
         less = peaks[at - 1] - peaks[at] if at else 0
         said = plan["predicted"]["peak_bytes"]
-        time = f"{ratio(seen, name, names[0]):.2f}" if plan["seconds"] else "-"
+        time = f"{step_ratio(seen, name, names[0]):.2f}" if plan["seconds"] else "-"
         rows.append([
             name, mega(peaks[at]), f"{peaks[at] / peaks[0]:.2f}", mega(less) if at else "-",
             f"{less / saved:.0%}" if at else "-", mega(said), f"{said / peaks[at] - 1:+.1%}", time,

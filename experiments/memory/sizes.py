@@ -13,8 +13,8 @@ import torch
 
 import fnshard as fs
 from experiments.memory.config import MemoryConfig
-from experiments.memory.measured import markdown
 from experiments.memory.plans import LLAMA, MIXED, loss_of
+from experiments.tables import markdown
 from fnshard.errors import BudgetError
 from fnshard.step.fit import Search
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from experiments.configs.decoders import decoder
 from experiments.memory.config import MemoryConfig
-from experiments.memory.measured import markdown, measure, mega, ratio, setting
+from experiments.memory.measured import measure, mega, setting, step_ratio
 from experiments.memory.plans import DDP, MemoryJob, MemoryPlan
+from experiments.tables import markdown
 
 PLAIN = MemoryPlan("none")
 OFFLOADED = MemoryPlan("optimizer on the host", optimizer_memory="host")
@@ -80,7 +81,7 @@ def _offload(seen: Mapping[str, Any]) -> list[Row]:
 
 
 def _time(seen: Mapping[str, Any], name: str, what: str, most: float) -> list[Row]:
-    return [(what, ratio(seen, name, "none"), most)] if seen["plans"][name]["seconds"] else []
+    return [(what, step_ratio(seen, name, "none"), most)] if seen["plans"][name]["seconds"] else []
 
 
 def _resident(seen: Mapping[str, Any]) -> list[Row]:

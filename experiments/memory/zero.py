@@ -1,17 +1,18 @@
-"""ZeRO 1, 2 and 3 against DDP: bytes at rest and at the peak, on paper and measured."""
+"""ZeRO 1, 2 and 3 against DDP: bytes at rest and at the peak, on paper and measured; tables and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.memory.config import MemoryConfig
-from experiments.memory.measured import giga, markdown, measure, mega, setting
-from experiments.memory.pictures import bars
+from experiments.memory.measured import giga, measure, mega, setting
 from experiments.memory.plans import DDP, LLAMA, MemoryJob, MemoryPlan, on_paper
+from experiments.tables import markdown
+from fnshard.plot.canvas import COLOURS
 
 LEVELS = {"no_shard": "DDP", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
 ROWS, LENGTH = 1, 2048  # of a rank's batch on paper
@@ -75,3 +76,27 @@ def _measured(seen: Mapping[str, Any]) -> str:
             mega(said["resident_bytes"]) if said else "-", mega(said["peak_bytes"]) if said else "-",
         ])  # fmt: skip
     return markdown(rows)
+
+
+def bars(levels: Mapping[str, Sequence[Mapping[str, int]]], worlds: Sequence[str], path: Path) -> None:
+    """A group of bars for each number of ranks, a bar for each level: at rest, and above it the peak."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    width = 0.8 / len(levels)
+    for place, (name, found) in enumerate(levels.items()):
+        at = [i + (place - (len(levels) - 1) / 2) * width for i in range(len(worlds))]
+        rest = [each["resident_bytes"] / 1e9 for each in found]
+        peak = [each["peak_bytes"] / 1e9 for each in found]
+        axes.bar(at, peak, 0.92 * width, color=COLOURS[place], alpha=0.35)
+        axes.bar(at, rest, 0.92 * width, color=COLOURS[place], label=name)
+    axes.set_xticks(range(len(worlds)), worlds)
+    axes.set(xlabel="ranks", ylabel="GB on each (pale: at the peak)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

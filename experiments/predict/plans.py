@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 import fnshard as fs
-from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 
 MODELS = {
     "5m": DecoderConfig(width=256, layers=6, heads=8, kv_heads=4, context=256),
@@ -65,12 +63,9 @@ class Trained:
         torch.manual_seed(seed)
         self.plan = plan
         model = Decoder(replace(MODELS[plan.model], context=plan.length))
-        apply, params = fs.make_functional(model)
+        loss_fn, params = loss_function(model)
         dtype = getattr(torch, plan.dtype)
         specs = fs.presets.PRESETS[plan.preset](params, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
-
-        def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-            return next_token_loss(apply(params, tokens), targets)
 
         optimizer = fs.optim.adamw(1e-3)
         if plan.clip is not None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import fnshard as fs
+from experiments.data.files import write_json
+from experiments.tables import markdown
 from fnshard.analysis.timeline import Timeline
 
 TARGET, APART = 0.25, 0.10  # how far off a prediction may be; how far apart plans must be to be ordered
 
 
 def table(found: Mapping[str, Any]) -> str:
-    lines = ["| plan | measured ms | predicted ms | error |", "|---|---:|---:|---:|"]
+    rows = [["plan", "measured ms", "predicted ms", "error"]]
     for plan in found["plans"]:
-        times = f"{plan['measured_ms']:.0f} | {plan['predicted_ms']:.0f}"
-        lines.append(f"| {plan['plan']} | {times} | {error(plan):+.0%} |")
-    return "\n".join([*lines, "", verdict(found)])
+        times = f"{plan['measured_ms']:.0f}", f"{plan['predicted_ms']:.0f}"
+        rows.append([plan["plan"], *times, f"{error(plan):+.0%}"])
+    return f"{markdown(rows)}\n\n{verdict(found)}"
 
 
 def error(plan: Mapping[str, Any]) -> float:
@@ -65,7 +66,7 @@ def spearman(plans: Sequence[Mapping[str, Any]]) -> float:
 def write(found: Mapping[str, Any], timelines: Sequence[Timeline], folder: Path) -> None:
     """`predict.json`, a picture of all plans, one of each plan's timeline; prints the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "predict.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "predict.json", found)
     scatter(found, folder / "predict.png")
     for plan, line in zip(found["plans"], timelines, strict=True):
         name = plan["plan"].replace(" ", "_").replace("=", "")

@@ -38,11 +38,7 @@ class TokenizeConfig:
 
 
 def complete(config: TokenizeConfig) -> TokenizeConfig:
-    """Check the values; one name is a list of one.
-
-    Raises:
-        ConfigError: values that cannot be; all of them at once.
-    """
+    """Check the values; one name is a list of one."""
     named = {n: (v,) if isinstance(v := getattr(config, n), str) else v for n in ("files", "held_out")}
     problems = [] if config.out else ["out: name a folder for the shards."]
     problems += [

@@ -15,9 +15,19 @@ from typing import Any
 
 from experiments.configs.train import ConfigError
 from experiments.data.crew import CrewError, work
+from experiments.data.files import first_few
 from experiments.data.shardfolder import HEADER, Shard, Shards, open_shards, write_header
-from experiments.data.shardwriter import PARTIAL, SHOWN, Advance, Made, Recipe, dtype_of, write_shard
-from experiments.data.spans import TextSpan, spans_of
+from experiments.data.shardwriter import (
+    PARTIAL,
+    SHOWN,
+    Advance,
+    Made,
+    Recipe,
+    TextSpan,
+    dtype_of,
+    spans_of,
+    write_shard,
+)
 from experiments.data.text_files import TextFile, find, split
 from experiments.data.tokenizer import SETTINGS, Tokenizer, byte_tokenizer, load_tokenizer, save_tokenizer
 from experiments.data.writer import WriteProgress
@@ -144,9 +154,8 @@ def _check_free(out: Path) -> None:
         # Folders alone are what a job leaves that was killed at once.
         files = sorted(p for p in out.rglob("*") if p.is_file() and p.suffix not in (".lock", ".partial"))
         if files:
-            shown = [str(p.relative_to(out)) for p in files[:SHOWN]]
-            more = [f"and {len(files) - SHOWN} more"] if len(files) > SHOWN else []
-            raise ConfigError(report(f"out={out} holds something else:", [*shown, *more], "an empty folder."))
+            shown = first_few([str(p.relative_to(out)) for p in files], SHOWN)
+            raise ConfigError(report(f"out={out} holds something else:", shown, "an empty folder."))
 
 
 def _whole(out: Path, asked: Mapping[str, Any], broken: str) -> list[Shards]:

@@ -21,23 +21,14 @@ Place = tuple[str, int]  # a side, and a shard's number
 
 @dataclass
 class Journal:
-    """A line for each shard that was written; the first says what they are made from.
-
-    Args:
-        path: of the file.
-        asked: what hangs together with the shards' bytes, as JSON has it.
-    """
+    """A line for each shard that was written; the first says what they are made from."""
 
     path: Path
     asked: Mapping[str, Any]
     done: dict[Place, Made] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Take over what stands there, or start.
-
-        Raises:
-            ConfigError: it is of another job.
-        """
+        """Take over what stands there, or start."""
         rows = list(_rows(self.path))
         if rows:
             refuse_others(self.path.parent, rows[0], self.asked)
@@ -62,11 +53,7 @@ class Journal:
 
 
 def refuse_others(folder: Path, before: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Leave alone what another command wrote.
-
-    Raises:
-        ConfigError: `before` is not `asked`.
-    """
+    """Leave alone what another command wrote."""
     differ = [f"{k}: {_short(before.get(k))} there, {_short(asked[k])} here" for k in asked
               if before.get(k) != asked[k]]  # fmt: skip
     if differ:
@@ -77,11 +64,7 @@ def refuse_others(folder: Path, before: Mapping[str, Any], asked: Mapping[str, A
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """This process writes to the folder, and no other.
-
-    Raises:
-        ConfigError: another one does.
-    """
+    """This process writes to the folder, and no other."""
     path = folder / LOCK
     with path.open("a") as file:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.data.files import write_json
+from experiments.data.files import read_json, write_json
 from experiments.trackers.base import LogPosition, Row, RunInfo, Tracker
 
 FOLDER = "trackers"  # of the run's folder: a file each, of what the next process must know
@@ -102,7 +101,7 @@ class Feed:
             self._drop(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
-        known = _read(self._note)
+        known = read_json(self._note)
         at = LogPosition(*known.get("at", (0, True)))
         told = RunInfo(self.folder, facts, known.get("known", {}), at)
         self._known, self._at = self.tracker.start(told)
@@ -156,10 +155,3 @@ class Feed:
 def place_of(row: Row) -> LogPosition:
     """Where a row stands among all of its run."""
     return LogPosition(int(row["step"]), "loss" not in row)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

@@ -25,11 +25,7 @@ def chosen(config: TrackerConfig) -> list[Tracker]:
 
 
 def check_installed(config: TrackerConfig) -> None:
-    """Refuse trackers whose packages are not there, before a rank starts.
-
-    Raises:
-        ConfigError: names each, and how it is installed.
-    """
+    """Refuse trackers whose packages are not there, before a rank starts."""
     missing = [n for n in TRACKERS if getattr(config, n) and importlib.util.find_spec(n) is None]
     if missing:
         asked = [f"tracker={name}: the package {name} is not installed." for name in missing]

@@ -50,11 +50,7 @@ class Saver:
             self._or_tell(write)
 
     def save_last(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
-        """Step `number`, behind which the process may end.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Step `number`, behind which the process may end."""
         self._or_tell(fs.checkpoint.wait)
         fs.checkpoint.save(self.root / str(number), state, **self._how(loader, held_out))
 

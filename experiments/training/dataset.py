@@ -183,11 +183,7 @@ def _as_bytes(tokens: np.ndarray) -> Tensor:
 
 
 def open_tokens(config: TrainConfig) -> TokenDataset:
-    """The shards below `data.root`, and the tokenizer beside them.
-
-    Raises:
-        ConfigError: see `reading_of`; all problems of both folders.
-    """
+    """The shards below `data.root`, and the tokenizer beside them."""
     root, least = Path(config.data.root), config.model.context + 3
     wrong: list[str] = []
     opened = [_try(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]

@@ -7,11 +7,14 @@ heads, G key/value heads, K head size, M hidden size of the MLP, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fnshard as fs
 from experiments.configs.train import DecoderConfig
 
 
@@ -161,3 +164,13 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats, in fp32 or wider. logits [B, T, V], targets [B, T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+
+
+def loss_function(model: nn.Module) -> tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, Tensor]]:
+    """`next_token_loss` of a decoder as a pure function of (params, tokens, targets), and its parameters."""
+    apply, params = fs.make_functional(model)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(apply(params, tokens), targets)
+
+    return loss_fn, params

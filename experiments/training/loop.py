@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,18 @@ from torch import Tensor
 import fnshard as fs
 from experiments.configs.plan import Plan, dtypes_of, plan_of, write_plan
 from experiments.configs.train import TrainConfig
-from experiments.data.files import write_json, write_text
+from experiments.data.files import read_json, write_json, write_text
 from experiments.training.checkpoints import Saver, restored
 from experiments.training.dataset import Dataset, reading_of
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.report import Report, comparison, plot_losses
-from experiments.training.result import write_result
 from experiments.training.resume import RunFolder
-from experiments.training.run_record import TimeSpent, varying
+from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits
 from experiments.training.steps import (
     Training,
     begin_report,
+    finish_run,
     make_optimizer,
     run_steps,
     tell_resume,
@@ -53,9 +51,6 @@ class TrainSetup:
 def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
     prints where it lies.
-
-    Args:
-        stop: once it is asked on any rank, all finish the step, save, and return.
     """
     spent = TimeSpent()
     with spent.on("start"):
@@ -107,13 +102,10 @@ def tell_end(
     folder, unit = Path(run.folder), setup.reading.unit
     with report.record.spent.on("reports"):
         plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
-    summary = _summary(report, held_out)
-    artifacts = [folder / name for name in ("loss.png", "sample.txt", "config.yaml", "schedule.txt")]
-    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
-    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
-    run.finish()
+    measured = {"held_out_loss": held_out, **report.tables}
+    closing = finish_run(report, run, overrides, measured, sample="sample.txt")
     said = comparison(held_out, report.tables, unit=unit)
-    print(f"\n{said}\n\n{sampled}\n\n{report.closing(totals)}\nresults: {folder}", flush=True)
+    print(f"\n{said}\n\n{sampled}\n\n{closing}\nresults: {folder}", flush=True)
 
 
 def prepare(config: TrainConfig) -> TrainSetup:
@@ -171,24 +163,8 @@ def known_tables(setup: TrainSetup, folder: Path) -> dict[str, float]:
     """The reading's tables, counted once for a run: a restart is not to wait for it."""
     path, config = folder / TABLES, setup.config
     of = [setup.reading.checksum, config.data.held_out_rows, config.model.context]
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = {}
+    before = read_json(path)
     if before.get("of") != of:
         before = {"of": of, "losses": setup.reading.tables()}
         write_json(path, before)
     return before["losses"]
-
-
-def _summary(report: Report, held_out: float) -> dict[str, float]:
-    losses = [row["loss"] for row in report.rows if "loss" in row]
-    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
-    return {
-        "loss": sum(losses[-20:]) / len(losses[-20:]),
-        "held_out_loss": held_out,
-        **report.tables,
-        # Of the step in the middle: the first one after each start compiles.
-        "tokens_per_s": report.tokens / statistics.median(seconds),
-        "seconds": sum(seconds),
-    }

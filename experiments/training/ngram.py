@@ -19,10 +19,6 @@ class Ngram:
 
     That is a Dirichlet prior centred on the shorter context (MacKay and Peto, 1995): a proper
     distribution for every context, seen or not.
-
-    Args:
-        counts: by order, int32, i + 1 dims of size V.
-        strengths: s by order.
     """
 
     counts: tuple[Tensor, ...]
@@ -63,9 +59,6 @@ def fit(stream: Tensor, order: int) -> Ngram:
 
     They are chosen by the loss on the last tenth of `stream` under counts of the rest, never on
     held-out text; then everything is counted.
-
-    Raises:
-        ValueError: too few bytes.
     """
     cut = stream.numel() * 9 // 10
     at = torch.arange(cut, stream.numel())

@@ -17,11 +17,7 @@ HINT_S = 10.0  # between two plain lines of what is being done
 
 @dataclass
 class Progress:
-    """Steps of a run, `made` of them by earlier processes.
-
-    Args:
-        stream: where it is shown; what it says of itself (a terminal or not) decides how.
-    """
+    """Steps of a run, `made` of them by earlier processes."""
 
     stream: TextIO
     steps: int

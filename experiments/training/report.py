@@ -43,20 +43,10 @@ class Silent:
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         self.made = number
 
-    def held_out(self, number: int, loss: float) -> None:
-        """Nothing."""
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """What rank 0 alone does."""
 
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def sync(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
-        return {}
+    held_out = say = sync = close = finish = nothing
 
 
 @dataclass

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from experiments.data.files import write_json
+from experiments.data.files import read_json, write_json
 
 RESULT = "result.json"
 STOPPED = "stopped"  # the status of a run that can be gone on with
@@ -19,7 +18,4 @@ def write_result(folder: Path, **values: Any) -> None:
 
 def read_result(folder: Path) -> dict[str, Any]:
     """What `write_result` has left in a folder; the status is "no result" where there is none."""
-    try:
-        return json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {"status": "no result", "overrides": []}
+    return read_json(folder / RESULT) or {"status": "no result", "overrides": []}

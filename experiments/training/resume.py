@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
+from experiments.cli.schema import flat
 from experiments.cli.sweep import TABLE
 from experiments.configs.train import AUTO, NEVER, ConfigError
-from experiments.data.files import write_json
+from experiments.data.files import read_json, write_json
 from experiments.training.result import read_result
 from fnshard.errors import report
 from fnshard.runtime.files.folder import make_directory
@@ -116,17 +117,13 @@ def identity_of(asked: Any, source: str | None = None) -> dict[str, Any]:
 
 def finished(folder: Path, asked: Any) -> bool:
     """Whether a run of this configuration has left its result there."""
-    before, here = _read(folder / IDENTITY), identity_of(asked)
+    before, here = read_json(folder / IDENTITY), identity_of(asked)
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
     return same and read_result(folder)["status"] == "ok"
 
 
 def source_of(resume: str) -> str:
-    """The checkpoint, or the directory of checkpoints, that `run.resume=PATH` means.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The checkpoint, or the directory of checkpoints, that `run.resume=PATH` means."""
     given = Path(resume).resolve()
     path = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
     if fs.checkpoint.latest(path) is None:
@@ -147,7 +144,7 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
             f"run.resume=never: {folder} holds checkpoints, the newest of step {steps[-1]}. "
             f"Fix: another hydra.run.dir, or delete {folder / CHECKPOINTS}."
         )
-    before, here = _flat(_read(folder / IDENTITY)), _flat(identity)
+    before, here = dict(flat(read_json(folder / IDENTITY))), dict(flat(identity))
     differ = [f"{k}: {before.get(k)!r} there, {here.get(k)!r} here" for k in here if before.get(k) != here[k]]
     if before and differ:
         raise ConfigError(
@@ -157,14 +154,6 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
                 f"another hydra.run.dir; with run.resume={folder} it starts from them.",
             )
         )
-
-
-def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, dict) and value
-        out |= _flat(value, f"{at}{key}.") if nested else {f"{at}{key}": value}
-    return out
 
 
 def _remove_unused(fresh: Path) -> None:
@@ -213,7 +202,7 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def _noted(note: Path) -> Path | None:
-    named = _read(note).get("folder")
+    named = read_json(note).get("folder")
     return Path(named) if named else None
 
 
@@ -221,13 +210,6 @@ def _forget(note: Path) -> None:
     note.unlink(missing_ok=True)
     if not any(note.parent.iterdir()):
         note.parent.rmdir()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 # ------------------------------------------------------------------ a sweep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.data.files import write_json
+from experiments.data.files import read_json, write_json
 from fnshard.analysis.hardware import mfu
 
 RUN = "run.json"
@@ -44,11 +43,7 @@ HERE = Path(__file__).resolve()
 
 
 def facts_of(config: Any, command: str, mesh: fs.Mesh, hosts: Sequence[str]) -> dict[str, Any]:
-    """What a run is: command, seed, configuration, code, packages, machine.
-
-    Args:
-        hosts: of every rank.
-    """
+    """What a run is: command, seed, configuration, code, packages, machine."""
     return {
         "command": command,
         "seed": config.run.seed,
@@ -207,12 +202,7 @@ def peak_memory(device_type: str) -> tuple[int, str]:
 
 @dataclass
 class RunRecord:
-    """`run.json`: the facts, one entry for each process that has worked on the run, and their sum.
-
-    Args:
-        made: steps that were made before.
-        spent: where this process's time goes.
-    """
+    """`run.json`: the facts, one entry for each process that has worked on the run, and their sum."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -221,10 +211,7 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        try:
-            known = json.loads((self.folder / RUN).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            known = {}
+        known = read_json(self.folder / RUN)
         self._attempts: list[dict[str, Any]] = known.get("attempts", [])
         self._totals: dict[str, Any] = known.get("totals", {})
         self._attention: Mapping[str, int] | None = known.get("attention")

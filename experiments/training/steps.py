@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ from experiments.training.checkpoints import Saver
 from experiments.training.report import Report, Silent, metrics_beside
 from experiments.training.result import STOPPED, write_result
 from experiments.training.resume import RunFolder
-from experiments.training.run_record import RunRecord, StepWork, TimeSpent, command_of, facts_of
+from experiments.training.run_record import RunRecord, StepWork, TimeSpent, command_of, facts_of, varying
 from experiments.training.tracing import Tracer
 from experiments.training.watchdog import Begin, Spikes, Watchdog
 from fnshard.analysis.hardware import TABLE
@@ -79,11 +80,7 @@ class Training:
         folder: Path,
         spent: TimeSpent,
     ) -> Training:
-        """As a job's configuration says.
-
-        Args:
-            begin: the state to go on from, and a loader that stands there, made anew.
-        """  # fmt: skip
+        """As a job's configuration says."""  # fmt: skip
         run = config.run
         tracer = Tracer(step, run.profile, folder, report.say, spent)
         watch = Watchdog(step, run.watch, begin, report.say, tracer.range)
@@ -305,6 +302,35 @@ def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
         print(f"resume: step {int(state.step)} of {found}", flush=True)
     elif run.resume == AUTO:
         print("resume: nothing to go on from, a new run", flush=True)
+
+
+def finish_run(
+    report: Report, run: RunFolder, overrides: list[str], measured: Mapping[str, float], *, sample: str
+) -> str:
+    """Leave the result of a run that has come to its end, and the text of its samples.
+
+    Args:
+        measured: what the job has measured at the end.
+        sample: the name of the file of samples, which trackers are given.
+
+    Returns:
+        What a person is told of its time and memory.
+    """
+    folder = Path(run.folder)
+    losses = [row["loss"] for row in report.rows if "loss" in row]
+    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
+    summary = {
+        "loss": statistics.mean(losses[-20:]),
+        **measured,
+        # Of the step in the middle: the first one after each start compiles.
+        "tokens_per_s": report.tokens / statistics.median(seconds),
+        "seconds": sum(seconds),
+    }
+    artifacts = [folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
+    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
+    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
+    run.finish()
+    return report.closing(totals)
 
 
 def tell_stop(

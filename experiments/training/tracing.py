@@ -19,14 +19,7 @@ FIRST = 3  # step of a process: the first compiles, the second is where memory i
 
 @dataclass
 class Tracer:
-    """Traces steps of this process, on rank 0 alone: spans on one rank tell of all, as all do the same.
-
-    Args:
-        steps: how many; 0 is none.
-        folder: of the run.
-        say: told what was written.
-        spent: where the time that reading a trace takes is noted.
-    """
+    """Traces steps of this process, on rank 0 alone: spans on one rank tell of all, as all do the same."""
 
     step: Any
     steps: int

@@ -17,9 +17,10 @@ from experiments.bench.__main__ import SPEC
 from experiments.bench.contenders import Contender
 from experiments.bench.measure import Track, sample
 from experiments.bench.memory import AllocationLog, Heap, follow, live_bytes
-from experiments.bench.report import aligned, model_flops, ratio
+from experiments.bench.report import model_flops
 from experiments.configs.decoders import decoder, names
 from experiments.configs.train import ConfigError, DecoderConfig
+from experiments.tables import aligned, ratio
 from experiments.training.decoder import Decoder, next_token_loss
 from fnshard.analysis.hardware import mfu
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.configs.train import ConfigError
-from experiments.data import builtin, lines, prepared, writer
+from experiments.data import builtin, layouts, prepared, writer
 from experiments.data.prepared import open_prepared, prepare
 from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
 from fnshard.errors import MissingExtraError
@@ -393,7 +393,7 @@ def test_long_samples_are_cut_if_asked(made, capsys):
 
 
 def test_lines_far_too_long_are_no_lines(made, monkeypatch):
-    monkeypatch.setattr(lines, "LONGEST", 100)
+    monkeypatch.setattr(layouts, "LONGEST", 100)
     content = [{"text": "a" * 500}, {"text": "b"}, {"text": "c" * 89}]
     data = made(content, context=200, broken="skip")
     assert [shown(data, n)[1] for n in range(data.samples)] == ["b"]
@@ -494,8 +494,8 @@ def _file(folder):
 def test_any_line_is_a_record_or_one_clear_error(line, kind):
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     try:
-        writer.KINDS[kind](lines.parse(line), TOKENIZER)
-    except lines.LineError as error:
+        writer.KINDS[kind](layouts.parse(line), TOKENIZER)
+    except layouts.LineError as error:
         assert str(error)
 
 

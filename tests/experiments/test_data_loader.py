@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.data.batches import fill, once, width_of
+from experiments.data.batches import RowPacker, fill, once, pack, width_of
 from experiments.data.loader import PackedLoader, PairLoader
-from experiments.data.packing import RowPacker, pack
 from experiments.data.permutation import Permutation, order
 from experiments.data.prepared import prepare
 from experiments.data.tokenizer import byte_tokenizer

@@ -28,8 +28,7 @@ from experiments.data.tokenizer import load_tokenizer
 from experiments.finetune import base_models, dataset, evaluate, job, loop, sizes
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
-from experiments.finetune.method import planned
-from experiments.finetune.rates import default_rate
+from experiments.finetune.method import default_rate, planned
 from experiments.finetune.tuning import Tuning
 from experiments.training import steps
 from experiments.training.report import METRICS

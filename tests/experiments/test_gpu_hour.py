@@ -82,7 +82,7 @@ def test_a_part_that_hangs_or_dies_loses_nothing_and_is_made_again(
 
 HANGS = """
 import os, subprocess, sys
-if "experiments.gpu.worker" in sys.orig_argv:
+if "experiments.gpu.parts" in sys.orig_argv:
     started = open(os.environ["STARTED"], "w")
     subprocess.Popen(["sleep", "1000"], stdout=started)  # as a compiler that a part has started
     print("started", file=started, flush=True)

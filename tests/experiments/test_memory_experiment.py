@@ -16,9 +16,10 @@ from experiments.configs.decoders import decoder
 from experiments.configs.train import ConfigError
 from experiments.memory import recipe, sizes, targets, zero
 from experiments.memory.config import DEFAULTS, SPEC
-from experiments.memory.measured import markdown, measure, ratio
-from experiments.memory.pictures import bars
+from experiments.memory.measured import measure, step_ratio
 from experiments.memory.plans import LLAMA, MemoryJob, MemoryPlan, on_paper
+from experiments.memory.zero import bars
+from experiments.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = replace(decoder("tiny"), layers=2, width=64)
@@ -76,7 +77,7 @@ def test_sizes_are_what_the_names_say():
 def test_ratios_cancel_drift():
     drift = [1.0, 3.0, 10.0, 2.0, 1.0]
     plans = {"a": {"seconds": [2 * d for d in drift]}, "b": {"seconds": drift}}
-    assert ratio({"plans": plans}, "a", "b") == pytest.approx(2.0)
+    assert step_ratio({"plans": plans}, "a", "b") == pytest.approx(2.0)
 
 
 def test_a_job_survives_json():

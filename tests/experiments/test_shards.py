@@ -21,7 +21,7 @@ from main_job import SMALL, compose, rows_of
 from experiments import train
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
-from experiments.data import spans
+from experiments.data import shardwriter
 from experiments.data.shardfolder import HEADER, check_vocab, open_shards
 from experiments.data.shards import ShardLoader
 from experiments.data.shardwriter import dtype_of
@@ -156,7 +156,7 @@ def test_text_is_cut_behind_lines_or_else_between_characters(tmp_path):
         path.write_text(text)
         (source,) = find([str(path)])
         with path.open("rb") as file:
-            cuts = [spans.cut(file, at, source) for at in range(source.size + 2)]
+            cuts = [shardwriter.cut(file, at, source) for at in range(source.size + 2)]
         assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == source.size
         assert all(at <= found for at, found in enumerate(cuts[:-1]))
         if kind == "lines":
@@ -592,7 +592,7 @@ def test_other_batches_are_refused(numbered):
     shards = numbered(211, 4)
     state = ShardLoader(shards, 6, 5).state_dict()
     for other, message in (
-        (ShardLoader(numbered(212, 4), 6, 5), "shards: saved"),
+        (ShardLoader(numbered(212, 4), 6, 5), "shards: its files"),
         (ShardLoader(shards, 6, 5, seed=1), "seed: saved 0, here 1"),
         (ShardLoader(shards, 3, 5), "rows: saved 6, here 3"),
         (ShardLoader(shards, 6, 4), "context: saved 5, here 4"),

@@ -28,8 +28,7 @@ from experiments.cli import job, schema
 from experiments.cli.exceptions import is_mistake
 from experiments.cli.validation import validate
 from experiments.configs import train as configs
-from experiments.configs.budget import check_memory, state_bytes
-from experiments.configs.machine import place
+from experiments.configs.machine import check_memory, place, state_bytes
 from experiments.configs.train import ConfigError
 from experiments.explain.__main__ import SPEC as EXPLAIN
 from experiments.explain.paper import explain
