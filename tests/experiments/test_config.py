@@ -3,38 +3,34 @@ started, nothing made."""
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from main_job import SMALL
+from wrong_configs import CL, is_one_error, recipe_of, split
 
 from experiments import train
 from experiments.bench.__main__ import SPEC as BENCH
 from experiments.chaos.config import SPEC as CHAOS
-from experiments.cli import allowlist, job, overrides, provenance, schema, suggest, validation
-from experiments.cli import help as helping
-from experiments.cli.command_spec import CONF, Job
+from experiments.cli import job, provenance, validation
+from experiments.cli.command_spec import CONF
 from experiments.cli.main import main
 from experiments.cli.validation import validate
-from experiments.configs import checks
 from experiments.configs.train import HARDWARE, ConfigError
 from experiments.finetune.job import JOB as FINETUNE
 from experiments.memory.config import SPEC as MEMORY
 from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.train import JOB as TRAIN
 from fnshard.analysis.hardware import TABLE
+from fnshard.launcher.local import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
-CL = r"(?: \(command line\))?"
 RUN_HAS = r"run has steps, accumulate, "
 
 # Arguments of the main job -> what has to be said.
@@ -47,20 +43,16 @@ WRONG_TRAIN = {
     "training.steps=5": r"no such key\. Did you mean run\.steps\?",
     "model.hidden=64": rf"model\.hidden=64{CL}: no such key\. .*model has width, layers, heads",
     "model.width.x=64": rf"model\.width=\{{'x': 64\}}{CL}: expected a whole number",
-    "optimizer.b3=0.1": r"no such key\. Did you mean optimizer\.b[12]\? optimizer has name, lr, b1",
     "optimizer=sgd optimizer.b1=0.1": rf"optimizer\.b1=0\.1{CL}: no such key\. .* has name, lr, momentum",
     "data=stdlib data.held_out_rowz=8": r"Did you mean data\.held_out_rows\?",
     "mesh.tensor=2": rf"mesh\.tensor=2{CL}: no such key\. mesh has replicate, shard\.",
     "mesh={shart: 2}": r"mesh\.shart=2 \(command line\): no such key\. Did you mean mesh\.shard\?",
     "+new.key=1": rf"new\.key=1{CL}: no such key\. The top has model, mesh",
     "++run.stpes=5": r"no such key\. Did you mean run\.steps\?",
-    "+mesh.z=1": rf"mesh\.z=1{CL}: no such key\. mesh has replicate, shard\.",
     "+run.steps=5": r"An item is already at 'run\.steps'\. Either remove \+ prefix: 'run\.steps=5'",
     "~run.steps": rf"~run\.steps{CL}: every key is needed, nothing can be taken away",
-    "~strategy": rf"~strategy{CL}: every key is needed",
     # ---- groups and choices
     "strategy=zer2": rf"strategy=zer2{CL}: no such choice\. Did you mean strategy=zero2\? strategy has ",
-    "strategy=ddp": rf"strategy=ddp{CL}: no such choice\. strategy has auto, full_shard",
     "stratgy=zero2": rf"stratgy=zero2{CL}: no such key\. Did you mean strategy\?",
     "optimizer=adam": r"no such choice\. Did you mean optimizer=adamw\? optimizer has adamw, sgd\.",
     "model=5": rf"model=5{CL}: no such choice\. .*model has 1b, 25m, 5m, 70b, 7b, 85m, 8b, tiny\.",
@@ -82,7 +74,6 @@ WRONG_TRAIN = {
     "--multirun run.seed=1,99999999999999999999": r"run\.seed=.*: must be 9223372036854775807 or less",
     "run.timeout_s=1e300": r"run\.timeout_s=10\^300.*: must be 100000000 or less",
     "run.steps=1.5": r"expected a whole number, not 1\.5\.",
-    "run.steps=null": r"expected a whole number, not null\.",
     "run.steps=[1,2]": r"expected a whole number, not \[1, 2\]\.",
     "run.async_save=perhaps": r"expected true or false, not 'perhaps'\.",
     "optimizer.lr=fast": r"expected a number or null, not 'fast'\.",
@@ -121,11 +112,30 @@ WRONG_TRAIN = {
         r"\(model\.width: conf/model/tiny\.yaml:2; model\.heads: command line\)\."
     ),
     "run.resume=''": r"run\.resume='': must be auto, never, or a path",
+    "optimizer.lr=null": r"optimizer\.lr=null: only fine-tuning has defaults",
+    "optimizer.lr=0": r"optimizer\.lr=0\.0: must be above 0",
+    "model.kv_heads=3": r"kv_heads must divide heads",
+    "strategy.remat=1.5": r"strategy\.remat=1\.5: one of 'none', .* a fraction from 0 to 1",
+    "strategy.remat={layers.*:half}": r"strategy\.remat=\{'layers\.\*': 'half'\}: one of",
+    "strategy.memory=nvme": r"strategy\.memory='nvme': must be one of device, host, disk",
+    "strategy.optimizer_memory=ram": r"strategy\.optimizer_memory='ram': must be one of device, host",
+    "strategy.update_on=disk": r"strategy\.update_on='disk': must be one of device, host",
+    "strategy=auto run.device_gb=0": r"run\.device_gb=0\.0: must be above 0",
+    "strategy=auto run.device_gb=1 hardware.name=tpu": r"hardware\.name='tpu': must be one of auto",
+    "run.prompt=''": r"run\.prompt='': a sample needs at least one byte",
+    "run.save_every=-1": r"run\.save_every=-1: must be 0 or more",
+    "run.keep=0": r"run\.keep=0: must be 1 or more",
+    "run.keep_every=0": r"run\.keep_every=0: must be 1 or more",
+    "run.keep_best=-1": r"run\.keep_best=-1: must be 0 or more",
+    "run.max_restarts=-1": r"run\.max_restarts=-1: must be 0 or more",
+    "run.stop_grace_s=0": r"run\.stop_grace_s=0\.0: must be above 0",
     # ---- what does not go together
     "strategy=auto": r"strategy=auto: needs a budget \(command line\)\. Fix: run\.device_gb=24",
     "run.device_gb=24": rf"run\.device_gb=24{CL}: a budget is for strategy=auto",
     "strategy=auto run.device_gb=1 run.accumulate=2": r"strategy=auto chooses the micro-batches",
-    "strategy=auto run.device_gb=1 strategy.remat=unit": r"strategy=auto.* chooses remat by itself",
+    "strategy=auto run.device_gb=1 strategy.remat=unit strategy.memory=host": (
+        r"strategy=auto.* chooses remat and memory by itself"
+    ),
     "strategy.memory=disk": r"run\.disk_dir=None: what rests on disk needs a directory",
     "run.disk_dir=there": r"run\.disk_dir='there': nothing rests on disk",
     "strategy.update_on=host": r"needs strategy\.optimizer_memory=host or disk \(command line\)\.",
@@ -176,92 +186,38 @@ WRONG = [(TRAIN, *each) for each in WRONG_TRAIN.items()] + [
 ]
 
 
-def split(line: str) -> list[str]:
-    """As a shell does, where braces, brackets and calls were quoted."""
-    return re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^\s{\[])+", line)
+IDS = [f"{job_of.name}: {line}" for job_of, line, _ in WRONG]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def groups_looked_up_once() -> Iterator[None]:
-    """They stand in files that do not change here, but for folders of our own."""
-    known, look_up = {}, validation.groups_of
-
-    def groups_of(form, loader):
-        key = (form.name, str(loader.get_search_path().get_path()))
-        if key not in known:
-            known[key] = look_up(form, loader)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "groups_of", groups_of)
-        yield
-
-
-@pytest.fixture
-def told(tmp_path, monkeypatch, capfd):
-    """What a wrong command line prints; nothing may be left behind, or started."""
-
-    def run(of: Job, *arguments: str) -> str:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-        monkeypatch.setattr(sys, "argv", [of.name, *arguments])
-        monkeypatch.setattr(job, "launch", lambda *_, **__: pytest.fail("ranks were started"))
-        with pytest.raises(SystemExit, match=r"^2$"):
-            main(of)
-        shown = capfd.readouterr()
-        assert shown.out == "" and list(tmp_path.iterdir()) == []
-        return shown.err
-
-    return run
-
-
-@pytest.mark.parametrize(("of", "line", "said"), WRONG, ids=[f"{j.name}: {line}" for j, line, _ in WRONG])
-def test_a_wrong_command_line_is_one_error(told, of, line, said):
-    shown = told(of, *split(line))
-    assert re.search(said, shown, re.M), shown
-    assert shown.startswith("error: ") and shown.count("error: ") == 1
+@pytest.mark.parametrize(("job_of", "line", "message"), WRONG, ids=IDS)
+def test_a_wrong_command_line_is_one_error(error_of, job_of, line, message):
+    shown = error_of(job_of, *split(line))
+    is_one_error(shown, message)
     nowhere = r"already at|of the whole run|does nothing|rests on disk|divide over|more memory|is more than"
     assert re.search(r"command line|\.yaml:\d+", shown) or re.search(nowhere, shown)
-    assert "Traceback" not in shown and "Error executing" not in shown and "HYDRA" not in shown
 
 
-def test_there_are_enough_of_them():
-    assert len(WRONG) >= 60
-
-
-def test_all_problems_come_at_once(told):
-    shown = told(TRAIN, "+mesh.z=1", "run.stpes=5", "strategy=zer2", "run.seed=-1", "model.heads=5", "lr=1")
+def test_all_problems_come_at_once(error_of):
+    shown = error_of(
+        TRAIN, "+mesh.z=1", "run.stpes=5", "strategy=zer2", "run.seed=-1", "model.heads=5", "lr=1"
+    )
     assert shown.startswith("error: the configuration has 5 problems:\n") and len(shown.splitlines()) == 6
-    for said in (
-        r"mesh\.z",
-        r"run\.stpes=5",
-        r"strategy=zer2",
-        r"model\.width=128 and model\.heads=5",
-        r"lr=1",
-    ):
-        assert re.search(said, shown)
+    for part in ("mesh.z", "run.stpes=5", "strategy=zer2", "model.width=128 and model.heads=5", "lr=1"):
+        assert part in shown
     assert "run.seed" not in shown  # of a group that another argument is missing from
 
 
-def test_one_mistake_brings_no_others(told):
-    """What a left-out argument would have made right is not told of."""
-    assert len(told(TRAIN, "strategy=auto", "run.device_gb=lots").splitlines()) == 1
-    assert len(told(TRAIN, "strategy=auot", "run.device_gb=24").splitlines()) == 1
+def test_one_mistake_brings_no_others(error_of):
+    """What a left-out argument would have made right is not reported."""
+    assert len(error_of(TRAIN, "strategy=auto", "run.device_gb=lots").splitlines()) == 1
+    assert len(error_of(TRAIN, "strategy=auot", "run.device_gb=24").splitlines()) == 1
 
 
 # ------------------------------------------------------------------ files
 
 
-def file_of(folder: Path, text: str) -> str:
-    """An own recipe; the argument that takes it from there."""
-    path = folder / "more" / "experiment" / "mine.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(f"# @package _global_\n{text}")
-    return str(path.parent.parent)
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("run:\n  steps: 5\n  stpes: 6\n", r"run\.stpes=6 \(.*experiment/mine\.yaml:4\): no such key\."),
         ("run:\n  steps: many\n", r"run\.steps=many \(.*mine\.yaml:3\): expected a whole number, not 'many'"),
@@ -283,16 +239,14 @@ def file_of(folder: Path, text: str) -> str:
         ("run: 5\n", r"run=5 \(.*mine\.yaml:2\): expected keys .*\. A choice belongs to the defaults"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_named_with_its_line(tmp_path_factory, told, text, said):
-    folder = file_of(tmp_path_factory.mktemp("own"), text)
+def test_a_wrong_file_is_named_with_its_line(tmp_path_factory, error_of, text, message):
+    folder = recipe_of(tmp_path_factory.mktemp("own"), text)
     more = ["--multirun"] if "sweeper" in text else []
-    shown = told(TRAIN, "--config-dir", folder, "experiment=mine", *more)
-    assert re.search(said, shown), shown
-    assert shown.count("error: ") == 1 and "Traceback" not in shown
+    is_one_error(error_of(TRAIN, "--config-dir", folder, "experiment=mine", *more), message)
 
 
 def test_an_own_recipe_is_taken_and_its_values_know_their_lines(tmp_path):
-    folder = file_of(tmp_path, "run:\n  steps: 7\n  seed: 1\n")
+    folder = recipe_of(tmp_path, "run:\n  steps: 7\n  seed: 1\n")
     found = validate(TRAIN.spec, ["--config-dir", folder, "experiment=mine", "run.seed=2"])
     assert (found.config.run.steps, found.config.run.seed) == (7, 2)
     assert found.sources["run.steps"].endswith("experiment/mine.yaml:3")
@@ -313,177 +267,42 @@ def test_right_command_lines_are_taken():
     assert validate(TRAIN.spec, ["--cfg", "job", "run.steps=0"]).config is None  # it is to be looked at
 
 
-# ------------------------------------------------------------------ a configuration that runs code
+# ------------------------------------------------------------------ processes, and errors that come later
 
 
-OWN = r"Hydra's own, which could run code\. A configuration may set of Hydra's keys hydra\.run\.dir, "
-SLURM, SEARCH = ("--multirun", "launcher=slurm"), ("--multirun", "hydra/sweeper=search_lr")
-TEN = "${run.device}" * 10
-CHAIN = ("device", "prompt", "resume", "backend", "watch", "accumulate_mode")
-CHAINED = zip(CHAIN, [*(f"run.{name}" for name in CHAIN[1:]), "data.suffix"], strict=True)
-TEN_OF_TEN = (*(f"run.{a}='{TEN.replace('run.device', b)}'" for a, b in CHAINED), f"data.suffix={'x' * 3000}")
-HOSTILE = [  # arguments, and what is said of them
-    (("hydra.job.env_set.LD_PRELOAD=x.so",), rf"hydra\.job\.env_set\.LD_PRELOAD=x\.so{CL}: {OWN}"),
-    (("+hydra.job.env_set.PYTHONPATH=.",), rf"hydra\.job\.env_set\.PYTHONPATH=\.{CL}: {OWN}"),
-    (("hydra.job.env_set={LD_PRELOAD: x.so}",), rf"hydra\.job\.env_set=.*{CL}: {OWN}"),
-    (("hydra.job={env_set: {LD_PRELOAD: x.so}}",), rf"hydra\.job=.*{CL}: {OWN}"),
-    (("hydra={job: {env_set: {LD_PRELOAD: x.so}}}",), rf"hydra=.*{CL}: {OWN}"),
-    (("hydra.job.env_copy=[HOME]",), OWN),
-    (("hydra.searchpath=[pkg://tests]",), OWN),
-    (("hydra.overrides.task=[x]",), OWN),
-    (("hydra.runtime.output_dir=/",), OWN),
-    (("++hydra.env.x=1",), OWN),
-    (("+hydra.callbacks.x._target_=os.mkdir", "+hydra.callbacks.x.path=canary"), OWN),
-    (("+hydra.callbacks.x='${oc.create:{_target_: os.mkdir, path: canary}}'",), OWN),
-    (
-        ("hydra.callbacks.table._target_=os.mkdir",),
-        r"callbacks\.table\._target_ \(.*: 'os\.mkdir' is not made",
-    ),
-    (("hydra.callbacks.table._target_='${oc.env:HOME}'",), r"callbacks\.table\._target_ \(.*is not made"),
-    (("+hydra.job_logging.handlers.h.class=os.mkdir",), OWN),
-    (("hydra.hydra_logging.handlers.console.stream=ext://os.mkdir",), OWN),
-    (("hydra.sweeper._target_=os.mkdir", "--multirun"), r"hydra\.sweeper\._target_ \(command line\): "),
-    (("hydra.launcher._target_=os.mkdir", "--multirun"), r"hydra\.launcher\._target_ \(command line\): "),
-    ((*SEARCH, "+hydra.sweeper.params={hydra.job.env_set.A: b}"), r"params\.hydra\.job\.env_set\.A \("),
-    ((*SEARCH, "+hydra.sweeper.params={run.stpes: '1,2'}"), r"hydra\.sweeper\.params\.run\.stpes \("),
-    (("hydra/sweeper=optuna", "hydra.sweeper.custom_search_space=os.mkdir", "--multirun"), OWN),
-    ((*SLURM, "hydra.launcher.partition='a\nb'"), r"launcher\.partition .*: 'a\\nb': SLURM reads one line"),
-    ((*SLURM, "hydra.job.name='a\nb'"), r"hydra\.launcher\.name .*: 'a\\nb': SLURM reads one line"),
-    (
-        (*SLURM, "+hydra.launcher.additional_parameters={a: 'b\nc'}"),
-        r"parameters\.a .*: SLURM reads one line",
-    ),
-    ((*SLURM, "hydra.launcher.setup=[{_target_: os.mkdir}]"), r"setup"),
-    (
-        (*SLURM, "+hydra.launcher.additional_parameters={_target_: os.mkdir}"),
-        r"_target_ .* is not made",
-    ),
-    ((*SLURM, "hydra.launcher.submitit_folder=there"), OWN),
-    (("launcher=joblib", "hydra.launcher.temp_folder=there", "--multirun"), OWN),
-    (
-        ("+strategy._target_=os.mkdir", "+strategy.path=canary"),
-        r"strategy\._target_=os\.mkdir .*: no such key",
-    ),
-    (("strategy.remat={_target_: os.mkdir, path: canary}",), r"strategy\.remat="),
-    (("--experimental-rerun", "canary.pickle"), r"--experimental-rerun"),
-    (TEN_OF_TEN, r"run\.\w+=\$.* \(command line\): 65 references .* in the values, 16 is"),
-    ((f"hydra.run.dir='{TEN}'", *TEN_OF_TEN), r"73 references \$\{\.\.\.\} in the values"),
-    (("run.prompt='${run.${run.watch}}'",), r"run\.prompt=.*: Interpolation key 'run\.hunt' not found"),
-    (("strategy.remat=" + "[" * 3000,), r"expected KEY=VALUE"),
-    (
-        ("launcher=joblib", "hydra.launcher.n_jobs=1000000000", "--multirun"),
-        r"n_jobs=1000000000.*: must be 10000",
-    ),
-    (
-        (*SEARCH, "hydra.sweeper.storage='redis://127.0.0.1:1/0'"),
-        r"storage.*redis.*kept in a file, sqlite:///",
-    ),
-    ((*SEARCH, "hydra.sweeper.n_trials=1000000000"), r"n_trials=1000000000.*: must be 10000 or less"),
-    ((*SEARCH, "run.seed=range(0,10000000000)"), r"a sweep of 1e\+10 jobs"),
-]
-PLUGINS = {"launcher=slurm": "submitit_launcher", "launcher=joblib": "joblib_launcher",
-           "hydra/sweeper=optuna": "optuna_sweeper", "hydra/sweeper=search_lr": "optuna_sweeper"}  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "said"), HOSTILE, ids=[" ".join(each)[:90] for each, _ in HOSTILE])
-def test_a_hostile_command_line_is_refused(told, arguments, said):
-    """`told` would find a canary."""
-    for argument in PLUGINS.keys() & set(arguments):
-        pytest.importorskip(f"hydra_plugins.hydra_{PLUGINS[argument]}")
-    shown = told(TRAIN, *arguments)
-    assert re.search(said, shown), shown
-    assert shown.count("error: ") == 1 and "Traceback" not in shown
-
-
-HOSTILE_FILES = {
-    "hydra:\n  job:\n    env_set:\n      LD_PRELOAD: x.so\n": rf"LD_PRELOAD \(.*mine\.yaml:5\): {OWN}",
-    "hydra:\n  job: {env_set: {PYTHONPATH: .}}\n": rf"PYTHONPATH \(.*mine\.yaml:3\): {OWN}",
-    "hydra.job.env_set:\n  LD_PRELOAD: x.so\n": rf"hydra\.job\.env_set\.LD_PRELOAD \(.*mine\.yaml:3\): {OWN}",
-    "hydra: '${oc.create:{job: {env_set: {LD_PRELOAD: x.so}}}}'\n": rf"hydra \(.*mine\.yaml:2\): {OWN}",
-    "hydra:\n  searchpath: [pkg://tests]\n": OWN,
-    "defaults:\n  - /data@hydra.job.env_set: stdlib\n": rf"hydra\.job\.env_set \(data/stdlib\): {OWN}",
-    "hydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: canary\n": OWN,
-    "hydra:\n  job_logging:\n    handlers:\n      h:\n        (): os.mkdir\n": OWN,
-    "hydra:\n  launcher:\n    _target_: os.mkdir\n    path: canary\n": r"hydra\.launcher\.path \(.*yaml:5\)",
-    "hydra:\n  sweeper:\n    params:\n      hydra.job.env_set.A: b\n": r"params\.hydra\.job\.env_set\.A",
-}
-
-
-@pytest.mark.parametrize(("text", "said"), HOSTILE_FILES.items())
-def test_a_hostile_file_is_refused(told, tmp_path_factory, text, said):
-    folder = file_of(tmp_path_factory.mktemp("own"), text)
-    for flags in ((), ("--multirun",), ("--cfg", "job")):
-        shown = told(TRAIN, "--config-dir", folder, "experiment=mine", *flags)
-        assert re.search(said, shown), shown
-    shown = told(TRAIN, "--config-dir", folder, "--multirun", "experiment=laptop,mine")
-    assert re.search(said, shown), shown
-
-
-def test_a_hostile_folder_is_refused(told, tmp_path_factory, monkeypatch):
-    """Twenty files, each of which names the next one twice: a million to compose."""
-    folder = file_of(tmp_path_factory.mktemp("own"), "defaults: [f0@a, f0@b]\n")
-    for i in range(20):
-        next_one = f"defaults: [f{i + 1}@a, f{i + 1}@b]\n" if i < 19 else "x: 1\n"
-        Path(folder, "experiment", f"f{i}.yaml").write_text(next_one)
-    monkeypatch.setattr(validation, "READING_CPU_S", 2.0)
-    shown = told(TRAIN, "--config-dir", folder, "experiment=mine")
-    assert shown == "error: the files of this configuration take more than 2 s to read.\n"
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-
-
-def test_there_are_thirty_hostile_ones():
-    assert len(HOSTILE) >= 30
-
-
-def test_what_hydra_would_have_done():
-    """The same canary, without us: Hydra does call it."""
-    from hydra.utils import instantiate
-
-    with pytest.raises(Exception, match=r"posix\.mkdir"):
-        instantiate({"_target_": "os.mkdir", "path": "/canary/canary"})
-
-
-# ------------------------------------------------------------------ processes
-
-
-@pytest.mark.parametrize(
-    ("module", "argument", "said"),
-    [
-        ("train", "run.stpes=5", "error: run.stpes=5 (command line): no such key. Did you mean run.steps?"),
-        ("finetune", "method=qlora", "error: method=qlora (command line): no such choice."),
-        (
-            "tokenize",
-            "shards_mb=5 out=x",
-            "error: shards_mb=5 (command line): no such key. Did you mean shard_mb?",
-        ),
-    ],
-)
-def test_from_a_shell(tmp_path, module, argument, said):
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", f"experiments.{module}", *argument.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(said), done.stderr
-    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
-    assert time.monotonic() - began < 20  # it is one second; other processes have their share
-
-
-def test_a_mistake_does_not_wait_for_torch():
+def test_from_a_shell_a_mistake_is_one_line_and_does_not_wait_for_torch(tmp_path):
     program = (
-        "import sys; sys.argv = ['x', 'run.stpes=5']\n"
-        "from experiments.train import JOB, main\n"
-        "try: main(JOB)\n"
+        "import sys, runpy; sys.argv = ['x', 'run.stpes=5']\n"
+        "try: runpy.run_module('experiments.train', run_name='__main__')\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "2 False\n", done.stderr
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    message = "error: run.stpes=5 (command line): no such key. Did you mean run.steps?"
+    assert done.stdout == "2 False\n" and done.stderr.startswith(message), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "message"),
+    [
+        ("data.root=nowhere", 2, r"^error: .*nowhere is no folder\. Fix: name one as data\.root\.$"),
+        ("run.steps=1", 1, r"^error: rank 1 died\Z"),
+    ],
+)
+def test_an_error_of_the_preparation_or_of_a_rank(monkeypatch, tmp_path, capfd, argument, code, message):
+    def launch(*_, **__):
+        raise LaunchError("rank 1 died")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", *SMALL, argument])
+    monkeypatch.setattr(job, "launch", launch)
+    with pytest.raises(SystemExit, match=f"^{code}$"):
+        main(TRAIN)
+    shown = capfd.readouterr().err.strip()
+    assert re.search(message, shown, re.M) and "Error executing" not in shown and "Traceback" not in shown
 
 
 # ------------------------------------------------------------------ groups
@@ -519,65 +338,22 @@ def test_a_bug_has_its_traceback(monkeypatch, tmp_path):
         train.main(TRAIN)
 
 
-def test_a_mistake_that_is_found_later_is_told_once(monkeypatch, tmp_path, capfd):
-    """By the preparation, within Hydra's run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu", "data.root=nowhere"])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(TRAIN)
-    shown = capfd.readouterr().err
-    assert (
-        shown.startswith("error: ")
-        and "is no folder. Fix: name one as data.root." in shown
-        and "Error executing" not in shown
-    )
-
-
-def test_a_rank_that_fails_is_no_mistake(monkeypatch, tmp_path, capfd):
-    from fnshard.launcher.local import LaunchError
-
-    def fails(*_, **__):
-        raise LaunchError("rank 1 died")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu", "run.steps=1"])
-    monkeypatch.setattr(job, "launch", fails)
-    with pytest.raises(SystemExit, match=r"^1$"):
-        main(TRAIN)
-    assert capfd.readouterr().err.splitlines()[-1] == "error: rank 1 died"
-
-
 @pytest.mark.parametrize("spec", [BENCH, CHAOS, MEMORY, TOKENIZE], ids=lambda spec: spec.name)
 def test_numbers_of_any_command_may_be_quoted_and_are_checked(spec, tmp_path):
     key = {"tokenize": "processes", "chaos": "kills"}.get(spec.name, "rounds")
     more = ["out=there"] if spec is TOKENIZE else []
     for quoted in (f"{key}='3'", f'{key}="3"'):  # as `run.steps='5'` of the main job
         assert getattr(validate(spec, [quoted, *more]).config, key) == 3
-    for quoted, wrong in (
-        ("'-3'", "must be [01] or more"),
-        ("'many'", "expected a whole number"),
-        ("''", "whole"),
-    ):
+    wrong_values = {"'-3'": "must be [01] or more", "'many'": "expected a whole number", "''": "whole"}
+    for quoted, wrong in wrong_values.items():
         with pytest.raises(ConfigError, match=rf"^{key}=.*: .*{wrong}"):
             validate(spec, [f"{key}={quoted}", *more])
 
 
 def test_a_group_of_other_commands_is_no_key_of_one_without_groups():
-    with pytest.raises(
-        ConfigError, match=r"^precision=fp32 \(command line\): no such key\. The top has device, "
-    ):
+    message = r"^precision=fp32 \(command line\): no such key\. The top has device, "
+    with pytest.raises(ConfigError, match=message):
         validate(BENCH, ["precision=fp32"])
-
-
-def test_problems_are_one_error():
-    with pytest.raises(ConfigError, match=r"^run\.stpes=5 \(command line\): no such key"):
-        validate(TRAIN.spec, ["run.stpes=5"])
-
-
-@pytest.mark.parametrize("module", [checks, suggest, schema, provenance, allowlist, overrides, helping])
-def test_docstrings_are_right(module):
-    found = doctest.testmod(module)
-    assert found.failed == 0 and found.attempted > 0
 
 
 def test_configurations_are_built_by_keyword_alone():
