@@ -67,7 +67,7 @@ class BudgetError(FnshardError, MemoryError):
 
 
 class CheckpointError(FnshardError, RuntimeError):
-    """A checkpoint cannot be written, or is not what was written, or not what is asked for."""
+    """A checkpoint cannot be written, is corrupt, or is of another model."""
 
 
 class CheckpointWarning(UserWarning):

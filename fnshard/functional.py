@@ -101,7 +101,7 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         _check_written(dict.fromkeys(lost), written)
 
 
-class _Place(NamedTuple):
+class _LeafPlace(NamedTuple):
     path: str
     owner: dict[str, Any]
     key: str
@@ -109,7 +109,7 @@ class _Place(NamedTuple):
     is_buffer: bool
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _places(model: nn.Module) -> Iterator[_LeafPlace]:
     """Where parameters and buffers are, by all of their names."""
     modules = list(model.named_modules(remove_duplicate=False))
     for is_buffer in (False, True):
@@ -117,11 +117,11 @@ def _places(model: nn.Module) -> Iterator[_Place]:
             owner = module._buffers if is_buffer else module._parameters
             for key, leaf in owner.items():
                 if leaf is not None:
-                    yield _Place(f"{prefix}.{key}" if prefix else key, owner, key, leaf, is_buffer)
+                    yield _LeafPlace(f"{prefix}.{key}" if prefix else key, owner, key, leaf, is_buffer)
 
 
 def _check_paths(
-    model: nn.Module, places: Sequence[_Place], stored: Mapping[int, str], params: Mapping[str, Any]
+    model: nn.Module, places: Sequence[_LeafPlace], stored: Mapping[int, str], params: Mapping[str, Any]
 ) -> None:
     paths = dict.fromkeys(reversed(stored.values()))
     tied = {place.path: stored[id(place.leaf)] for place in places}

@@ -233,7 +233,7 @@ def make_optimizer(
     return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)
 
 
-def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Schedule:
+def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.RateSchedule:
     """The learning rate by step: the configuration's fractions as steps and rates."""
     if shape.name == "constant":
         return fs.schedules.constant(peak)

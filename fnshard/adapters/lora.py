@@ -29,7 +29,7 @@ __all__ = ["lora"]
 
 @dataclass(frozen=True)
 class Lora:
-    """What was asked of the adapters.
+    """The settings of adapters.
 
     Args:
         rank: of A and B.
@@ -98,10 +98,10 @@ def lora(
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
         raise SpecError(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix)
-    asked = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
+    settings = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
     base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
-    tuned = with_adapters(fn, asked)
-    return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(asked, named, seed)}
+    tuned = with_adapters(fn, settings)
+    return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
 
 
 def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
@@ -156,16 +156,18 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
 
 
-def init_adapters(asked: Lora, shapes: Mapping[str, Tensor], seed: int = 0) -> dict[str, dict[str, Tensor]]:
+def init_adapters(
+    settings: Lora, shapes: Mapping[str, Tensor], seed: int = 0
+) -> dict[str, dict[str, Tensor]]:
     """A as `nn.Linear` would have it, B zero; the same on every rank."""
     out = {}
-    for number, path in enumerate(asked.targets):
-        rows, columns = shapes[path].shape[::-1] if path in asked.transposed else shapes[path].shape
+    for number, path in enumerate(settings.targets):
+        rows, columns = shapes[path].shape[::-1] if path in settings.transposed else shapes[path].shape
         dtype = shapes[path].dtype if shapes[path].dtype.itemsize > 2 else torch.float32
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         bound = 1 / math.sqrt(columns)
-        a = torch.empty(asked.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
-        out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, asked.rank, dtype=dtype))}
+        a = torch.empty(settings.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, settings.rank, dtype=dtype))}
         for part in out[path].values():
             part.beside = f"base.{path}"  # the leaf whose unit it joins
     return out
@@ -181,28 +183,28 @@ def _frozen(leaf: Tensor, trains: bool) -> Tensor:
     return made
 
 
-def with_adapters(fn: Callable[..., Any], asked: Lora) -> Callable[..., Any]:
-    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` says what was asked, `.eval` is without dropout."""
+def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
+    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` holds the settings, `.eval` is without dropout."""
 
     @functools.wraps(fn)
     def tuned(params: Any, *batch: Any, **keywords: Any) -> Any:
         named = tree.flatten_with_paths(params["base"])[0]
-        adapters = {id(named[path]): path for path in asked.targets}
-        mode = _Adapted(asked, params["adapters"], adapters)
+        adapters = {id(named[path]): path for path in settings.targets}
+        mode = _Adapted(settings, params["adapters"], adapters)
         with mode:
             result = fn(params["base"], *batch, **keywords)
-        _check_uses(asked, mode)
+        _check_uses(settings, mode)
         return result
 
-    tuned.lora = asked
+    tuned.lora = settings
     # To evaluate: the same without dropout.
-    tuned.eval = with_adapters(fn, replace(asked, dropout=0.0)) if asked.dropout else tuned
+    tuned.eval = with_adapters(fn, replace(settings, dropout=0.0)) if settings.dropout else tuned
     return tuned
 
 
-def _check_uses(asked: Lora, mode: _Adapted) -> None:
+def _check_uses(settings: Lora, mode: _Adapted) -> None:
     """Refuse targets that `fn` uses in other ways: what is merged would be another function."""
-    wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in asked.targets if p not in mode.used]
+    wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in settings.targets if p not in mode.used]
     wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
     if wrong:
         raise TraceError(
@@ -217,9 +219,9 @@ def _check_uses(asked: Lora, mode: _Adapted) -> None:
 class _Adapted(TorchFunctionMode):
     """Adds to what is multiplied by a target."""
 
-    def __init__(self, asked: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
+    def __init__(self, settings: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
         super().__init__()
-        self.asked, self.adapters, self.targets = asked, adapters, targets
+        self.settings, self.adapters, self.targets = settings, adapters, targets
         self.used: set[str] = set()
         self.others: dict[str, dict[str, None]] = {}
 
@@ -233,7 +235,7 @@ class _Adapted(TorchFunctionMode):
         names, turned = _PLACES.get(func, ((), False))
         given = dict(zip(names, args, strict=False)) | kwargs
         path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
-        if path is None or (path in self.asked.transposed) != turned or given.keys() & _UNLIKE:
+        if path is None or (path in self.settings.transposed) != turned or given.keys() & _UNLIKE:
             self._note(func, (args, kwargs))
             return out
         self._note(func, {k: v for k, v in given.items() if k != names[-1]})
@@ -247,9 +249,9 @@ class _Adapted(TorchFunctionMode):
 
     def _update(self, x: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
         a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)
-        if self.asked.dropout:
-            x = F.dropout(x, self.asked.dropout, training=True)
-        return F.linear(F.linear(x, a), b) * self.asked.scale
+        if self.settings.dropout:
+            x = F.dropout(x, self.settings.dropout, training=True)
+        return F.linear(F.linear(x, a), b) * self.settings.scale
 
 
 # By function: the names of its arguments up to the matrix, and whether that is [in, out] there.

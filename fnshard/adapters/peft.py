@@ -39,12 +39,12 @@ __all__ = ["load", "merge", "save"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
+def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """The base with its adapters written into it: W + s B A. A collective.
 
     Args:
         params: `{"base", "adapters"}` of stored blocks, or a state of them.
-        asked: the `.lora` of the function that was tuned.
+        settings: the `.lora` of the function that was tuned.
         specs, mesh: their layout; a state knows it.
 
     Returns:
@@ -68,8 +68,8 @@ def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None)
     with torch.no_grad():
         for path, spec in base.leaves.items():
             block = block_of(stored, path, spec)
-            if path in asked.targets:
-                full = _update(adapters[path], asked, path)
+            if path in settings.targets:
+                full = _update(adapters[path], settings, path)
                 update = local_block(full.to(block.device), spec.storage, mesh)
                 block = (block.to(update.dtype) + update).to(spec.storage_dtype)
             out.append(block)
@@ -77,16 +77,16 @@ def merge(params: Any, asked: Lora, specs: Any = None, mesh: Mesh | None = None)
     return tree.unflatten(out, base.leaf_structure), plain.tree
 
 
-def _update(adapter: Mapping[str, Tensor], asked: Lora, path: str) -> Tensor:
+def _update(adapter: Mapping[str, Tensor], settings: Lora, path: str) -> Tensor:
     wide = torch.promote_types(adapter["b"].dtype, torch.float32)
-    update = asked.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
-    return update.t() if path in asked.transposed else update
+    update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
+    return update.t() if path in settings.transposed else update
 
 
 def save(
     params: Any,
     path: str | Path,
-    asked: Lora,
+    settings: Lora,
     specs: Any = None,
     mesh: Mesh | None = None,
     *,
@@ -95,7 +95,7 @@ def save(
     """Write the adapters alone, as PEFT does. A collective; all ranks fail, or none.
 
     Args:
-        params, asked, specs, mesh: as for `merge`.
+        params, settings, specs, mesh: as for `merge`.
         path: of a directory; what is there of a former save is replaced.
         base: what the files are to call the model that they were tuned for.
 
@@ -104,8 +104,8 @@ def save(
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
     trained = [f"params['base'][{p!r}]" for p in ResolvedSpecs.of(specs["base"]).trainable]
-    if trained or (asked.transposed and asked.transposed != asked.targets):
-        lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in asked.transposed]
+    if trained or (settings.transposed and settings.transposed != settings.targets):
+        lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in settings.transposed]
         fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
         what = "train beside the adapters" if trained else "are transposed while others are not"
         raise StateError(f"PEFT's files have no place for leaves that {what}:", lines, fix)
@@ -118,9 +118,10 @@ def save(
         aside = folder / f".{WEIGHTS}.writing"
         save_file({name: v.contiguous() for name, v in tensors.items()}, aside, {"format": "pt"})
         flush_file(aside)
-        write_flushed(folder / f".{CONFIG}.writing", json.dumps(_peft_config(asked, base), indent=2) + "\n")
+        config = folder / f".{CONFIG}.writing"
+        write_flushed(config, json.dumps(_peft_config(settings, base), indent=2) + "\n")
         os.replace(aside, folder / WEIGHTS)
-        os.replace(folder / f".{CONFIG}.writing", folder / CONFIG)
+        os.replace(config, folder / CONFIG)
         flush_directory(folder)
 
     work = written if mesh.rank == 0 else None
@@ -128,7 +129,7 @@ def save(
 
 
 def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str, dict[str, Tensor]]]:
-    """Adapters from PEFT's files: what was asked of them, and their full values by leaf.
+    """Adapters from PEFT's files: their settings, and their full values by leaf.
 
     Args:
         path: of the directory.
@@ -152,13 +153,13 @@ def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str
     targets = tuple(leaf for leaf in shapes if leaf in adapters)
     # PEFT says it of all, or of none: where some are [in, out] and others are not, their shapes tell.
     in_out = tuple(p for p in targets if _fits(adapters[p], shapes[p], rank, turned))
-    asked = Lora(rank, alpha, targets, in_out, dropout, stabilised)
-    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], asked)]
+    settings = Lora(rank, alpha, targets, in_out, dropout, stabilised)
+    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], settings)]
     if wrong:
         raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong)
     if not targets:
         raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
-    return asked, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
+    return settings, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
 
 
 # Of PEFT's configuration: what is read; ways to begin that leave the base as it is; and what makes adapters
@@ -205,7 +206,7 @@ def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
 
 
 def _fits(parts: Mapping[str, Tensor], base: Tensor, rank: int, turned: bool) -> bool:
-    """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as was said of all."""
+    """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as the files say of all."""
     straight, other = (_shapes(base, rank, way) == _found(parts) for way in (False, True))
     return turned if straight == other else other
 
@@ -222,8 +223,8 @@ def _found(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {part: tuple(v.shape) for part, v in parts.items()}
 
 
-def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, asked: Lora) -> list[str]:
-    found, wanted = _found(parts), _shapes(base, asked.rank, leaf in asked.transposed)
+def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, settings: Lora) -> list[str]:
+    found, wanted = _found(parts), _shapes(base, settings.rank, leaf in settings.transposed)
     of = f"params[{leaf!r}] {list(base.shape)}"
     return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
 
@@ -232,12 +233,13 @@ def _peft_name(leaf: str, part: str) -> str:
     return f"base_model.model.{leaf.removesuffix('.weight')}.lora_{part.upper()}.weight"
 
 
-def _peft_config(asked: Lora, base: str | None) -> dict[str, Any]:
+def _peft_config(settings: Lora, base: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
-        "inference_mode": True, "r": asked.rank, "lora_alpha": asked.alpha, "lora_dropout": asked.dropout,
-        "use_rslora": asked.rank_stabilised, "fan_in_fan_out": bool(asked.transposed),
-        "target_modules": sorted(path.removesuffix(".weight") for path in asked.targets),
+        "inference_mode": True, "r": settings.rank, "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilised, "fan_in_fan_out": bool(settings.transposed),
+        "target_modules": sorted(path.removesuffix(".weight") for path in settings.targets),
     }  # fmt: skip
 
 

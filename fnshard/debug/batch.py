@@ -56,7 +56,7 @@ def simulated_mesh(mesh: Mesh | None, *trees: Any) -> Mesh:
     if mesh.kind != "simulated":
         sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
         raise SpecError(
-            f"mesh {mesh} is {mesh.kind}; all its ranks are wanted in this process.",
+            f"mesh {mesh} is {mesh.kind}; all its ranks must be in this process.",
             fix=f"fs.make_mesh({sizes}, simulated=True), or smaller.",
         )
     return mesh
@@ -72,7 +72,7 @@ def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
         where = source.where
         if where is None or where[1].size > 1:
             raise StateError(
-                "this TrainState is one rank's part; the full parameters are wanted.",
+                "this TrainState is one rank's part; the full parameters are needed.",
                 fix="on every rank: params = fs.unshard(state.params, specs, mesh).",
             )
         source = source.params

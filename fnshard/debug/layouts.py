@@ -20,7 +20,7 @@ from fnshard.debug.batch import (
     tolerance,
     valid_block,
 )
-from fnshard.debug.record import Key, RecordedTensor, Recording, record
+from fnshard.debug.record import RecordedTensor, Recording, ValueKey, record
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.simulated import Adversary
@@ -172,7 +172,7 @@ def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: floa
     known = {rank: _by_key(entries) for rank, entries in a.ranks.items()}
     here = {rank: _by_key(entries) for rank, entries in b.ranks.items()}
     found: list[tuple[int, int, LayoutDifference]] = []
-    compared: set[tuple[Key, str]] = set()
+    compared: set[tuple[ValueKey, str]] = set()
     for rank, entries in b.ranks.items():
         for place, entry in enumerate(entries):
             if entry.key[0] in left_out:
@@ -193,9 +193,9 @@ def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: floa
     return BisectReport(tuple(findings), len(compared), rtol, note, (a.schedule, b.schedule))
 
 
-def _by_key(entries: list[RecordedTensor]) -> dict[tuple[Key, str], RecordedTensor]:
+def _by_key(entries: list[RecordedTensor]) -> dict[tuple[ValueKey, str], RecordedTensor]:
     """By key and version, and by key alone: the first version."""
-    out: dict[tuple[Key, str], RecordedTensor] = {}
+    out: dict[tuple[ValueKey, str], RecordedTensor] = {}
     for entry in entries:
         out[entry.key, entry.version] = entry
     for entry in reversed(entries):
@@ -205,8 +205,8 @@ def _by_key(entries: list[RecordedTensor]) -> dict[tuple[Key, str], RecordedTens
 
 def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: RecordedTensor) -> Any:
     """What side `a` has for an entry of `b`, and `b`'s, laid out alike; and how they are stored."""
-    wanted = (entry.key, entry.version)
-    other = known.get(rank, {}).get(wanted) or known.get(rank, {}).get((entry.key, "first"))
+    key = (entry.key, entry.version)
+    other = known.get(rank, {}).get(key) or known.get(rank, {}).get((entry.key, "first"))
     if other is None:
         return None
     if entry.layout is None or other.layout is None:

@@ -107,7 +107,7 @@ def nan_hunt(
     step; all get the same answer. The state is copied (it takes twice the memory meanwhile); keep one from
     before the step that went wrong: `kept = state.copy()`, or a checkpoint.
 
-    -inf in a batch leaf or a constant, and infinities that an op is told to write (masks), are no finding.
+    -inf in a batch leaf or a constant, and infinities among an op's own constants (masks), are no finding.
     Where loss, gradients and the updated state are finite, nothing is.
 
     Args:
@@ -214,8 +214,8 @@ class NonFiniteTracker:
             self.kinds[name] = worst_health([kind for _, kind in parts.values()])
             self.ill |= bool(self.kinds[name]) and _counts(name)
             # An infinity from a kernel that reads one may be the same one, a mask's: its ops tell.
-            asked = args is not None and before == "inf"
-            news += [(name, p, t, k) for p, (t, k) in parts.items() if k and (asked or _worse(k, before))]
+            suspect = args is not None and before == "inf"
+            news += [(name, p, t, k) for p, (t, k) in parts.items() if k and (suspect or _worse(k, before))]
         if news:
             self.note(number, line, args, news)
 
@@ -261,7 +261,7 @@ def _counts(name: ValueName) -> bool:
 
 
 def _worse(kind: Health, before: Health) -> bool:
-    """Whether an instruction made it: NaN of what held none, inf of what was finite."""
+    """Whether an instruction made it: NaN of a value without NaN, inf of a finite one."""
     return before != "nan" if kind == "nan" else not before
 
 

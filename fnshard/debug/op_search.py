@@ -42,8 +42,8 @@ class NonFiniteOp:
 def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> NonFiniteOp | None:
     """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
 
-    An infinity that an op was told to write (a mask) is none; one that a value brings in is none either,
-    but the NaN that an op makes of it.
+    An infinity among an op's own constants (a mask) is none; one that an input holds is none either, but the
+    NaN that an op makes of it.
     """
     with torch.no_grad():
         if backward:
@@ -59,10 +59,10 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
     return None
 
 
-Run = Callable[[Sequence[Any], Callable[[fx.Node, Any], None]], Any]
+Interpret = Callable[[Sequence[Any], Callable[[fx.Node, Any], None]], Any]
 
 
-def _interpret(module: fx.GraphModule) -> Run:
+def _interpret(module: fx.GraphModule) -> Interpret:
     def run(args: Sequence[Any], seen: Callable[[fx.Node, Any], None]) -> Any:
         class Watched(fx.Interpreter):
             def run_node(self, n: fx.Node) -> Any:
@@ -76,7 +76,7 @@ def _interpret(module: fx.GraphModule) -> Run:
 
 
 def _trouble(
-    graph: fx.Graph, args: Sequence[Any], run: Run
+    graph: fx.Graph, args: Sequence[Any], run: Interpret
 ) -> tuple[fx.Node, Health, Mapping[fx.Node, Health]] | None:
     kinds: dict[fx.Node, Health] = {}
 
@@ -148,11 +148,11 @@ def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str] | None:
     sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
     for candidate in reversed(own):
         alike = sorted((n for n in ahead if n.target == candidate.target), key=_place)
-        wanted = [n for n in sources if n.target == candidate.target]
-        if len(alike) == len(wanted):
-            match = wanted[alike.index(candidate)]
+        matching = [n for n in sources if n.target == candidate.target]
+        if len(alike) == len(matching):
+            match = matching[alike.index(candidate)]
             return _op(match), match.name
-        if wanted:
+        if matching:
             return _op(candidate), _aligned(ahead, sources, candidate)
     return None
 

@@ -134,8 +134,8 @@ def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: 
         ended = max(span["ts"] + span["dur"] for span in spans)
         for stretch in _of_step(spans, on_device, lowered.schedule):
             ended = max(ended, stretch.end)
-            told = stretches.setdefault((stretch.number, stretch.lane), [])
-            told.append((stretch.start - began, stretch.end - stretch.start))
+            intervals = stretches.setdefault((stretch.number, stretch.lane), [])
+            intervals.append((stretch.start - began, stretch.end - stretch.start))
         seconds.append((ended - began) * MICRO)
     spans = sorted(_medians(stretches, lowered.schedule), key=lambda s: (s.start, s.index))
     return _timeline(spans, statistics.median(seconds), lowered, hardware)
@@ -150,8 +150,8 @@ def _spans(events: Iterable[Mapping[str, Any]], schedule: Schedule) -> list[Mapp
             "no instruction of a schedule is in this trace.",
             fix="make the steps within `with fs.profile.traced(step, path):`.",
         )
-    wanted = [span_name(number, line) for number, line in enumerate(schedule.instructions)]
-    foreign = sorted({e["name"] for e in named} - set(wanted))
+    expected = [span_name(number, line) for number, line in enumerate(schedule.instructions)]
+    foreign = sorted({e["name"] for e in named} - set(expected))
     if foreign:
         raise SpecError(
             f"the trace is of another schedule; {len(foreign)} of its instructions are not in this one:",
@@ -237,10 +237,10 @@ def lane_of(line: Instruction) -> str:
 def _medians(
     stretches: Mapping[tuple[int, str], Sequence[tuple[float, float]]], schedule: Schedule
 ) -> Iterator[Span]:
-    for (number, lane), told in stretches.items():
+    for (number, lane), intervals in stretches.items():
         line = schedule.instructions[number]
-        start = statistics.median(s for s, _ in told) * MICRO
-        length = statistics.median(d for _, d in told) * MICRO
+        start = statistics.median(s for s, _ in intervals) * MICRO
+        length = statistics.median(d for _, d in intervals) * MICRO
         yield Span(number, lane, start, start + length, line.verb, line.unit, line.phase)
 
 

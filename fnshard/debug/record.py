@@ -41,7 +41,7 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.runner import data_rank
 from fnshard.step.step import Step
 
-Key = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", path), ...
+ValueKey = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", path), ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RecordedTensor:
     """
 
     number: int
-    key: Key
+    key: ValueKey
     value: Tensor
     layout: P | None = None
     version: str = ""
@@ -108,7 +108,7 @@ class Recording:
         return around
 
     def _copies(
-        self, number: int, found: Iterator[tuple[Key, Tensor, P | None, str]]
+        self, number: int, found: Iterator[tuple[ValueKey, Tensor, P | None, str]]
     ) -> Iterator[RecordedTensor]:
         for key, value, layout, version in found:
             yield RecordedTensor(number, key, value.detach().to("cpu", copy=True), layout, version)
@@ -144,7 +144,7 @@ def record(
 
 # ------------------------------------------------------------------ what an instruction gave
 
-_Found = Iterator[tuple[Key, Tensor, P | None, str]]
+_Found = Iterator[tuple[ValueKey, Tensor, P | None, str]]
 
 
 def _stored(env: Env, schedule: Schedule) -> _Found:
@@ -211,7 +211,7 @@ def _of_update(line: Update, env: Env, schedule: Schedule) -> _Found:
         spec = schedule.specs[path]
         if spec.storage == spec.optimizer and path in line.params:
             yield ("updated leaf", path), env[line.params[path]], spec.storage, ""
-        held = env.get(line.slots.get(path, ""))
-        for slot, tensor in tensors(held) if held is not None else ():
+        slots = env.get(line.slots.get(path, ""))
+        for slot, tensor in tensors(slots) if slots is not None else ():
             if tensor.dim() == len(spec.shape) and tensor.dim():
                 yield ("optimizer state", path, slot), tensor, spec.optimizer, ""

@@ -142,8 +142,8 @@ def check(
     rtol = tolerance(*dtypes) if rtol is None else rtol
     found = []
     for batches in ([without_wrapper(batch)], micros):
-        loss, wanted = _unsharded(fn, leaves, named, batches)
-        found.append(_compare(mesh, losses, grads, loss, wanted, named, rtol, atol))
+        loss, expected = _unsharded(fn, leaves, named, batches)
+        found.append(_compare(mesh, losses, grads, loss, expected, named, rtol, atol))
         if found[0]:
             finite = bool(torch.isfinite(loss))
             return found[0] if finite else replace(found[0], cause=_NOT_FINITE)
@@ -211,22 +211,22 @@ def _compare(
     losses: Sequence[Tensor],
     grads: Sequence[Mapping[str, Tensor]],
     loss: Tensor,
-    wanted: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
     specs: Mapping[str, LayoutSpec],
     rtol: float,
     atol: float | None,
 ) -> CheckReport:
     largest = max(
-        [float(g[g.isfinite()].abs().max()) for g in wanted.values() if g.isfinite().any()] or [0.0]
+        [float(g[g.isfinite()].abs().max()) for g in expected.values() if g.isfinite().any()] or [0.0]
     )
     floor = 1e-3 * rtol * largest if atol is None else atol
     leaves = []
-    for path, truth in wanted.items():
+    for path, full in expected.items():
         worst = GradientError(path, 0.0, 0.0, 0, True)
-        scale = difference(truth, truth)[1]
-        for rank, held in enumerate(grads):
-            slices, block = valid_block(held[path], specs[path], specs[path].gradient, mesh, rank)
-            gap, _ = difference(block, truth[slices])
+        scale = difference(full, full)[1]
+        for rank, blocks in enumerate(grads):
+            slices, block = valid_block(blocks[path], specs[path], specs[path].gradient, mesh, rank)
+            gap, _ = difference(block, full[slices])
             if gap > worst.absolute:
                 worst = GradientError(
                     path, gap, gap / scale if scale else float("inf"), rank, gap <= floor + rtol * scale

@@ -97,7 +97,7 @@ def token_losses_backward(
     chunk: int,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `hidden` and of `weight`; the latter empty where it is not wanted.
+    """Gradients of `hidden` and of `weight`; the latter empty where it is not needed.
 
     Args:
         gradient: [N] of the losses.

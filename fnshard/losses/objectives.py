@@ -87,7 +87,7 @@ def linear_token_losses(
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
-            "wanted are [..., D], [V, D] and [...]."
+            "expected are [..., D], [V, D] and [...]."
         )
     flat = hidden.reshape(-1, hidden.shape[-1])
     return token_losses(flat, weight, targets.reshape(-1), ignore, chunk)[0].view(targets.shape)
@@ -127,7 +127,7 @@ def dpo(
     """Direct preference optimisation (Rafailov et al. 2023), averaged over all pairs of all ranks.
 
     The reference is the same frozen base without its adapters (`tuned.__wrapped__` of `fs.lora`), under
-    `torch.no_grad()`: no second model is held.
+    `torch.no_grad()`: there is no second model.
 
     Args:
         chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.

@@ -148,10 +148,10 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout: datetime.ti
         store.wait(keys, timeout)
     except RuntimeError:
         missing = [r for r in range(world) if not store.check([keys[r]])]
-        said = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
+        message = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
         who = f"rank {', '.join(map(str, missing))} did not come"
         fix = "look at the ranks that did not come; if they import slowly, raise the timeout."
-        raise CollectiveError(said, [who], fix) from None
+        raise CollectiveError(message, [who], fix) from None
 
 
 def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
@@ -162,14 +162,15 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
         CollectiveError: rank 0 did not come in time.
     """
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    where, said = f"MASTER_ADDR={host}, MASTER_PORT={port}", f"rank {rank} of {world} cannot meet the others"
+    where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
+    message = f"rank {rank} of {world} cannot meet the others"
     try:
         if not 0 <= int(port) < 1 << 16:
             raise ValueError("a port is a number below 65536")
         socket.getaddrinfo(host, int(port))  # torch would try until time runs out
     except (OSError, ValueError) as error:
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
-        raise SpecError(f"{said}: there is no such place.", [f"{where}: {error}"], fix) from None
+        raise SpecError(f"{message}: there is no such place.", [f"{where}: {error}"], fix) from None
     found: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
 
     def meet() -> None:
@@ -188,11 +189,11 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
         return store
     fix = "another MASTER_PORT, the same on all ranks; or end who listens there."
     if "EADDRINUSE" in str(store):
-        raise SpecError(f"{said}: the port is taken.", [where], fix) from None
+        raise SpecError(f"{message}: the port is taken.", [where], fix) from None
     if isinstance(store, (dist.DistError, TimeoutError)):
         within = f"within {timeout.total_seconds():g} s ({str(store).splitlines()[0]})"
         fix = "start all ranks, with one address and a port at which no other program listens."
-        raise CollectiveError(f"{said} {within}:", [where], fix) from None
+        raise CollectiveError(f"{message} {within}:", [where], fix) from None
     raise store
 
 

@@ -111,7 +111,7 @@ class StepInfo:
 
 
 LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], tuple[Tensor, dict[str, Tensor]]]
-Kernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
+InPlaceKernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -155,7 +155,7 @@ class Optimizer:
     elementwise: bool = True
     rules: tuple[PathRules, ...] = ()
     values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
-    kernel: Kernel | None = None
+    kernel: InPlaceKernel | None = None
     settings: Callable[[str], Hashable] = lambda path: None
     takes: Callable[[Tensor], bool] = lambda param: True
     factor: Callable[[StepInfo], Tensor] | None = None
@@ -257,8 +257,8 @@ class Optimizer:
         grad = grad.to(wide)
         if scale is not None:
             grad = (grad * scale).to(wide)  # a 0-d leaf takes on the factor's dtype
-        held = {name: slots[name].to(wide) for name in self.slots}
-        update, new = self.leaf(path, grad, held, param.to(wide), given)
+        state = {name: slots[name].to(wide) for name in self.slots}
+        update, new = self.leaf(path, grad, state, param.to(wide), given)
         return update.to(param.dtype), {name: value.to(slots[name].dtype) for name, value in new.items()}
 
 

@@ -75,13 +75,13 @@ class LossScale:
         Raises:
             StateError: no dynamic scale where the step needs one, or one that it would not use.
         """
-        wanted = set(self.init())
-        if set(state) == wanted:
+        expected = set(self.init())
+        if set(state) == expected:
             return
         raise StateError(
             f"the state's loss_scale holds {', '.join(sorted(state)) or 'nothing'}; this step's is "
             f"{'dynamic' if self.dynamic else f'constant ({self.initial:g})'} and needs "
-            f"{', '.join(sorted(wanted)) or 'nothing'}.",
+            f"{', '.join(sorted(expected)) or 'nothing'}.",
             fix="make the step with the loss_scale= that the state was made with, or carry on from "
             "a TrainState of the old fields and a new step.init(...).loss_scale.",
         )

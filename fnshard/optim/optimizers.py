@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnshard.errors import OptimizerError, leaves
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
-from fnshard.optim.schedules import ByPath, PathRules, Rate, Schedule, as_schedule, call_text, rate_first
+from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
 __all__ = [
     "OPTIMIZERS",
@@ -268,15 +268,15 @@ def ema(decay: float) -> Optimizer:
 def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
     """The averaged parameters out of an optimizer's state, in the layout of that state."""
     bare = [
-        f"params[{path!r}] has {', '.join(held) or 'none'}"
-        for path, held in slots.items()
-        if name not in held
+        f"params[{path!r}] has {', '.join(own_slots) or 'none'}"
+        for path, own_slots in slots.items()
+        if name not in own_slots
     ]
     if bare:
         raise OptimizerError(
             f"{leaves(len(bare))} without a slot {name!r}:", bare, "end the chain with ema(decay)."
         )
-    return {path: held[name] for path, held in slots.items()}
+    return {path: own_slots[name] for path, own_slots in slots.items()}
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -403,17 +403,17 @@ def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
 
 def _hyper(
     lr: Rate, weight_decay: ByPath, lr_scale: ByPath
-) -> tuple[Schedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
+) -> tuple[RateSchedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
     decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
     return as_schedule(lr), (decays, scales), cache(lambda path: (decays(path), scales(path)))
 
 
-def _rate(rate: Schedule, scale: float, info: StepInfo) -> Tensor:
+def _rate(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:
     base = info.once(rate, lambda: rate(info.step))
     return base if scale == 1 else info.once((rate, scale), lambda: base * scale)
 
 
-def _kernel_rate(rate: Schedule, scale: float, info: StepInfo) -> float:
+def _kernel_rate(rate: RateSchedule, scale: float, info: StepInfo) -> float:
     """A number, which is exact: a tensor is read through an fp32 pointer by torch's CUDA kernels."""
     return info.once((rate, scale, "number"), lambda: float(_rate(rate, scale, info)))
 

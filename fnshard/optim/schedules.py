@@ -1,4 +1,4 @@
-"""Hyperparameters that vary: with the step (`Schedule`) and with the path (`PathRules`)."""
+"""Hyperparameters that vary: with the step (`RateSchedule`) and with the path (`PathRules`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class RateSchedule:
     """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
 
     The step counts updates; one that dynamic loss scaling skips is none. It is on the host, and so is the
@@ -77,13 +77,13 @@ def _kind(value: object) -> str:
     )
 
 
-def constant(value: float) -> Schedule:
+def constant(value: float) -> RateSchedule:
     """The same value at every step."""
     text = call_text("constant", value=value)
-    return Schedule(text, lambda step: torch.tensor(value, dtype=torch.float64))
+    return RateSchedule(text, lambda step: torch.tensor(value, dtype=torch.float64))
 
 
-def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> Schedule:
+def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
     """From 0 to `peak` in `warmup` updates, then half a cosine to `floor` at update `total`.
 
     As in Optax and Hugging Face the first update has rate 0 (where `warmup` > 0) and update number
@@ -91,23 +91,25 @@ def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> S
     """
     text = call_text("warmup_cosine", peak=peak, warmup=warmup, total=total, floor=floor)
     _check_phases(text, warmup, total)
-    return Schedule(text, _warmed(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x))))
+    return RateSchedule(
+        text, _warmed(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x)))
+    )
 
 
-def linear(peak: float, warmup: int, total: int, floor: float = 0.0) -> Schedule:
+def linear(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
     """From 0 to `peak` in `warmup` updates, then straight to `floor` at update `total`."""
     text = call_text("linear", peak=peak, warmup=warmup, total=total, floor=floor)
     _check_phases(text, warmup, total)
-    return Schedule(text, _warmed(peak, warmup, total, floor, lambda x: 1 - x))
+    return RateSchedule(text, _warmed(peak, warmup, total, floor, lambda x: 1 - x))
 
 
-def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> Schedule:
+def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> RateSchedule:
     """Warmup, stable, decay: 0 to `peak`, held, and straight to `floor` in the last `decay` updates."""
     text = call_text("wsd", peak=peak, warmup=warmup, total=total, decay=decay, floor=floor)
     _check_phases(text, warmup, total, decay)
     fall = _warmed(peak, total - decay, total, floor, lambda x: 1 - x)
     rise = _warmed(peak, warmup, total, peak, lambda x: 1 - x)
-    return Schedule(text, lambda step: torch.where(step < total - decay, rise(step), fall(step)))
+    return RateSchedule(text, lambda step: torch.where(step < total - decay, rise(step), fall(step)))
 
 
 SCHEDULES: dict[str, Callable[..., Rate]] = {
@@ -128,18 +130,18 @@ def register(name: str, make: Callable[..., Rate]) -> None:
         raise OptimizerError(f"a schedule is called {name!r} already; give yours another name.")
 
 
-def as_schedule(rate: Rate) -> Schedule:
-    """A float or any `step -> number or 0-d tensor` as a `Schedule` whose text is the argument's own."""
-    if isinstance(rate, Schedule):
+def as_schedule(rate: Rate) -> RateSchedule:
+    """A float or any `step -> number or 0-d tensor` as a `RateSchedule` whose text is the argument's own."""
+    if isinstance(rate, RateSchedule):
         return rate
     if callable(rate):
-        return Schedule(stable_repr(rate), rate)
+        return RateSchedule(stable_repr(rate), rate)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise OptimizerError(
                 f"lr={rate!r} is no rate." if isinstance(rate, str | float | int) else
                 f"lr is of type {type(rate).__name__}, and no rate.",
                 fix=counterpart(rate))  # fmt: skip
-    return Schedule(repr(rate), constant(float(rate)).function)
+    return RateSchedule(repr(rate), constant(float(rate)).function)
 
 
 def counterpart(value: object) -> str:

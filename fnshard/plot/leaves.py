@@ -18,7 +18,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafBytes:
     """One leaf, or `count` leaves whose paths differ in numbers alone.
 
     `label`: its spec in a few words; `bytes`: stored by the whole, `mine`: by one rank, padding counted.
@@ -33,7 +33,7 @@ class Leaf:
     count: int = 1
 
 
-def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
+def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[LeafBytes]:
     """All stored leaves of a spec tree; a coded leaf is replaced by its parts.
 
     Args:
@@ -49,7 +49,7 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[Leaf]:
         raise SpecError("specs were written by hand:", lines, "pass params=, or fs.match_specs.")
     check_specs(resolved.stored, mesh)
     return [
-        Leaf(
+        LeafBytes(
             path,
             spec.unit or "",
             spec.shape,
@@ -87,12 +87,12 @@ def label_of(spec: LayoutSpec) -> str:
     return ", ".join(parts)
 
 
-def equal_units(leaves: Sequence[Leaf]) -> list[tuple[str, list[Leaf], int]]:
+def equal_units(leaves: Sequence[LeafBytes]) -> list[tuple[str, list[LeafBytes], int]]:
     """Units in order, equal ones once: name, leaves of one unit, number of equal units.
 
     Units are equal if their leaves are, but for numbers in their paths: the blocks of a model.
     """
-    units: dict[str, list[Leaf]] = {}
+    units: dict[str, list[LeafBytes]] = {}
     for leaf in leaves:
         units.setdefault(leaf.unit, []).append(leaf)
     alike: dict[tuple[Any, ...], list[str]] = {}
@@ -111,9 +111,9 @@ def equal_units(leaves: Sequence[Leaf]) -> list[tuple[str, list[Leaf], int]]:
     ]
 
 
-def together(leaves: Sequence[Leaf]) -> list[Leaf]:
+def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
     """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
-    found: dict[tuple[str, tuple[int, ...], str], Leaf] = {}
+    found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
     for leaf in leaves:
         path, unit = (NUMBER.sub("*", name) for name in (leaf.path, leaf.unit))
         key = path, leaf.shape, leaf.label
@@ -128,7 +128,7 @@ def together(leaves: Sequence[Leaf]) -> list[Leaf]:
     return sorted(found.values(), key=lambda leaf: -leaf.bytes)
 
 
-def labels_of(leaves: Sequence[Leaf]) -> dict[str, tuple[int, int]]:
+def labels_of(leaves: Sequence[LeafBytes]) -> dict[str, tuple[int, int]]:
     """Bytes of the whole and of one rank by spec, the largest first."""
     sums: dict[str, tuple[int, int]] = {}
     for leaf in leaves:

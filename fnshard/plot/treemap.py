@@ -9,7 +9,7 @@ from typing import Any
 from fnshard.errors import leaves as count_of
 from fnshard.mesh import Mesh
 from fnshard.plot.canvas import COLOURS, figure_of, save, text_on
-from fnshard.plot.leaves import Leaf, equal_units, labels_of, leaves_of
+from fnshard.plot.leaves import LeafBytes, equal_units, labels_of, leaves_of
 from fnshard.plot.scales import byte_text
 
 WIDTH, HEIGHT = 11.0, 6.5  # inches
@@ -106,7 +106,7 @@ def _worst(areas: Sequence[float], side: float) -> float:
     return max(side * side * most / total**2, total**2 / (side * side * least))
 
 
-def _draw_unit(axes: Any, unit: str, leaves: Sequence[Leaf], box: Box, colours: dict[str, str]) -> None:
+def _draw_unit(axes: Any, unit: str, leaves: Sequence[LeafBytes], box: Box, colours: dict[str, str]) -> None:
     """Draw a unit's leaves, and a frame with its name around them."""
     from matplotlib.patches import Rectangle
 
@@ -126,7 +126,7 @@ def _draw_unit(axes: Any, unit: str, leaves: Sequence[Leaf], box: Box, colours: 
         axes.text(left + width / 2, bottom + height - head / 2, unit, fontsize=size, ha="center", va="center")
 
 
-def _name(axes: Any, leaf: Leaf, box: Box, colour: str, *, within: bool) -> None:
+def _name(axes: Any, leaf: LeafBytes, box: Box, colour: str, *, within: bool) -> None:
     """Write the longest form of a leaf's name that fits into its box, if any does."""
     left, bottom, width, height = box
     shape = " × ".join(map(str, leaf.shape)) or "scalar"

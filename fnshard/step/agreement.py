@@ -99,13 +99,13 @@ def compare_replicas(
         AgreementError: on every rank, naming the leaves.
     """
     mesh, here = comm.mesh, comm.mesh.coordinate()
-    held = {p: mesh.ordered(s.storage.axes) for p, s in specs.items()}
-    held = {p: axes for p, axes in held.items() if mesh.axes_size(axes) < mesh.size}
-    if not held:
+    shared = {p: mesh.ordered(s.storage.axes) for p, s in specs.items()}
+    shared = {p: axes for p, axes in shared.items() if mesh.axes_size(axes) < mesh.size}
+    if not shared:
         return
-    sums = _checksums([blocks[p] for p in held])
+    sums = _checksums([blocks[p] for p in shared])
     mine = {
-        p: f"{[here[a] for a in axes]} {value}" for (p, axes), value in zip(held.items(), sums, strict=True)
+        p: f"{[here[a] for a in axes]} {value}" for (p, axes), value in zip(shared.items(), sums, strict=True)
     }
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []

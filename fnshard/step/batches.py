@@ -18,7 +18,7 @@ from fnshard.errors import StateError
 from fnshard.losses.objectives import Whole
 
 Batch = Arguments | Sequence[Any]
-Key = tuple[tuple[str, Any], ...]  # what `batch_key` gives
+BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives
 
 
 def micro_batch(batch: Batch, parts: int) -> Arguments:
@@ -50,7 +50,7 @@ def bytes_of_batch(batch: Batch) -> dict[str, int]:
     return {n: v.numel() * v.element_size() for n, v in named if isinstance(v, Tensor)}
 
 
-class Shape(NamedTuple):
+class TensorShape(NamedTuple):
     """What a lowering depends on of a tensor."""
 
     shape: tuple[int, ...]
@@ -76,13 +76,13 @@ class Constant(NamedTuple):
         return str(self.value)
 
 
-def batch_key(batch: Batch) -> Key:
+def batch_key(batch: Batch) -> BatchKey:
     """What a lowering depends on: shapes, dtypes, and the values of all that is no tensor."""
 
-    def describe(leaf: Any) -> Shape | Constant:
+    def describe(leaf: Any) -> TensorShape | Constant:
         value = leaf.value if isinstance(leaf, Whole) else leaf
         if isinstance(value, Tensor):
-            return Shape(tuple(value.shape), value.dtype, leaf is not value)
+            return TensorShape(tuple(value.shape), value.dtype, leaf is not value)
         return Constant(type(value), value if isinstance(value, Enum) else repr(value))
 
     named, structure = Arguments.of(batch).leaves

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fnshard.errors import DebugError, SpecError
-from fnshard.step.batches import Key
+from fnshard.step.batches import BatchKey
 from fnshard.step.programs import batch_changes, folded, lines, shown
 
 LOG = logging.getLogger("fnshard")
@@ -23,8 +23,8 @@ class Compiles:
 
     most: int
     lines: list[str] = field(default_factory=list)
-    seen: list[tuple[Any, Key]] = field(default_factory=list)
-    on_paper: set[tuple[int, Key]] = field(default_factory=set)
+    seen: list[tuple[Any, BatchKey]] = field(default_factory=list)
+    on_paper: set[tuple[int, BatchKey]] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.seen)
@@ -32,7 +32,7 @@ class Compiles:
     def __str__(self) -> str:
         return "\n".join(self.lines) or "nothing compiled"
 
-    def _note(self, lowering: Any, key: Key, adopted: bool) -> None:
+    def _note(self, lowering: Any, key: BatchKey, adopted: bool) -> None:
         if adopted and (id(lowering), key) in self.on_paper:
             self.on_paper.discard((id(lowering), key))  # counted when it was lowered
             return
@@ -49,7 +49,7 @@ class Compiles:
                 report=self,
             )
 
-    def _line(self, lowering: Any, key: Key) -> str:
+    def _line(self, lowering: Any, key: BatchKey) -> str:
         """A lowering, and what changed since the one before it of the same step."""
         name = name_of(lowering.fn)
         older = [k for each, k in self.seen if each is lowering]
@@ -74,9 +74,9 @@ class Compiles:
 _counting: ContextVar[tuple[Compiles, ...]] = ContextVar("fnshard_compiles", default=())
 
 
-def announce(lowering: Any, key: Key, *, adopted: bool = False) -> None:
-    """A `Lowering` is about to lower this batch; `adopted`: to compile what it had on paper. The logger
-    "fnshard" is told so (INFO).
+def announce(lowering: Any, key: BatchKey, *, adopted: bool = False) -> None:
+    """A `Lowering` is about to lower this batch; `adopted`: to compile what it had on paper. It is
+    logged to "fnshard" (INFO).
 
     Raises:
         DebugError: one more than `assert_max_compiles` allows.

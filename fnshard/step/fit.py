@@ -161,7 +161,7 @@ class Search:
         return tree.map(chosen, self.base, is_leaf=is_spec)
 
     def options_of(self, choice: Choice) -> dict[str, Any]:
-        """What `shard_step` is told beside the specs."""
+        """The options of `shard_step`."""
         units = self.units[: choice.recomputed]
         remat = {glob.escape(u): choice.remat for u in units} if units else "none"
         return {
@@ -249,7 +249,7 @@ class Search:
         return any(self.mesh.ordered(s.storage.axes) for s in tree.flatten(self.base, is_spec)[0])
 
     def _moves(self, tier: str) -> bool:
-        """Whether anything that "memory" or "optimizer_memory" is said of rests on the device."""
+        """Whether any leaf has the field, "memory" or "optimizer_memory", "device"."""
         return any(getattr(s, tier) == "device" for s in tree.flatten(self.base, is_spec)[0] if s.trainable)
 
     def _savings(self, coarse: Choice) -> Iterator[Choice]:
@@ -340,7 +340,7 @@ class Search:
         return BudgetError(
             f"nothing fits into {size(budget)}: the most frugal plan takes {size(least.peak_bytes)} "
             f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
-            [f"{name}: {size(held)}" for name, held in largest],
+            [f"{name}: {size(count)}" for name, count in largest],
             f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; "
             "or change one thing: "
             f"{self._dimension(analysis.units, largest[0][0])}.",

@@ -25,7 +25,7 @@ from fnshard.runtime.executor import cuda_graph
 from fnshard.step import compiles
 from fnshard.step.batches import (
     Batch,
-    Key,
+    BatchKey,
     batch_key,
     bytes_of_batch,
     check_arguments,
@@ -65,7 +65,7 @@ class Lowering:
         self.optimizer = optimizer
         self._take(ResolvedSpecs.of(specs))
         self.programs = Programs(options.cache)
-        self.on_paper: tuple[Key, Lowered] | None = None
+        self.on_paper: tuple[BatchKey, Lowered] | None = None
         self.lock = threading.RLock()
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:

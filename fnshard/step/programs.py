@@ -10,7 +10,7 @@ from torch import Tensor
 from fnshard.compiler.ir.arguments import Numbers, fold_lists
 from fnshard.compiler.ir.reachable import ABSENT
 from fnshard.errors import StateError, report
-from fnshard.step.batches import Constant, Key, Shape
+from fnshard.step.batches import BatchKey, Constant, TensorShape
 from fnshard.tree import is_same
 
 Change = tuple[str, Any, Any]  # name, before, now
@@ -25,13 +25,13 @@ class Programs:
     """
 
     size: int
-    entries: list[tuple[Key, Any]] = field(default_factory=list)
+    entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
     baked: dict[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[BatchKey]:
         """Of the batches, oldest first."""
         return [key for key, _ in self.entries]
 
@@ -39,7 +39,7 @@ class Programs:
         """The lowered steps, oldest first."""
         return [lowered for _, lowered in self.entries]
 
-    def get(self, key: Key) -> Any | None:
+    def get(self, key: BatchKey) -> Any | None:
         """The lowered step that fits, or None."""
         for index in range(len(self.entries) - 1, -1, -1):
             if fits(self.entries[index], key):
@@ -47,17 +47,17 @@ class Programs:
                 return self.entries[-1][1]
         return None
 
-    def put(self, key: Key, lowered: Any) -> None:
+    def put(self, key: BatchKey, lowered: Any) -> None:
         """Keep one more."""
         self.entries.append((key, lowered))
         del self.entries[: -self.size]
 
-    def baked_changes(self, key: Key) -> list[Change]:
+    def baked_changes(self, key: BatchKey) -> list[Change]:
         """What `fn` reads otherwise than at the last trace of such a batch."""
         latest = next((lowered for known, lowered in reversed(self.entries) if known == key), None)
         return latest.program.guard.changes() if latest else []
 
-    def compare(self, key: Key, lowered: Any) -> str | None:
+    def compare(self, key: BatchKey, lowered: Any) -> str | None:
         """What to warn of before one more is kept.
 
         Raises:
@@ -97,12 +97,12 @@ class Programs:
         )
 
 
-def fits(entry: tuple[Key, Any], key: Key) -> bool:
+def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
     """Whether a lowered step is one for such a batch, and what it has baked in still holds."""
     return entry[0] == key and entry[1].program.guard.holds()
 
 
-def batch_changes(before: Key, key: Key) -> list[Change]:
+def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
     """(name, before, now) of the leaves of two batches that differ."""
     old, new = folded(before), folded(key)
     changes = [
@@ -112,7 +112,7 @@ def batch_changes(before: Key, key: Key) -> list[Change]:
     return named or [("the batch's structure", *both) for _, *both in changes]
 
 
-def folded(key: Key) -> dict[str, Any]:
+def folded(key: BatchKey) -> dict[str, Any]:
     """A key by name, in which a list of numbers is one leaf."""
     return fold_lists(dict(key), lambda leaf: isinstance(leaf, Constant) and leaf.is_number)
 
@@ -132,7 +132,7 @@ def shown(value: Any) -> str:
         return "nothing"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
-    text = str(value) if isinstance(value, Shape | Constant | Numbers) else repr(value)
+    text = str(value) if isinstance(value, TensorShape | Constant | Numbers) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -144,6 +144,6 @@ def _way_out(change: Change) -> str:
         if now.is_number:
             return f"Pass a tensor as {name}, torch.tensor({now}): each number is a program of its own."
         return f"Take {name} out of the batch: each {now.kind.__name__} is a program of its own."
-    if isinstance(before, Shape) and isinstance(now, Shape):
+    if isinstance(before, TensorShape) and isinstance(now, TensorShape):
         return "Pad batches to few shapes to avoid this."
     return "Give all batches the same leaves to avoid this."

@@ -68,7 +68,7 @@ class Bound:
 
 
 @dataclass
-class Rank:
+class RankState:
     """What one rank holds beside the state: its collectives, its bound steps, its flags.
 
     `raised`: what this rank says with its next step; `before`, `last`: the numbers of the last two steps, the
@@ -112,18 +112,18 @@ class Runner:
 
     def __init__(self, lowering: Lowering, replayed: Runner | None = None):
         self.lowering, self.replayed = lowering, replayed
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
         compiled = lowering.options.compiles_update(lowering.optimizer, lowering.mesh.device_type)
         self._fused = FusedUpdates(lowering.optimizer, lowering.options.inductor) if compiled else None
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> RankState:
         """This rank's; connecting is a collective."""
         mesh = self.lowering.mesh
         if mesh.rank not in self._ranks:
             comm = connection(mesh, timeout=self.lowering.options.timeout)
-            self._ranks[mesh.rank] = Rank(comm, Transfers(mesh.device))
+            self._ranks[mesh.rank] = RankState(comm, Transfers(mesh.device))
         return self._ranks[mesh.rank]
 
     def bind(
@@ -159,7 +159,7 @@ class Runner:
         return bound
 
     def _agreement(
-        self, rank: Rank, lowered: Lowered, params: Any, settings: Callable[[], Mapping[str, str]]
+        self, rank: RankState, lowered: Lowered, params: Any, settings: Callable[[], Mapping[str, str]]
     ) -> agree.Agreement:
         known = None if self.replayed is None else self.replayed.rank.agreement
         if known is not None:
@@ -180,7 +180,7 @@ class Runner:
         finally:
             rank.observer = before
 
-    def _bind(self, lowered: Lowered, rank: Rank, scalars: Scalars | None) -> Bound:
+    def _bind(self, lowered: Lowered, rank: RankState, scalars: Scalars | None) -> Bound:
         mesh = self.lowering.mesh
         updater = None
         if (optimizer := self.lowering.optimizer) is not None:

@@ -106,7 +106,7 @@ class TrainState:
             scale is dynamic, else empty.
         seed: 0-d int64; random ops draw from (seed, step, rank, micro-batch).
         where: the spec tree and the mesh that the tensors are laid out by, where they are known
-            (`step.init` knows them): so a checkpoint needs to be told neither.
+            (`step.init` knows them): a checkpoint needs neither as an argument.
         data: of a state that was restored, the position in the data that was saved with it.
 
     A step takes a state over ("donation"): its tensors are updated in place and live on in the new

@@ -384,7 +384,7 @@ class Step(Generic[OptimizerT, LossT]):
             )
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
-        found = [(p, n, v.shape, v.dtype, v.device) for p, held in state.items() for n, v in held.items()]
+        found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
         if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
             check_slots(state, self._slots, self._stored, self.mesh)
             self._checked_slots = list(state), found

@@ -66,7 +66,7 @@ def test_logits_and_labels() -> None:
     mean = losses.next_token(logits, tokens)
     plain = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(mean.total / mean.count, plain)
-    with pytest.raises(ValueError, match=r"wanted are \[\.\.\., D\], \[V, D\] and \[\.\.\.\]"):
+    with pytest.raises(ValueError, match=r"expected are \[\.\.\., D\], \[V, D\] and \[\.\.\.\]"):
         losses.linear_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(7, 5), tokens)
 
 

@@ -178,9 +178,7 @@ def check_closed() -> None:
         StateError: this thread is in one.
     """
     if getattr(_here, "recorder", None) is not None:
-        raise StateError(
-            "values are asked for inside fs.deferred(), which records.", fix="leave the block first."
-        )
+        raise StateError("values are read inside fs.deferred(), which records.", fix="leave the block first.")
 
 
 # ------------------------------------------------------------------ after the block

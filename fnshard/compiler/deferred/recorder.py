@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.compiler.deferred.tape import CPU, START, Call, Tape, View, leaves_of, map_leaves
+from fnshard.compiler.deferred.tape import CPU, START, RecordedCall, Tape, View, leaves_of, map_leaves
 from fnshard.errors import StateError
 
 META = torch.device("meta")
@@ -129,7 +129,7 @@ class Recorder:
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
         self.live.append(weakref.ref(made))
         view = View.of(made, self._number(made))
-        call = Call(kept.clone, (), {}, (), (view.memory,), {0: view})
+        call = RecordedCall(kept.clone, (), {}, (), (view.memory,), {0: view})
         self.tape.add(call, [view.memory])
         return made
 
@@ -185,7 +185,7 @@ class Recorder:
             return original(tensor, *args, generator=generator)
         whole = (view.memory,) if self._is_whole(view) else ()
         default = torch.get_default_dtype()
-        call = Call(original, (view, *args), {}, overwrites=whole, default_dtype=default)
+        call = RecordedCall(original, (view, *args), {}, overwrites=whole, default_dtype=default)
         self._append(call, [view.memory], generator, random=True)
         return tensor
 
@@ -239,7 +239,7 @@ class Recorder:
             if any(a.name == "dtype" for a in op._schema.arguments):
                 kwargs["dtype"] = results[0].dtype
         args, kwargs = map_leaves((args, kwargs), Tensor, self.view)
-        call = Call(
+        call = RecordedCall(
             op, args, kwargs, tuple(read), tuple({v.memory for v in made.values()} | (whole - read)), made,
             blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
@@ -247,7 +247,9 @@ class Recorder:
         self._append(call, writes, generator, random)
         return result
 
-    def _append(self, call: Call, writes: list[int], generator: torch.Generator | None, random: bool) -> None:
+    def _append(
+        self, call: RecordedCall, writes: list[int], generator: torch.Generator | None, random: bool
+    ) -> None:
         generator = torch.default_generator if generator is None else generator
         if random:
             call.follows = self.streams.state(generator)

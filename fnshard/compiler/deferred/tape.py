@@ -1,8 +1,8 @@
 """Tape: the operators that build a module, as a log in program order, and its replay leaf by leaf.
 
 Every tensor of the log is a `View` of a numbered memory, so views need no entry: only what makes or writes
-a memory is a `Call`. The value of a leaf is a slice of the log, run in program order. Random operators are
-a chain: each begins in the generator state in which another one ended.
+a memory is a `RecordedCall`. The value of a leaf is a slice of the log, run in program order. Random
+operators are a chain: each begins in the generator state in which another one ended.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class View:
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """An operator of the log.
 
     Args:
@@ -128,7 +128,7 @@ class Tape:
         writers: of each memory, the numbers of the calls that make or write it.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     writers: list[list[int]] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ class Tape:
         self.writers.append([])
         return len(self.sizes) - 1
 
-    def add(self, call: Call, writes: Iterable[int]) -> int:
+    def add(self, call: RecordedCall, writes: Iterable[int]) -> int:
         """Append a call that makes or writes these memories."""
         number = len(self.calls)
         self.calls.append(call)
@@ -233,7 +233,7 @@ class _Job:
     calls: list[int]
 
 
-def _chain(calls: Sequence[Call], numbers: Sequence[int], states: dict[int, Tensor]) -> Iterator[int]:
+def _chain(calls: Sequence[RecordedCall], numbers: Sequence[int], states: dict[int, Tensor]) -> Iterator[int]:
     """The random calls in order, with the state that each begins in put into `states`.
 
     The caller runs a call before it takes the next, and runs no random one after it.
@@ -270,7 +270,7 @@ def _run(tape: Tape, job: _Job, states: Mapping[int, Tensor]) -> torch.UntypedSt
     return memories.get(job.memory)
 
 
-def _execute(call: Call, memories: dict[int, torch.UntypedStorage], sizes: Sequence[int]) -> None:
+def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage], sizes: Sequence[int]) -> None:
     def real(view: View) -> Tensor:
         if view.memory not in memories:
             memories[view.memory] = torch.UntypedStorage(sizes[view.memory])
