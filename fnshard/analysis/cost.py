@@ -138,14 +138,14 @@ class Pricer:
         """Of stored shards, slots, kernels' results and reduced gradients."""
         mesh, sizes = self.schedule.mesh, dict[ValueName, float]()
         for path, spec in self.schedule.specs.items():
-            (shard,), (held,) = stored([path]), slots([path])
+            (shard,), (of_slots,) = stored([path]), slots([path])
             sizes[shard] = (
                 math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
             )
             optimizer = (
                 math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
             )
-            sizes[held] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
+            sizes[of_slots] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
             sizes[shard.on_host()] = optimizer  # the master copy that the host has updated
         of_kernel: dict[tuple[str, bool], list[float]] = {}
         for line in self.schedule.instructions:

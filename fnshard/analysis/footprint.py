@@ -98,11 +98,11 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
 
 def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int:
     """Tensors that a kernel holds for itself between calls."""
-    held = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
+    tensors = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
     if compiled is not None and hasattr(compiled, "current_callable"):
-        held = list((getattr(compiled, "constants", None) or {}).values())
+        tensors = list((getattr(compiled, "constants", None) or {}).values())
     storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)
     }
     return sum(storages.values())
 

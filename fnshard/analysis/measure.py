@@ -321,8 +321,8 @@ class _Bench:
 def memory_bytes(device: torch.device, ranks: int) -> int:
     """Of one rank's device; a CPU's memory is shared by the ranks of its host."""
     if device.type == "cpu":
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min([whole, *(limit for limit, _ in control_groups())]) // ranks
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min([total, *(limit for limit, _ in control_groups())]) // ranks
     return torch.accelerator.get_memory_info(device)[1]
 
 

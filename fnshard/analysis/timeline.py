@@ -207,7 +207,7 @@ class _Together(_Clock):
     host: float = 0.0
     pending: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
-    told: set[bool] = field(default_factory=set)
+    numbers_sent: set[bool] = field(default_factory=set)
 
     def step(self, index: int, line: Instruction, price: Price) -> None:
         self.host += price.host_seconds
@@ -238,9 +238,9 @@ class _Together(_Clock):
         """When an update on the host has the step's numbers: copied behind all that compute was given so
         far, once before the scalars are there and once after."""
         summed = SCALARS in line.reads
-        if not isinstance(line, Update) or summed in self.told:
+        if not isinstance(line, Update) or summed in self.numbers_sent:
             return 0.0
-        self.told.add(summed)
+        self.numbers_sent.add(summed)
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:

@@ -88,52 +88,52 @@ class Packer:
         self.unpack_into(rows, leaves)
         return leaves
 
-    def unpack_into(self, rows: Sequence[Tensor], fulls: Mapping[str, Tensor]) -> None:
+    def unpack_into(self, rows: Sequence[Tensor], full_leaves: Mapping[str, Tensor]) -> None:
         """One row per rank -> written into existing, contiguous full leaves."""
         pieces = self.bucket.pieces
-        to, out_of = self._runs_of([fulls[p.path] for p in pieces], rows)
+        to, out_of = self._runs_of([full_leaves[p.path] for p in pieces], rows)
         for i, windows in self._strided:
-            to += [w.of_full(fulls[pieces[i].path]) for w in windows]
+            to += [w.of_full(full_leaves[pieces[i].path]) for w in windows]
             out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
         torch._foreach_copy_(to, out_of)
 
-    def pack_fulls(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
+    def pack_full(self, full_leaves: Mapping[str, Tensor], out: Tensor) -> None:
         """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
-        self._pack(fulls, out, out.view(self.rows, -1).unbind(0))
+        self._pack(full_leaves, out, out.view(self.rows, -1).unbind(0))
 
-    def pack_for_peer(self, fulls: Mapping[str, Tensor], out: Tensor) -> None:
+    def pack_for_peer(self, full_leaves: Mapping[str, Tensor], out: Tensor) -> None:
         """Full gradients of a group of two -> the other rank's row [numel]."""
-        self._pack(fulls, out, [None, out] if self._here == 0 else [out, None])
+        self._pack(full_leaves, out, [None, out] if self._here == 0 else [out, None])
 
-    def add_to_own(self, fulls: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
+    def add_to_own(self, full_leaves: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
         """This rank's blocks of full gradients plus a peer's row [numel] -> a row [numel], or that one."""
         if out is not got:  # which is zero where no block lies
-            self._clear(out, [out], whole=not self._unpadded)
+            self._clear(out, [out], everywhere=not self._unpadded)
         for piece, window in zip(self.bucket.pieces, self._windows, strict=True):
-            torch.add(window.of_full(fulls[piece.path]), window.of_row(got), out=window.of_row(out))
+            torch.add(window.of_full(full_leaves[piece.path]), window.of_row(got), out=window.of_row(out))
 
-    def _pack(self, fulls: Mapping[str, Tensor], out: Tensor, rows: Sequence[Tensor | None]) -> None:
+    def _pack(self, full_leaves: Mapping[str, Tensor], out: Tensor, rows: Sequence[Tensor | None]) -> None:
         """Full gradients -> rows by rank, which make up `out`; None: not wanted."""
         pieces = self.bucket.pieces
         sent = [row for row in rows if row is not None]
-        self._clear(out, sent, whole=not self._unpadded or len(fulls) != len(pieces))
-        given = [fulls[p.path].contiguous() if p.path in fulls else None for p in pieces]
-        out_of, to = self._runs_of(given, rows)
+        self._clear(out, sent, everywhere=not self._unpadded or len(full_leaves) != len(pieces))
+        contiguous = [full_leaves[p.path].contiguous() if p.path in full_leaves else None for p in pieces]
+        out_of, to = self._runs_of(contiguous, rows)
         for i, windows in self._strided:
-            if given[i] is not None:
+            if contiguous[i] is not None:
                 pairs = [(w, row) for w, row in zip(windows, rows, strict=True) if row is not None]
-                out_of += [w.of_full(given[i]) for w, _ in pairs]
+                out_of += [w.of_full(contiguous[i]) for w, _ in pairs]
                 to += [w.of_row(row) for w, row in pairs]
         torch._foreach_copy_(to, out_of)
 
-    def _clear(self, out: Tensor, rows: Sequence[Tensor], whole: bool = False) -> None:
+    def _clear(self, out: Tensor, rows: Sequence[Tensor], everywhere: bool = False) -> None:
         """Zeros where no block lies, behind the last one for most; or everywhere."""
-        gaps = [] if whole else [gap for row in rows for gap in self._blocks.gaps_of(row)]
-        for part in [out] if whole or len(gaps) > MOST_GAPS else gaps:
+        gaps = [] if everywhere else [gap for row in rows for gap in self._blocks.gaps_of(row)]
+        for part in [out] if everywhere or len(gaps) > MOST_GAPS else gaps:
             part.zero_()
 
     def _runs_of(
-        self, fulls: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+        self, full_leaves: Sequence[Tensor | None], rows: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Matching 1-d views of leaves and of rows, for the leaves split along dim 0."""
         of_rows = [row if row is None else cuts.of_flat(row)
@@ -141,7 +141,7 @@ class Packer:
         left: list[Tensor] = []
         right: list[Tensor] = []
         for k, i in enumerate(self._runs):
-            full = fulls[i]
+            full = full_leaves[i]
             if full is not None:
                 runs = zip(full.view(-1).split_with_sizes(self._leaf_runs[i]), self._order[i], strict=True)
                 pairs = [(run, of_rows[r][k]) for run, r in runs if of_rows[r] is not None]
@@ -149,9 +149,11 @@ class Packer:
                 right += [part for _, part in pairs]
         return left, right
 
-    def cut(self, fulls: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""
-        return {path: padded(fulls[path][slices], block) for path, (slices, block) in self._mine.items()}
+        return {
+            path: padded(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -159,26 +161,26 @@ class _Cuts:
     """Runs of a flat tensor, cut out by one call: sizes with the gaps between, and which is which."""
 
     sizes: tuple[int, ...]
-    wanted: tuple[int, ...]
+    data: tuple[int, ...]
     gaps: tuple[int, ...]
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int]], total: int) -> _Cuts:
         """From (start, length) of each run, in order."""
-        sizes, wanted, at = [], [], 0
+        sizes, data, at = [], [], 0
         for start, length in runs:
             if start > at:
                 sizes.append(start - at)
-            wanted.append(len(sizes))
+            data.append(len(sizes))
             sizes.append(length)
             at = start + length
         if total > at:
             sizes.append(total - at)
-        return _Cuts(tuple(sizes), tuple(wanted), tuple(sorted({*range(len(sizes))} - {*wanted})))
+        return _Cuts(tuple(sizes), tuple(data), tuple(sorted({*range(len(sizes))} - {*data})))
 
     def of_flat(self, flat: Tensor) -> Sequence[Tensor]:
         parts = flat.split_with_sizes(self.sizes)
-        return [parts[i] for i in self.wanted] if self.gaps else parts
+        return [parts[i] for i in self.data] if self.gaps else parts
 
     def gaps_of(self, flat: Tensor) -> Sequence[Tensor]:
         parts = flat.split_with_sizes(self.sizes) if self.gaps else ()

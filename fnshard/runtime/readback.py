@@ -38,14 +38,14 @@ class Reading:
         on_host = {n: v for n, v in scalars.items() if device.type != "cpu" and v.device.type == "cpu"}
         under_way = {n: v for n, v in scalars.items() if n not in on_host}
         known = {n: v.item() for n, v in on_host.items()}
-        whole = {n: not v.is_floating_point() for n, v in under_way.items()}
-        reading = Reading(tuple(scalars), known, whole)
+        is_integer = {n: not v.is_floating_point() for n, v in under_way.items()}
+        reading = Reading(tuple(scalars), known, is_integer)
         if not under_way:
             return reading
         vector = torch.stack([v.detach().to(torch.float64) for v in under_way.values()])
         if device.type == "cpu":
             return replace(reading, values=vector)
-        values = torch.empty(len(whole), dtype=torch.float64, pin_memory=True)
+        values = torch.empty(len(is_integer), dtype=torch.float64, pin_memory=True)
         values.copy_(vector, non_blocking=True)
         event = torch.Event(device.type)
         event.record()

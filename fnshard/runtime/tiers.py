@@ -156,7 +156,7 @@ class Transfers:
     downward: Any = None
     issued: bool = False  # whether anything was, in this step
     free: dict[int, list[Tensor]] = field(default_factory=dict)
-    wanted: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
+    last_used: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
     steps: int = 0
     worker: Worker | None = None  # what updates on the host, beside a device
     lock: Any = field(default_factory=threading.Lock)  # the worker takes buffers, too
@@ -213,7 +213,7 @@ class Transfers:
         if nbytes == 0:
             return torch.empty(like.shape, dtype=like.dtype)
         with self.lock:
-            self.wanted[nbytes] = self.steps
+            self.last_used[nbytes] = self.steps
             flat = self.free[nbytes].pop() if self.free.get(nbytes) else None
         if flat is not None and for_host and self.upward is not None:
             self.upward.synchronize()
@@ -246,7 +246,7 @@ class Transfers:
             self.downward.synchronize()
         self.issued = False
         self.steps += 1
-        for nbytes in [n for n in self.free if self.wanted.get(n, 0) + KEPT_steps < self.steps]:
+        for nbytes in [n for n in self.free if self.last_used.get(n, 0) + KEPT_steps < self.steps]:
             del self.free[nbytes]
 
     def _copy(

@@ -75,7 +75,7 @@ def test_summed_rows_are_the_blocks_of_the_summed_gradients(case, transposed):
         missing = bucket.paths[0] if len(bucket.paths) > 1 else None
         given_leaves = {p: fulls[p] for p in bucket.paths if p != missing}
         rows = torch.full((packer.rows * bucket.numel,), math.nan, dtype=bucket.dtype)
-        packer.pack_fulls(given_leaves, rows)
+        packer.pack_full(given_leaves, rows)
         for index, rank in enumerate(mesh.group_ranks(bucket.axes, 0)):
             row = rows.view(packer.rows, -1)[index]
             blocks = Packer(bucket, mesh, rank).blocks(row)
@@ -137,7 +137,7 @@ def test_only_gaps_are_cleared_where_every_block_is_whole(more, expected):
 
     rows, packer = torch.full((2 * bucket.numel,), torch.nan), Packer(bucket, mesh, 0)
     with Cleared():
-        packer.pack_fulls(full, rows)
+        packer.pack_full(full, rows)
     assert rows.sum() == 60 + 32 + 60 * more and cleared == expected
 
 

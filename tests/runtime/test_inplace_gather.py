@@ -236,7 +236,7 @@ def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
     fulls = [{p: torch.randn(shape) for p in "ab"} for _ in range(2)]
     rows = [torch.full((2 * bucket.numel,), float("nan")) for _ in range(2)]
     for packer, given, row in zip(packers, fulls, rows, strict=True):
-        packer.pack_fulls(given, row)
+        packer.pack_full(given, row)
     for rank, (packer, given) in enumerate(zip(packers, fulls, strict=True)):
         got, out = (torch.full((bucket.numel,), float("nan")) for _ in range(2))
         packers[1 - rank].pack_for_peer(fulls[1 - rank], got)

@@ -59,10 +59,12 @@ class Indices:
     def of(program: Program) -> Indices:
         """Those whose indices rest on integers of the batch, and on constants that lie on the CPU."""
         known = dict(zip(program.placeholders, program.inputs, strict=True))
-        whole = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
-        found = {n for n, i in whole.items() if i.kind == "batch"}
+        integer_inputs = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
+        found = {n for n, i in integer_inputs.items() if i.kind == "batch"}
         most = max(FEW, 4 * sum(n.meta["val"].numel() for n in found))
-        found |= {n for n, i in whole.items() if i.kind == "constant" and program.constants[i.name].is_cpu}
+        found |= {
+            n for n, i in integer_inputs.items() if i.kind == "constant" and program.constants[i.name].is_cpu
+        }
         for node in program.graph.nodes:
             value, of_torch = node.meta.get("val"), getattr(node.target, "namespace", "") == "aten"
             if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:

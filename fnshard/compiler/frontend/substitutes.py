@@ -216,7 +216,7 @@ def _gaussian_nll_loss(
 
 
 def _differing(input: Tensor, var: Tensor) -> list[int]:
-    return [size for whole, size in zip(input.shape, var.shape, strict=True) if whole != size]
+    return [size for own, size in zip(input.shape, var.shape, strict=True) if own != size]
 
 
 # ------------------------------------------------------------------ draws

@@ -127,12 +127,12 @@ def trace(
             key = torch.empty((), dtype=torch.int64, device=device)
         values |= {Input("key", n): key for n in keys}
         with mode, torch.set_grad_enabled(differentiate):
-            propagate(graph, _given(inputs, values))
+            propagate(graph, _example_inputs(inputs, values))
             program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
             _check_program(program, differentiate)
             pure = functionalize(graph)
             if pure is not graph:
-                propagate(pure, _given(inputs, values))
+                propagate(pure, _example_inputs(inputs, values))
         recognise_causal(pure)
         keep_rounding(pure)
         return replace(program, graph=pure, guard=guard_of(runs, executed, computed, reached, copied))
@@ -214,7 +214,7 @@ def _dense(value: Tensor) -> tuple[int, ...]:
     return torch.empty(value.shape, device="meta").stride()
 
 
-def _given(inputs: Sequence[Input], values: Mapping[Input, Tensor]) -> list[Tensor]:
+def _example_inputs(inputs: Sequence[Input], values: Mapping[Input, Tensor]) -> list[Tensor]:
     """What a graph is run on: a write would make a batch leaf's own fake require grad."""
     return [values[i] if i.kind == "leaf" else values[i].detach() for i in inputs]
 

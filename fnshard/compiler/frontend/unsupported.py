@@ -80,7 +80,7 @@ _HIGHER_ORDER = report(
 )
 
 _DEVICE = report(
-    "`fn` puts a tensor on {asked} by {name}; this step is traced on {device}.",
+    "`fn` puts a tensor on {requested} by {name}; this step is traced on {device}.",
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
@@ -149,15 +149,15 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        asked = kwargs.get("device")
+        requested = kwargs.get("device")
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
-            asked = args[1]
+            requested = args[1]
         elif name in ("cuda", "xpu") and func is getattr(torch.Tensor, name):
-            asked = name
-        if asked is not None:
-            kind = torch.device(asked).type
+            requested = name
+        if requested is not None:
+            kind = torch.device(requested).type
             if kind not in (self.device.type, "cpu", "meta"):
-                raise TraceError(_DEVICE.format(asked=kind, name=name, device=self.device.type))
+                raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
         if self.device.type != "cpu":
             args, kwargs = self._there(name, args, kwargs)
         if name in _READS:

@@ -243,11 +243,11 @@ def _values(container: Container, reached: Reachable) -> Iterator[tuple[Any, Any
     for key, value in values.items():
         if isinstance(value, ModuleType | CellType):
             continue
-        whole = isinstance(value, (Tensor, np.ndarray, type, *_CALLABLE)) or is_constant(value)
-        entered = not whole and (
+        is_leaf = isinstance(value, (Tensor, np.ndarray, type, *_CALLABLE)) or is_constant(value)
+        entered = not is_leaf and (
             id(value) in reached.containers or id(getattr(value, "__dict__", None)) in reached.containers
         )
-        if whole or entered:
+        if is_leaf or entered:
             yield key, value, entered
     if isinstance(owner, dict) and role is None and holder is not None:
         yield from ((key, ABSENT, False) for key in _class_defaults(holder, owner, reached))

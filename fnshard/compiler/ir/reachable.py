@@ -222,8 +222,8 @@ class Reachable:
             self._object(each, kind)
 
     def _object(self, each: Any, kind: type) -> None:
-        whole = not self.code or (issubclass(kind, nn.Module) and not self.mentioned)
-        only = None if whole else self.names
+        all_attributes = not self.code or (issubclass(kind, nn.Module) and not self.mentioned)
+        only = None if all_attributes else self.names
         if hasattr(each, "__dict__"):
             self.parents.setdefault(id(vars(each)), (each, None))
             self._enter(vars(each), only)

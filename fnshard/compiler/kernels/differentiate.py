@@ -187,8 +187,8 @@ def differentiate_all(
             )
         if key not in out:
             out[key] = replace(known[key], name=f"k{len(out)}")
-    wanted = {s for p in policies for s in p.save}
-    missing = sorted(wanted - {s for kernel in out.values() for s in kernel.kept})
+    wanted_tags = {s for p in policies for s in p.save}
+    missing = sorted(wanted_tags - {s for kernel in out.values() for s in kernel.kept})
     if trainable and missing:
         keys = {kernel_key(s.source, p) for s, p in zip(segments.segments, policies, strict=True) if p.save}
         nodes = [n for k in keys for n in out[k].forward.graph.nodes if isinstance(n.target, OpOverload)]

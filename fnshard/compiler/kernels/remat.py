@@ -61,17 +61,17 @@ def check(remat: Any, save: Any) -> list[str]:
     choices = (
         f"one of {', '.join(map(repr, NAMED))}, a fraction from 0 to 1, or a dict from unit globs to those"
     )
-    given = list(remat.items()) if isinstance(remat, Mapping) else [("", remat)]
+    policies_by_glob = list(remat.items()) if isinstance(remat, Mapping) else [("", remat)]
     wrong = [
         f"remat={f'{{{glob!r}: {policy!r}}}' if glob else repr(policy)}: {choices}"
-        for glob, policy in given
+        for glob, policy in policies_by_glob
         if not isinstance(glob, str) or _policy(policy) is None
     ]
     if isinstance(remat, Mapping) and not remat:
         wrong.append(f"remat={{}}: {choices}")
     if isinstance(save, str) or not isinstance(save, Sequence) or not all(isinstance(s, str) for s in save):
         wrong.append(f"save={save!r}: a list of ops, such as ['matmul', 'attention'] or ['aten.mm']")
-    elif save and not any(p is not None and p.budget == 0 for p in (_policy(v) for _, v in given)):
+    elif save and not any(p is not None and p.budget == 0 for p in (_policy(v) for _, v in policies_by_glob)):
         wrong.append(f"save={list(save)!r}: nothing is recomputed; it goes with remat='unit'")
     return wrong
 

@@ -343,7 +343,7 @@ class _Builder:
 
     # -------------------------------------------------------------- the end of the step
 
-    def scalars_wanted(self) -> int:
+    def scalar_count(self) -> int:
         """Numbers that `fn` returns and ranks sum."""
         return len(self.outputs.summed) if self.plan.differentiate else 0
 
@@ -381,19 +381,26 @@ class _Builder:
         scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
         for bucket in sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0)):
             spec = self.specs[bucket.paths[0]]
-            shards, held = stored(bucket.paths), slots(bucket.paths)
+            shards, own_slots = stored(bucket.paths), slots(bucket.paths)
             # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
             params = () if spec.updated_on == "host" and spec.memory == "device" else shards
-            reads = (self.reduced[bucket.name], *params, *held, *scalars)
+            reads = (self.reduced[bucket.name], *params, *own_slots, *scalars)
             for sent in self.update_gathers[bucket.name]:
-                flight, whole = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.WHOLE))
+                flight, full = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.WHOLE))
                 self.lines += [
                     UpdateGather(bucket.unit, "update", reads, (flight,), bucket=sent.name, paths=sent.paths),
-                    Wait(bucket.unit, "update", (flight,), (whole,), bucket=sent.name, of=UpdateGather),
+                    Wait(bucket.unit, "update", (flight,), (full,), bucket=sent.name, of=UpdateGather),
                 ]
-                reads += (whole,)
+                reads += (full,)
             self.lines.append(
-                Update(bucket.unit, "update", reads, (*shards, *held), bucket=bucket.name, paths=bucket.paths)
+                Update(
+                    bucket.unit,
+                    "update",
+                    reads,
+                    (*shards, *own_slots),
+                    bucket=bucket.name,
+                    paths=bucket.paths,
+                )
             )
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
@@ -426,6 +433,6 @@ class _Builder:
             tuple(inputs),
             tuple(outputs),
             self.plan.accumulate,
-            scalars=self.scalars_wanted() + self.plan.scalars,
+            scalars=self.scalar_count() + self.plan.scalars,
             reduced=dict(self.reduced),
         )

@@ -28,7 +28,7 @@ from fnshard.errors import ScheduleError, report
 
 
 @dataclass
-class _Walk:
+class _State:
     live: set[str]
     flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # by the line that may have written to it
@@ -50,50 +50,50 @@ def verify(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: a bug in a pass.
     """
-    walk = _Walk(set(schedule.inputs))
+    state = _State(set(schedule.inputs))
     for number, line in enumerate(schedule.instructions):
-        _check_line(walk, number, line, schedule)
-    for name, (number, _) in walk.flying.items():
-        walk.problems.append(f"{number}: {name} is never waited for")
-    left = walk.live - set(schedule.inputs) - set(schedule.outputs)
+        _check_line(state, number, line, schedule)
+    for name, (number, _) in state.flying.items():
+        state.problems.append(f"{number}: {name} is never waited for")
+    left = state.live - set(schedule.inputs) - set(schedule.outputs)
     if left:
-        walk.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
-    walk.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in walk.live]
-    walk.problems += _too_many_units(schedule) + _double_gathers(schedule)
-    if not walk.problems:  # it takes every kernel to read what it should
-        walk.problems += _kept_leaves(schedule)
-    if walk.problems:
-        raise ScheduleError(report(f"{len(walk.problems)} faults in the schedule:", walk.problems[:20]))
+        state.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
+    state.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in state.live]
+    state.problems += _too_many_units(schedule) + _double_gathers(schedule)
+    if not state.problems:  # it takes every kernel to read what it should
+        state.problems += _kept_leaves(schedule)
+    if state.problems:
+        raise ScheduleError(report(f"{len(state.problems)} faults in the schedule:", state.problems[:20]))
     return schedule
 
 
-def _check_line(walk: _Walk, number: int, line: Instruction, schedule: Schedule) -> None:
+def _check_line(state: _State, number: int, line: Instruction, schedule: Schedule) -> None:
     here = f"{number}: {line.verb} {line.detail}"
     for name in line.reads:
-        if name not in walk.live:
-            walk.problems.append(f"{here}: reads {name}, which is not alive")
-        if name in walk.taken:
-            walk.problems.append(f"{here}: reads {name}, which line {walk.taken[name]} may overwrite")
-    walk.taken |= dict.fromkeys(line.overwrites, number)
-    changed = set(line.drops) | (set(line.writes) & walk.live)
-    for flight, (issued, issue) in walk.flying.items():
+        if name not in state.live:
+            state.problems.append(f"{here}: reads {name}, which is not alive")
+        if name in state.taken:
+            state.problems.append(f"{here}: reads {name}, which line {state.taken[name]} may overwrite")
+    state.taken |= dict.fromkeys(line.overwrites, number)
+    changed = set(line.drops) | (set(line.writes) & state.live)
+    for flight, (issued, issue) in state.flying.items():
         touched = changed & set(issue.reads) - {flight}
-        held = {n for n in touched if not _copied(issue, n)}
-        if held and not (isinstance(line, Wait) and flight in line.reads):
-            walk.problems.append(f"{here}: changes {sorted(held)} while line {issued} reads it")
+        still_read = {n for n in touched if not _copied(issue, n)}
+        if still_read and not (isinstance(line, Wait) and flight in line.reads):
+            state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
     if line.lane != COMPUTE:
-        if line.writes[0] in walk.flying:
-            walk.problems.append(f"{here}: {line.writes[0]} is already in flight")
-        walk.flying[line.writes[0]] = (number, line)
+        if line.writes[0] in state.flying:
+            state.problems.append(f"{here}: {line.writes[0]} is already in flight")
+        state.flying[line.writes[0]] = (number, line)
     if isinstance(line, Wait):
-        walk.flying.pop(line.reads[0], None)
+        state.flying.pop(line.reads[0], None)
     if isinstance(line, Free) and not line.drops:
-        walk.problems.append(f"{here}: frees nothing")
+        state.problems.append(f"{here}: frees nothing")
     for name in line.writes:
-        if name in walk.live and not _written_in_place(name):
-            walk.problems.append(f"{here}: writes {name} again")
-    walk.live |= set(line.writes)
-    walk.live -= set(line.drops)
+        if name in state.live and not _written_in_place(name):
+            state.problems.append(f"{here}: writes {name} again")
+    state.live |= set(line.writes)
+    state.live -= set(line.drops)
 
 
 def _written_in_place(name: ValueName) -> bool:
@@ -129,9 +129,9 @@ def _too_many_units(schedule: Schedule) -> list[str]:
         if isinstance(line, Run):
             units = set(alive.values())
             read = [n for run in runs[: schedule.planned] for n in run.reads if n.kind is Kind.GATHERED]
-            wanted = {schedule.specs[n.path].unit for n in read}
+            planned_units = {schedule.specs[n.path].unit for n in read}
             runs.pop(0)
-            if not units <= wanted:
+            if not units <= planned_units:
                 problems.append(
                     f"{number}: {len(units)} units are gathered ({', '.join(sorted(units))}), "
                     f"planned are {schedule.planned}"

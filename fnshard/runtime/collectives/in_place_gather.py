@@ -166,12 +166,12 @@ class Units:
 
     def views(self, message: Message, offset: int, runs: Runs) -> list[Tensor]:
         """The leaves in the slot. When the last of their storages dies, this rank is done with it."""
-        whole = self.channel.memories[LEADER].words(offset, -(-message.nbytes // 8))
+        words = self.channel.memories[LEADER].words(offset, -(-message.nbytes // 8))
         number, dead = message.number, self.dead
-        self.held[number] = message, weakref.ref(whole, lambda _: dead.append(number))
+        self.held[number] = message, weakref.ref(words, lambda _: dead.append(number))
         size, dtype = message.dtype.itemsize, message.dtype
         return [
-            torch.frombuffer(whole, dtype=dtype, count=count, offset=start * size)
+            torch.frombuffer(words, dtype=dtype, count=count, offset=start * size)
             if count
             else torch.empty(0, dtype=dtype)
             for start, count in runs

@@ -104,7 +104,7 @@ def _where(line: Instruction, number: int) -> str:
     return f"line {number} of the schedule, {line.phase} {line.unit} {line.verb} {line.detail}"
 
 
-def cut_batch(values: Mapping[str, Tensor], whole: set[str], parts: int) -> list[dict[str, Tensor]]:
+def cut_batch(values: Mapping[str, Tensor], uncut: set[str], parts: int) -> list[dict[str, Tensor]]:
     """Micro-batches: views of each leaf's parts along dim 0; whole ones uncut."""
-    cut = {n: [v] * parts if n in whole or parts == 1 else v.chunk(parts) for n, v in values.items()}
+    cut = {n: [v] * parts if n in uncut or parts == 1 else v.chunk(parts) for n, v in values.items()}
     return [{n: each[micro] for n, each in cut.items()} for micro in range(parts)]

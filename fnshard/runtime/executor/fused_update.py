@@ -52,13 +52,13 @@ class Leaf:
     Args:
         settings: the optimizer's, of the leaf's path.
         group: the number of the vector of numbers that it reads.
-        forms: of gradient, parameter, the stored copy (where the parameter is a master) and the slots.
+        tensors_like: of gradient, parameter, the stored copy (where the parameter is a master) and the slots.
     """
 
     settings: Hashable
     group: int
     copied: bool
-    forms: tuple[Form, ...]
+    tensors_like: tuple[Form, ...]
 
 
 def form_of(value: Tensor) -> Form:
@@ -95,7 +95,7 @@ def update_graph(
     optimizer: Optimizer, paths: Sequence[str], leaves: Sequence[Leaf], device: torch.device
 ) -> fx.GraphModule:
     """The update of leaves like these: of vectors of numbers, by group, and of every leaf's tensors in the
-    order of `Leaf.forms`. All but gradients and numbers are written to.
+    order of `Leaf.tensors_like`. All but gradients and numbers are written to.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -106,13 +106,13 @@ def update_graph(
         vectors, rest, out = values[:firsts], iter(values[firsts:]), []
         for path, leaf in zip(paths, leaves, strict=True):
             *numbers, scale = vectors[leaf.group].unbind()
-            grad, param, *others = (next(rest) for _ in leaf.forms)
-            copies, held = (
+            grad, param, *others = (next(rest) for _ in leaf.tensors_like)
+            copies, own_slots = (
                 others[: leaf.copied],
                 dict(zip(optimizer.slots, others[leaf.copied :], strict=True)),
             )
-            given = tree.unflatten(numbers, structures[leaf.group][0])
-            change, new = optimizer.update_leaf(path, grad, held, param, given, scale)
+            inputs = tree.unflatten(numbers, structures[leaf.group][0])
+            change, new = optimizer.update_leaf(path, grad, own_slots, param, inputs, scale)
             out += [param + change, *((param + change).to(c.dtype) for c in copies)]
             out += [new[name] for name in optimizer.slots]
         return out
@@ -122,11 +122,11 @@ def update_graph(
         fakes = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for leaf in leaves
-            for shape, dtype, stride in leaf.forms
+            for shape, dtype, stride in leaf.tensors_like
         ]
         pure = torch.func.functionalize(update, remove="mutations_and_views")
         module = make_fx(pure, decomposition_table=select_decomp_table())(*vectors, *fakes)
-    _write_back(module, [leaf.forms for leaf in leaves], firsts)
+    _write_back(module, [leaf.tensors_like for leaf in leaves], firsts)
     return module
 
 
@@ -140,15 +140,19 @@ def _structures(
             one = torch.ones((), dtype=torch.float64)
             info = StepInfo(torch.tensor(0), global_norm=one, leaf_norms={path: LeafNorms(one, one)})
             flat, structure = tree.flatten(optimizer.given(path, info))
-            out[leaf.group] = structure, len(flat), torch.promote_types(leaf.forms[1][1], torch.float32)
+            out[leaf.group] = (
+                structure,
+                len(flat),
+                torch.promote_types(leaf.tensors_like[1][1], torch.float32),
+            )
     return out
 
 
-def _write_back(module: fx.GraphModule, forms: Sequence[Sequence[Form]], firsts: int) -> None:
+def _write_back(module: fx.GraphModule, tensors_like: Sequence[Sequence[Form]], firsts: int) -> None:
     """What the graph returns is written to the inputs that it is new values of."""
     inputs = module.graph.find_nodes(op="placeholder")[firsts:]
     targets = []
-    for each in forms:
+    for each in tensors_like:
         mine, inputs = inputs[: len(each)], inputs[len(each) :]
         targets += mine[1:]
     output = module.graph.output_node()
@@ -185,7 +189,8 @@ class FusedUpdates:
         return self.made[leaves]
 
     def bind(self, paths: Sequence[str], copied: bool) -> Callable[..., None]:
-        """A function of the tensors of a bucket's leaves, by path in `Leaf.forms`' order, and of the step.
+        """A function of the tensors of a bucket's leaves, by path in the order of `Leaf.tensors_like`, and of
+        the step.
 
         It is compiled when it is called with tensors of other strides or dtypes than before.
 
@@ -195,25 +200,25 @@ class FusedUpdates:
         """
         known: dict[Hashable, tuple[Boxed, Callable[[StepInfo], list[Tensor]]]] = {}
 
-        def compiled(given: Mapping[str, Sequence[Tensor]]) -> Any:
-            wides = {p: torch.promote_types(given[p][1].dtype, torch.float32) for p in paths}
+        def compiled(by_path: Mapping[str, Sequence[Tensor]]) -> Any:
+            wides = {p: torch.promote_types(by_path[p][1].dtype, torch.float32) for p in paths}
             groups = groups_of(self.optimizer, paths, wides)
             leads = {group: path for path, group in reversed(groups.items())}
             first = [leads[group] for group in sorted(leads)]
             leaves = tuple(
-                Leaf(self.optimizer.settings(p), groups[p], copied, tuple(map(form_of, given[p])))
+                Leaf(self.optimizer.settings(p), groups[p], copied, tuple(map(form_of, by_path[p])))
                 for p in paths
             )
-            device = given[paths[0]][0].device
+            device = by_path[paths[0]][0].device
             return self.get(paths, leaves, device), lambda info: [
                 numbers_of(self.optimizer, p, wides[p], info, device) for p in first
             ]
 
-        def run(given: Mapping[str, Sequence[Tensor]], info: StepInfo) -> None:
-            values = [value for path in paths for value in given[path]]
+        def run(by_path: Mapping[str, Sequence[Tensor]], info: StepInfo) -> None:
+            values = [value for path in paths for value in by_path[path]]
             key = tuple([(value.stride(), value.dtype) for value in values])
             if key not in known:
-                known[key] = compiled(given)
+                known[key] = compiled(by_path)
             kernel, numbers = known[key]
             kernel([*numbers(info), *values])
 

@@ -109,8 +109,8 @@ class Updater:
         ) -> None:
             if env["skip"]:
                 return
-            grads, held, targets = self._parts(paths, blocks, slots, params)
-            self.optimizer.apply(grads, held, targets, self._info(env, gathered))
+            grads, own_slots, targets = self._parts(paths, blocks, slots, params)
+            self.optimizer.apply(grads, own_slots, targets, self._info(env, gathered))
             for path in paths:
                 if MASTER in slots[path] and path in params:
                     _cut(params[path], self.places[path].stored).copy_(targets[path])
@@ -125,12 +125,17 @@ class Updater:
         def send(
             blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
         ) -> dict[str, Tensor]:
-            grads, held, targets = self._parts(paths, blocks, slots, params)
+            grads, own_slots, targets = self._parts(paths, blocks, slots, params)
             out = {}
             for piece in bucket.pieces:
                 info = self._info(env, {piece.path: gathered.get(piece.path, [])})
                 shard = next_gathered(
-                    self.optimizer, piece.path, grads[piece.path], held[piece.path], targets[piece.path], info
+                    self.optimizer,
+                    piece.path,
+                    grads[piece.path],
+                    own_slots[piece.path],
+                    targets[piece.path],
+                    info,
                 )
                 if shard is None:
                     raise OptimizerError(
@@ -151,14 +156,14 @@ class Updater:
         self, paths: Sequence[str], blocks: Tensors, slots: Slots, params: Tensors
     ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], dict[str, Tensor]]:
         """Gradients, slots and what is updated (parameters or their masters), padding cut off."""
-        grads, held, targets = {}, {}, {}
+        grads, own_slots, targets = {}, {}, {}
         for path in paths:
             where = self.places[path]
             grads[path] = _cut(blocks[path], where.gradient)
-            held[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
-            master = held[path].pop(MASTER, None)
+            own_slots[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
+            master = own_slots[path].pop(MASTER, None)
             targets[path] = _cut(params[path], where.stored) if master is None else master
-        return grads, held, targets
+        return grads, own_slots, targets
 
     def _info(self, env: dict[str, Any], gathered: Gathered) -> StepInfo:
         """The step, with what was gathered for this update in the place of a collective."""
@@ -204,11 +209,15 @@ class Updater:
                 parts.append((mine, self.fused.bind(mine, copied)))
 
         def tensors(path: str, blocks: Tensors, slots: Slots, params: Tensors) -> list[Tensor]:
-            where, held = places[path], slots[path]
+            where, own_slots = places[path], slots[path]
             own = [_cut(params[path], where.stored)]
-            if MASTER in held:
-                own.insert(0, _cut(held[MASTER], where.valid))
-            return [_cut(blocks[path], where.gradient), *own, *(_cut(held[n], where.valid) for n in names)]
+            if MASTER in own_slots:
+                own.insert(0, _cut(own_slots[MASTER], where.valid))
+            return [
+                _cut(blocks[path], where.gradient),
+                *own,
+                *(_cut(own_slots[n], where.valid) for n in names),
+            ]
 
         def update(
             blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]

@@ -88,10 +88,7 @@ def _wait_memory(wait: Wait, rank: RankMemory) -> None:
 class ReduceScatter(OfBucket):
     """Issue: full gradients -> this rank's blocks of their sum."""
 
-    lane, trips = COMMUNICATION, 1
-
-    def wire_bytes(self, schedule: Schedule) -> int:
-        return self.rows_bytes(schedule)
+    lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def keeps_own_row(self, schedule: Schedule) -> bool:
         """Whether two ranks that share memory send but the other's row of this reduction.
@@ -132,7 +129,7 @@ class ReduceScatter(OfBucket):
                     env[flight] = handle
                     return
             rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
-            packer.pack_fulls(full(env), rows)
+            packer.pack_full(full(env), rows)
             env[flight] = comm.reduce_scatter(rows, bucket.axes)
 
         return run
@@ -197,7 +194,7 @@ class AllReduce(OfBucket):
                 flat = env[blocks].flat
             else:
                 flat = comm.send_buffer(bucket.numel, bucket.dtype, axes)
-                packer.pack_fulls(full(env), flat)
+                packer.pack_full(full(env), flat)
             env[flight] = comm.all_reduce(flat, axes)
 
         return run

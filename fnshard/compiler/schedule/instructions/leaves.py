@@ -65,6 +65,13 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     return out
 
 
+def _price_of_blocks(line: OfBucket, pricer: Pricer) -> Price:
+    """Packing stored blocks, and gathering them."""
+    bucket = pricer.bucket(line)
+    packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes
+    return pricer.copy(packed, **pricer.collective("gather", bucket.axes, line.rows_bytes(pricer.schedule)))
+
+
 @dataclass(frozen=True)
 class GatheredInPlace:
     """A gather in flight whose result are flat leaves, not rows."""
@@ -76,10 +83,7 @@ class GatheredInPlace:
 class Gather(OfBucket):
     """Issue: this rank's stored blocks -> every rank's, over the bucket's axes."""
 
-    lane, trips = COMMUNICATION, 1
-
-    def wire_bytes(self, schedule: Schedule) -> int:
-        return self.rows_bytes(schedule)
+    lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def in_place_if_shared(self, schedule: Schedule) -> bool:
         """Whether ranks that share memory gather this into leaves that they share (`in_place_gather`).
@@ -166,12 +170,7 @@ class Gather(OfBucket):
         for tensor in kept:
             live.release(tensor.storage)
 
-    def price(self, pricer: Pricer) -> Price:
-        bucket = pricer.bucket(self)
-        packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes
-        return pricer.copy(
-            packed, **pricer.collective("gather", bucket.axes, self.rows_bytes(pricer.schedule))
-        )
+    price = _price_of_blocks
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
@@ -183,10 +182,7 @@ class Gather(OfBucket):
 class Publish(OfBucket):
     """Issue: updated blocks -> the full stored leaf on every rank (ZeRO 1 and 2)."""
 
-    lane, trips = COMMUNICATION, 1
-
-    def wire_bytes(self, schedule: Schedule) -> int:
-        return self.rows_bytes(schedule)
+    lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def bind(self, context: Context) -> Action:
         """Pack this rank's block of leaves that are stored in full; issue."""
@@ -224,12 +220,7 @@ class Publish(OfBucket):
         rank.transport.release(rank.live.names[wait.reads[0]])
         rank.live.drop(wait.reads[0])
 
-    def price(self, pricer: Pricer) -> Price:
-        bucket = pricer.bucket(self)
-        packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes
-        return pricer.copy(
-            packed, **pricer.collective("gather", bucket.axes, self.rows_bytes(pricer.schedule))
-        )
+    price = _price_of_blocks
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:

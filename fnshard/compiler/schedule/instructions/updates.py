@@ -136,10 +136,7 @@ class UpdateGather(_OfOptimizer):
     brought is among `reads`.
     """
 
-    lane, trips = COMMUNICATION, 1
-
-    def wire_bytes(self, schedule: Schedule) -> int:
-        return self.rows_bytes(schedule)
+    lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def bind(self, context: Context) -> Action:
         """Run the optimizer up to its next gather; pack what it sends; issue."""

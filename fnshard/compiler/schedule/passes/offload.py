@@ -181,8 +181,8 @@ def _moved(
 ) -> tuple[Instruction, Instruction]:
     """Issue and Wait of one transfer, beside `line`."""
     flight = ValueName(Kind.FLIGHT, f"{kind.__name__} {reads[0]} {writes[0]}")
-    given = tuple(writes) if into else ()
-    issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=given)
+    targets = tuple(writes) if into else ()
+    issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=targets)
     return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=type(issue))
 
 
@@ -201,7 +201,7 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
             readers.setdefault(name, []).append(index)
     made = {n: i for i, line in enumerate(lines) for n in line.writes}
     after: dict[int, list[ValueName]] = {}
-    wanted: dict[int, list[ValueName]] = {}
+    needed: dict[int, list[ValueName]] = {}
     for name, argument in known.items():
         backward = [i for i in readers.get(name, ()) if _is_backward(lines[i])]
         others = [i for i in readers.get(name, ()) if i not in backward]
@@ -213,19 +213,19 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
             continue
         after.setdefault(last, []).append(name)
         for i in backward:
-            wanted.setdefault(i, []).append(name)
-    return schedule.with_instructions(_with_transfers(lines, after, wanted))
+            needed.setdefault(i, []).append(name)
+    return schedule.with_instructions(_with_transfers(lines, after, needed))
 
 
 def _with_transfers(
     lines: Sequence[Instruction],
     after: Mapping[int, Sequence[ValueName]],
-    wanted: Mapping[int, Sequence[ValueName]],
+    needed: Mapping[int, Sequence[ValueName]],
 ) -> list[Instruction]:
     out: list[Instruction] = []
     for index, line in enumerate(lines):
-        if index in wanted:
-            names = wanted[index]
+        if index in needed:
+            names = needed[index]
             copies = {n: n.loaded(index) for n in names}
             out += _moved(ToDevice, line, "", [n.on_host() for n in names], list(copies.values()))
             line = replace(line, reads=tuple(copies.get(n, n) for n in line.reads))

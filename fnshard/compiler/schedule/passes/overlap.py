@@ -32,8 +32,8 @@ class _Queue:
     def feed(self, line: Instruction) -> None:
         while isinstance(line, Run) and self.waited_for_by(line):
             self.release()
-        if held := self.waited_for_by(line):
-            held.append(line)
+        if group := self.waited_for_by(line):
+            group.append(line)
             return
         if isinstance(line, Wait) and line.of in _LEAVING and self.depth:
             self.waiting.append((self.depth, [line]))
@@ -44,11 +44,11 @@ class _Queue:
 
     def waited_for_by(self, line: Instruction) -> list[Instruction]:
         """The first of the delayed groups that `line` must stay behind, or []."""
-        groups = (held for _, held in self.waiting)
-        return next((held for held in groups if any(_depends(line, other) for other in held)), [])
+        groups = (group for _, group in self.waiting)
+        return next((group for group in groups if any(_depends(line, other) for other in group)), [])
 
     def tick(self) -> None:
-        self.waiting = [(left - 1, held) for left, held in self.waiting]
+        self.waiting = [(left - 1, group) for left, group in self.waiting]
         while self.waiting and self.waiting[0][0] <= 0:
             self.release()
 

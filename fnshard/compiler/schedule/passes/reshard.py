@@ -25,12 +25,16 @@ def reshard(schedule: Schedule) -> Schedule:
     for line in lines:
         if isinstance(line, Gather | Cast):
             made = _made(lines, line)
-            held = latest.get(line.bucket)
-            if held is not None and _live_on(schedule, line, held, runs):
-                renamed |= dict(zip(made, held[2], strict=True))
-                latest[line.bucket] = (last_run.get(made[0], runs), held[1], held[2])
+            earlier = latest.get(line.bucket)
+            if earlier is not None and _live_on(schedule, line, earlier, runs):
+                renamed |= dict(zip(made, earlier[2], strict=True))
+                latest[line.bucket] = (last_run.get(made[0], runs), earlier[1], earlier[2])
                 for n in made:
-                    latest[line.bucket] = (max(latest[line.bucket][0], last_run.get(n, 0)), held[1], held[2])
+                    latest[line.bucket] = (
+                        max(latest[line.bucket][0], last_run.get(n, 0)),
+                        earlier[1],
+                        earlier[2],
+                    )
                 dropped.update(line.writes)
                 continue
             latest[line.bucket] = (max(last_run.get(n, 0) for n in made), line.phase, made)
@@ -41,8 +45,8 @@ def reshard(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _live_on(schedule: Schedule, line: Gather | Cast, held: tuple, runs: int) -> bool:
-    last, phase, _ = held
+def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
+    last, phase, _ = earlier
     if last == runs:
         return True
     keeps = not all(schedule.specs[p].reshard for p in schedule.buckets[line.bucket].paths)
