@@ -34,8 +34,8 @@ def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) ->
 def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
     for name, bit in bits:
         wreck.flip(folder, name, bit)
-        for told in look(folder, restoring):
-            assert isinstance(told, str) and name in told, (name, bit, told)
+        for message in look(folder, restoring):
+            assert isinstance(message, str) and name in message, (name, bit, message)
         wreck.flip(folder, name, bit)
     assert look(folder, restoring)[1] == expected(300)
 
@@ -63,8 +63,13 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
         for name in sorted(p.name for p in pristine.iterdir()):
             wreck.copied(pristine, folder)
             hurt = wreck.BYTES[how](folder, name, rng) or [name]
-            for told in look(folder, restoring):
-                assert isinstance(told, str) and any(n in told for n in hurt), (how, seed, name, told)
+            for message in look(folder, restoring):
+                assert isinstance(message, str) and any(n in message for n in hurt), (
+                    how,
+                    seed,
+                    name,
+                    message,
+                )
 
 
 @pytest.mark.parametrize("how", wreck.BYTES)
@@ -84,16 +89,16 @@ def test_a_ruined_file_many_times(how: str, by: str, roots: Any, restoring: Any,
 def test_a_large_manifest_of_nothing_is_not_held(roots: Any, restoring: Any, tmp_path: Path) -> None:
     folder = wreck.copied(roots["two"] / "300", tmp_path / "300")
     os.truncate(folder / MANIFEST, 300 << 20)
-    for told in look(folder, restoring):
-        assert isinstance(told, str) and MANIFEST in told
+    for message in look(folder, restoring):
+        assert isinstance(message, str) and MANIFEST in message
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", "rank-00001.safetensors"])
 def test_a_file_of_another_checkpoint_is_found(name: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     folder = wreck.copied(roots["two"] / "300", tmp_path / "300")
     shutil.copy(roots["two"] / "200" / name, folder / name)
-    for told in look(folder, restoring):
-        assert isinstance(told, str) and name in told
+    for message in look(folder, restoring):
+        assert isinstance(message, str) and name in message
 
 
 # ------------------------------------------------------------------ headers
@@ -107,8 +112,8 @@ def test_another_header_is_found_or_harmless(how: str, roots: Any, restoring: An
         folder, rng = wreck.copied(roots["one"] / "300", tmp_path / "300"), random.Random(seed)
         content = bytearray((folder / name).read_bytes())
         (folder / name).write_bytes(wreck.HEADERS[how](content, rng))
-        for told in look(folder, restoring):
-            assert isinstance(told, str) and name in told, (how, seed, told)
+        for message in look(folder, restoring):
+            assert isinstance(message, str) and name in message, (how, seed, message)
         adopt(folder)
         got = look(folder, restoring)[1]
         assert isinstance(got, str) or got == expected(300), (how, seed)
@@ -127,8 +132,8 @@ def test_a_pickle_in_any_place_is_never_run(roots: Any, restoring: Any, tmp_path
         for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
             wreck.copied(roots["two"] / "300", folder)
             (folder / name).write_bytes(payload)
-            for told in look(folder, restoring):
-                assert isinstance(told, str) and name in told
+            for message in look(folder, restoring):
+                assert isinstance(message, str) and name in message
             if name != SEAL:  # sealed, too
                 text = payload if name == MANIFEST else (folder / MANIFEST).read_bytes()
                 reseal(folder, text)

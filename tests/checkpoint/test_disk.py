@@ -96,10 +96,10 @@ def on_small_disk(tmp_path: Path, size: str, *command: str, timeout: float = 120
     """What a command prints whose "DISK" is a real file system of that size, in a namespace of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    told = " ".join(str(disk) if word == "DISK" else word for word in command)
+    words = " ".join(str(disk) if word == "DISK" else word for word in command)
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
-    shell = f"mount -t tmpfs -o size={size} none {disk} && {told}"
+    shell = f"mount -t tmpfs -o size={size} none {disk} && {words}"
     done = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", shell],
         capture_output=True, text=True, check=False, timeout=timeout,
@@ -115,8 +115,8 @@ def test_a_file_system_that_is_full(tmp_path: Path) -> None:
     """An error, no SIGBUS, and nothing left on it."""
     script = tmp_path / "full.py"
     script.write_text(FULL)
-    told = on_small_disk(tmp_path, "1m", sys.executable, str(script), "DISK", "&& ls", "DISK", "| wc -l")
-    *lines, intact, left = told.splitlines()
+    words = on_small_disk(tmp_path, "1m", sys.executable, str(script), "DISK", "&& ls", "DISK", "| wc -l")
+    *lines, intact, left = words.splitlines()
     assert "is full, with" in "\n".join(lines)
     assert (intact, left.strip()) == ("True", "0")
 
@@ -145,3 +145,37 @@ def test_a_training_run_whose_disk_is_full_is_one_error(tmp_path: Path) -> None:
         named |= set(found[0].groupdict().values())
         assert run["partial"] == [] and (run["result"] is None or run["result"]["status"] == "failed"), run
     assert {"identity.json", "config.yaml", "metrics.jsonl", "checkpoints/40", "loss.png"} <= named
+
+
+SAVES = """
+import sys, torch
+import fnshard as fs, saved
+
+folder, which = sys.argv[1:]
+step = saved.step_of("full_shard", "fp32", fs.make_mesh(shard=1))
+if which == "first":  # the interpreter's end waits for the file
+    fs.checkpoint.save_async(folder + "/1", saved.known(step, 1))
+    sys.exit()
+large = fs.shard_step(
+    lambda p: p["w"].sum(), {"w": fs.LayoutSpec()}, optimizer=fs.optim.sgd(0.1), backend="eager"
+)
+for save in (fs.checkpoint.save, lambda *a: fs.checkpoint.save_async(*a).wait()):
+    try:
+        save(folder + "/2", large.init({"w": torch.ones(1 << 18)}))
+    except fs.CheckpointError as error:
+        print(error)
+assert saved.differences(fs.checkpoint.restore(folder, step)) == []
+assert fs.checkpoint.all_steps(folder) == [1]
+"""
+
+
+def test_saving_to_a_full_and_to_a_read_only_disk(tmp_path: Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES)
+    python = f"{sys.executable} {script} DISK"
+    steps = f"{python} first && mount -o remount,size=200k DISK && {python} second && "
+    steps += f"mount -o remount,ro DISK && {python} second && ls -A DISK"
+    printed = on_small_disk(tmp_path, "9m", *steps.split())
+    assert printed.count("cannot save") == 4
+    assert printed.count("No space left") == printed.count("Read-only") == 2
+    assert printed.splitlines()[-1] == "1"  # and no leftovers

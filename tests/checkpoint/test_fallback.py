@@ -41,8 +41,10 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
     (root / "200" / SEAL).unlink()
     with pytest.warns(CheckpointWarning) as caught:
         assert values(fs.checkpoint.restore(root, restoring)) == expected(100)
-    told = [str(w.message) for w in caught if w.category is CheckpointWarning]
-    assert len(told) == 2 and "rank-00001" in told[0] and SEAL in told[1] and "Taking" in told[1]
+    messages = [str(w.message) for w in caught if w.category is CheckpointWarning]
+    assert (
+        len(messages) == 2 and "rank-00001" in messages[0] and SEAL in messages[1] and "Taking" in messages[1]
+    )
     assert fs.checkpoint.all_steps(root) == [100, 300]  # whole to look at: bytes are compared when read
     os.truncate(root / "100" / "rank-00000.safetensors", 5)
     assert fs.checkpoint.latest(root) == root / "300"
@@ -129,8 +131,8 @@ def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
         with small_blocks(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             got = told_by(fs.checkpoint.restore, Path(root) / case, made)
-        told = [str(w.message) for w in caught if w.category is CheckpointWarning]
-        out.append((got if isinstance(got, str) else _whole(got, made, mesh), told))
+        messages = [str(w.message) for w in caught if w.category is CheckpointWarning]
+        out.append((got if isinstance(got, str) else _whole(got, made, mesh), messages))
     return out
 
 
@@ -160,11 +162,13 @@ def test_two_ranks_fall_back_together(ranks: Any, roots: Any, tmp_path: Path) ->
             root = root_of(roots["two"], tmp_path / cases[-1])
             wreck.BYTES[how](root / "300", name, random.Random(1))
     for rank, found in enumerate(ranks(2).run(both_look, str(tmp_path), cases)):
-        for case, (got, told) in zip(cases, found, strict=True):
+        for case, (got, messages) in zip(cases, found, strict=True):
             name = case.split()[-1]
             assert got == expected(200), case
             # Rank 0 alone tells it, and of both ranks.
-            assert len(told) == (rank == 0) and all(name in line and "Taking" in line for line in told), told
+            assert len(messages) == (rank == 0) and all(
+                name in line and "Taking" in line for line in messages
+            ), messages
 
 
 def test_two_ranks_fail_together(ranks: Any, roots: Any, tmp_path: Path) -> None:
@@ -199,6 +203,6 @@ def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("where", [MANIFEST, "rank-"])
 def test_what_one_rank_cannot_read_nobody_takes(where: str, ranks: Any, roots: Any) -> None:
-    (first, told), (second, _) = ranks(2).run(one_sees_less, str(roots["two"]), where)
+    (first, messages), (second, _) = ranks(2).run(one_sees_less, str(roots["two"]), where)
     assert first == second == 200
-    assert len(told) == 1 and f"rank 1: {where}" in told[0] and "rank 0:" not in told[0]
+    assert len(messages) == 1 and f"rank 1: {where}" in messages[0] and "rank 0:" not in messages[0]

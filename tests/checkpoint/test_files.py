@@ -250,22 +250,22 @@ ODD = st.none() | st.booleans() | st.integers(-9, 20) | st.sampled_from(
 
 @st.composite
 def headers(draw: Any) -> bytes:
-    said = copy.deepcopy(PLAIN)
+    header = copy.deepcopy(PLAIN)
     for _ in range(draw(st.integers(0, 2))):
         entry = draw(st.sampled_from(["a", "b", "__metadata__"]))
         keys = ["format"] if entry[0] == "_" else ["dtype", "shape", "data_offsets"]
-        if draw(st.booleans()) and isinstance(said.get(entry), dict):
-            said[entry][draw(st.sampled_from(keys))] = copy.deepcopy(draw(ODD))
+        if draw(st.booleans()) and isinstance(header.get(entry), dict):
+            header[entry][draw(st.sampled_from(keys))] = copy.deepcopy(draw(ODD))
         else:
-            said[draw(st.sampled_from([entry, "c"]))] = copy.deepcopy(draw(ODD))
-    text = json.dumps(said).encode() + b" " * draw(st.integers(0, 9))
+            header[draw(st.sampled_from([entry, "c"]))] = copy.deepcopy(draw(ODD))
+    text = json.dumps(header).encode() + b" " * draw(st.integers(0, 9))
     length = draw(st.sampled_from([0, 0, 0, 1, -1, 11, 12, 1 << 40, (1 << 63) - 1]))
     body = bytes(draw(st.sampled_from([11, 11, 11, 10, 12, 0])))
     return (len(text) + length).to_bytes(8, "little") + text + body
 
 
-def file_of(said: Any, body: int = 11) -> bytes:
-    text = json.dumps(said).encode()
+def file_of(header: Any, body: int = 11) -> bytes:
+    text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(body)
 
 

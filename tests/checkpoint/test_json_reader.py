@@ -40,7 +40,7 @@ def test_what_was_written_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"inner": {"at": -1}}, r"^inner\.at: -1 is not in range"),
         ({"inner": {"at": True}}, r"^inner\.at: True is not an int"),
@@ -56,8 +56,8 @@ def test_what_was_written_is_read() -> None:
         ({"on": 1}, r"^on: 1 is not a bool"),
     ],
 )
-def test_what_is_of_another_type_is_named(change: Any, told: str) -> None:
-    with pytest.raises(JsonError, match=told):
+def test_what_is_of_another_type_is_named(change: Any, message: str) -> None:
+    with pytest.raises(JsonError, match=message):
         from_json(Outer, PLAIN | change)
 
 

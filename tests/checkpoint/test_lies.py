@@ -43,24 +43,24 @@ def resealed(changes: list[Change], pristine: Path, folder: Path, restoring: Any
         assert isinstance(seen, str) == (isinstance(got, str) and SIGNS[2] not in got), (at, value, seen, got)
 
 
-def mistyped(said: Any) -> list[Change]:
+def mistyped(manifest: Any) -> list[Change]:
     out = []
-    for at, value in lies.nodes(said):
+    for at, value in lies.nodes(manifest):
         must = at[0] in STRICT or (at[0] == "metrics" and type(value) is not float) or at == ("data",)
         out += [(at, wrong, must) for wrong in lies.wrong_for(value)]
     return out
 
 
-def off_by_some(said: Any) -> list[Change]:
+def off_by_some(manifest: Any) -> list[Change]:
     """Numbers of leaves and files that are numbers, but others."""
-    numbers = [(a, v) for a, v in lies.nodes(said) if type(v) is int and a[0] in ("leaves", "files")]
+    numbers = [(a, v) for a, v in lies.nodes(manifest) if type(v) is int and a[0] in ("leaves", "files")]
     return [(a, v + by, True) for a, v in numbers for by in (-1, 1, 8, 1 << 40)]
 
 
-def bereft(said: Any) -> list[Change]:
+def bereft(manifest: Any) -> list[Change]:
     """Without one of its values; a master copy that is missing is made of the parameter, as is meant."""
     needed = ("step", "seed", "leaves", "files", "format")
-    places = [at for at, _ in lies.nodes(said) if not str(at[-1]).endswith("/master")]
+    places = [at for at, _ in lies.nodes(manifest) if not str(at[-1]).endswith("/master")]
     return [(at, lies.NOTHING, at[0] in needed or len(at) == 1) for at in places]
 
 
@@ -98,9 +98,9 @@ def edited(
 ) -> tuple[Any, Any]:
     """What comes of a checkpoint whose manifest `edit` has changed."""
     wreck.copied(root / "300", folder)
-    said = json.loads((folder / MANIFEST).read_bytes())
-    new = edit(said)
-    lies.reseal(folder, said if new is None else new)
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    new = edit(manifest)
+    lies.reseal(folder, manifest if new is None else new)
     return look(folder, restoring)
 
 
@@ -109,11 +109,11 @@ def test_a_manifest_that_lies_is_told(what: str, roots: Any, restoring: Any, tmp
     """By `verify`, by `restore` for a step, and for specs that take shapes from the checkpoint."""
     loose = {path: LayoutSpec() for path in restoring.specs}
     here = fs.make_mesh(shard=1, device="cpu")
-    for told in (
+    for message in (
         *edited(EDITS[what], roots["two"], tmp_path / "300", restoring),
         told_by(fs.checkpoint.restore, tmp_path / "300", loose, here),
     ):
-        assert isinstance(told, str) and any(sign in told for sign in SIGNS), told
+        assert isinstance(message, str) and any(sign in message for sign in SIGNS), message
 
 
 @pytest.mark.parametrize("leaf", ["params/gain", "optimizer/bias/mu", "optimizer/wide.weight/nu"])
@@ -121,11 +121,13 @@ def test_a_leaf_that_is_missing_or_not_asked_for_is_named(
     leaf: str, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
     """Nothing in the checkpoint itself is wrong then, so `verify` has nothing to say."""
-    _, got = edited(lambda said: said["leaves"].pop(leaf) and None, roots["two"], tmp_path / "300", restoring)
+    _, got = edited(
+        lambda manifest: manifest["leaves"].pop(leaf) and None, roots["two"], tmp_path / "300", restoring
+    )
     assert f"{leaf} [" in got and "is not in the checkpoint" in got
 
-    def renamed(said: Any) -> None:
-        said["leaves"][f"{leaf}.more" if leaf[0] == "p" else f"{leaf}more"] = said["leaves"].pop(leaf)
+    def renamed(manifest: Any) -> None:
+        manifest["leaves"][f"{leaf}.more" if leaf[0] == "p" else f"{leaf}more"] = manifest["leaves"].pop(leaf)
 
     _, got = edited(renamed, roots["two"], tmp_path / "300", restoring)
     assert f"{leaf} [" in got and "is in the checkpoint alone" in got
@@ -133,9 +135,9 @@ def test_a_leaf_that_is_missing_or_not_asked_for_is_named(
 
 @pytest.mark.parametrize("dtype", ["I32", "U32", "I8", "BOOL"])
 def test_numbers_of_another_kind_are_not_cast(dtype: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    def edit(said: Any) -> None:
-        assert said["leaves"]["params/gain"]["dtype"] == "F32"
-        said["leaves"]["params/gain"]["dtype"] = dtype
+    def edit(manifest: Any) -> None:
+        assert manifest["leaves"]["params/gain"]["dtype"] == "F32"
+        manifest["leaves"]["params/gain"]["dtype"] = dtype
 
     _, got = edited(edit, roots["two"], tmp_path / "300", restoring)
     assert f"params/gain is torch.float32 here and {dtype} there" in got
@@ -145,8 +147,8 @@ def test_a_header_as_long_as_a_large_file_is_not_held(roots: Any, restoring: Any
     folder, name = wreck.copied(roots["two"] / "300", tmp_path / "300"), "rank-00002.safetensors"
     (folder / name).touch()
     os.truncate(folder / name, 1 << 30)
-    said = json.loads((folder / MANIFEST).read_bytes())
-    said["files"][name] = {"bytes": 1 << 30, "header_bytes": 1 << 30, "header_crc32": 0}
-    lies.reseal(folder, said)
-    for told in look(folder, restoring):
-        assert isinstance(told, str) and name in told
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest["files"][name] = {"bytes": 1 << 30, "header_bytes": 1 << 30, "header_crc32": 0}
+    lies.reseal(folder, manifest)
+    for message in look(folder, restoring):
+        assert isinstance(message, str) and name in message

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_hf_files import same, tensors_of
 from torch import Tensor, nn
+from weights import same, tensors_of
 
 import fnshard as fs
 from fnshard.errors import StateError
@@ -92,16 +92,10 @@ def one_file(folder: Path) -> dict[str, Tensor]:
 
 
 CASES = [
-    ("llama", "no_shard", {"shard": 1}),
-    ("llama", "full_shard", {"shard": 2}),
-    ("llama", "full_shard", {"shard": 4}),
-    ("llama", "zero1", {"shard": 2}),
     ("llama", "hybrid_shard", {"replicate": 2, "shard": 2}),
-    ("qwen2", "full_shard", {"shard": 4}),
-    ("qwen2", "no_shard", {"shard": 2}),
-    ("mistral", "full_shard", {"shard": 2}),
+    ("qwen2", "no_shard", {"shard": 1}),
+    ("mistral", "zero1", {"shard": 2}),
     ("gpt2", "full_shard", {"shard": 4}),
-    ("gpt2", "hybrid_shard", {"replicate": 2, "shard": 2}),
 ]
 
 
@@ -132,11 +126,10 @@ def test_in_and_out_again(
     assert {f.name for f in (tmp_path / "out").glob("*config.json")} == files
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_tiers_and_dtypes(saved: Callable[[str], Saved], tmp_path: Path, tier: str) -> None:
+def test_tiers_and_dtypes(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     of = saved("qwen2")
     mesh = fs.make_mesh(shard=2, abstract=True)
-    specs = fs.presets.full_shard(of.params, mesh, memory=tier, storage_dtype=torch.bfloat16)
+    specs = fs.presets.full_shard(of.params, mesh, memory="disk", storage_dtype=torch.bfloat16)
     got = fs.hf.load(of.folder, specs, mesh, model=of.meta, disk_dir=str(tmp_path))
     whole = tensors_of(of.folder)
     whole |= {p: got[p] for p in got if p not in whole}
@@ -157,7 +150,8 @@ def test_a_step_from_meta_to_a_tuned_model(saved: Callable[[str], Saved], tmp_pa
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.5), backend="eager")
 
     def run(rank: int) -> Tensor:
-        state = step.adopt(fs.hf.load(of.folder, specs, mesh, model=of.meta))
+        state = step.adopt(fs.hf.load(of.folder, specs, mesh, model=of.meta), seed=3)
+        assert int(state.seed) == 3
         state, metrics = step(state, IDS[rank * 2 : rank * 2 + 2])
         fs.hf.save(state, tmp_path / "tuned", model=of.meta, config=of.meta.config)
         return metrics["loss"]
@@ -312,29 +306,6 @@ def test_what_a_module_cannot_make_is_told(tmp_path: Path) -> None:
         same(got, {"w": torch.ones(2), "table": torch.arange(3.0)})
     with pytest.raises(fs.SpecError, match="model= is dict"):
         fs.hf.load(tmp_path, specs, model={})
-
-
-# ------------------------------------------------------------------ export
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_full_state_dict(saved: Callable[[str], Saved], tmp_path: Path, family: str) -> None:
-    of = saved(family)
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = fs.presets.full_shard(of.params, mesh)
-
-    def run(rank: int) -> None:
-        blocks = fs.hf.load(of.folder, specs, mesh, model=of.meta)
-        for name in ("a.pt", "a.safetensors"):
-            fs.hf.export(blocks, tmp_path / name, specs, mesh, model=of.meta)
-
-    fs.simulate(mesh, run)
-    for state in (torch.load(tmp_path / "a.pt"), safetensors.load_file(tmp_path / "a.safetensors")):
-        fresh = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
-        assert state.keys() == fresh.state_dict().keys()
-        fresh.load_state_dict(state, strict=True)
-        with torch.no_grad():
-            torch.testing.assert_close(fresh(IDS, use_cache=False).logits, of.logits, rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------ processes
