@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.prepared import Prepared
-from fnshard.losses.objectives import IGNORE
+from fnshard.losses import IGNORE
 
 OPEN = 32  # rows; twice as many fill them by less than 1% more, and keep a sample waiting twice as long
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.data.batches import once, pair_batch, width_of
 from experiments.data.prepared import Prepared
-from fnshard.losses.objectives import Mean
+from fnshard.losses import Mean
 
 Forward = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from experiments.finetune.architecture import check_decoder, is_plain, no_decode
 from experiments.finetune.cache import StatelessCache
 from fnshard.errors import MissingExtraError, report
 from fnshard.functional import aliases
-from fnshard.losses.objectives import IGNORE, linear_token_losses
+from fnshard.losses import IGNORE, linear_token_losses
 
 Mask = Tensor | dict[str, Tensor] | None
 

@@ -12,7 +12,7 @@ import fnshard as fs
 from experiments.finetune.config import ObjectiveConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.tuning import Tuning
-from fnshard.losses.objectives import IGNORE, Mean
+from fnshard.losses import IGNORE, Mean
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], tuple[Mean, dict[str, Mean]]]

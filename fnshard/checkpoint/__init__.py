@@ -36,7 +36,7 @@ from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES, PASSING, Corrupt
-from fnshard.step.blank import blank_params, blank_slots
+from fnshard.step.init import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step

@@ -29,7 +29,7 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import local_block
-from fnshard.step.blank import blank_params, blank_slots
+from fnshard.step.init import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
 from fnshard.step.shards import gather_full, stored_at_rest
 from fnshard.step.state import TrainState

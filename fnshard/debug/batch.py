@@ -13,7 +13,7 @@ from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.errors import SpecError, StateError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, block_slices
-from fnshard.losses.objectives import Whole
+from fnshard.losses import Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.step.batches import check_leaves, micro_batch
 from fnshard.step.state import TrainState

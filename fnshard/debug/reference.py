@@ -26,7 +26,7 @@ from fnshard.debug.batch import (
 from fnshard.errors import DebugError, StateError, report
 from fnshard.layout.codecs import is_coded
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses.objectives import Mean
+from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.make_step import shard_step

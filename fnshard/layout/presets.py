@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,15 +40,17 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
     ) -> Any:
         named, _ = tree.flatten_with_paths(params)
         check_tree(named)
-        own: list[Rule] = list(rules)
+        own: list[Rule] = []
         for path, leaf in named.items():
+            if any(fnmatch.fnmatchcase(path, pattern) for pattern, _ in rules):
+                continue
             if is_buffer(leaf) or not leaf.dtype.is_floating_point:
                 layout = P()
             else:
                 split = leaf.shape[:1] if policy.get("codec") else leaf.shape  # rows are coded one by one
                 layout = best_split(split, axes(mesh), mesh)
             own.append((glob.escape(path), LayoutSpec(**{**layouts(layout), **policy})))
-        return _first_match(params, own, len(rules), units)
+        return match_specs(params, [*rules, *own], units=units)
 
     preset.__doc__ = doc + (
         "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
@@ -56,16 +59,6 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )
     return preset
-
-
-def _first_match(params: Any, rules: list[Rule], given: int, units: Any) -> Any:
-    """`match_specs`, where the caller's rules may leave rules of the preset unused."""
-    import fnmatch
-
-    named = tree.flatten_with_paths(params)[0]
-    taken = {p for p in named for glob, _ in rules[:given] if fnmatch.fnmatchcase(p, glob)}
-    own = [r for p, r in zip(named, rules[given:], strict=True) if p not in taken]
-    return match_specs(params, rules[:given] + own, units=units)
 
 
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh) -> P:

@@ -19,7 +19,7 @@ differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -278,7 +278,8 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     wrong: list[str] = []
     fixes: dict[str, None] = {}
     for path, spec in specs.items():
-        for problem, fix in _problems(spec, mesh):
+        found = _unfit_layouts(spec, mesh) or [*_unfit_policy(spec), *_unjoined_layouts(spec)]
+        for problem, fix in found:
             wrong.append(f"params[{path!r}] {list(spec.shape or ())} with {problem}.")
             fixes[fix] = None
     if wrong:
@@ -290,92 +291,62 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
         )
 
 
-def _problems(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
-    """(problem, fix) of one leaf."""
-    return _unfit_layouts(spec, mesh) or [*_unfit_policy(spec), *_unjoined_layouts(spec)]
-
-
 def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
-    out: list[tuple[str, str]] = []
-    has = ", ".join(mesh.names)
     for field in ("storage", "gradient", "optimizer"):
-        layout: P = getattr(spec, field)
+        layout, out = getattr(spec, field), list[tuple[str, str]]()
         for axis in layout.axes:
             if axis not in mesh.names:
-                out.append(
-                    (
-                        f"{layout!r}: the mesh has no axis {axis!r} (it has: {has})",
-                        f"name one of the mesh's axes, or make the mesh with an axis {axis!r}.",
-                    )
-                )
+                what = f"{layout!r}: the mesh has no axis {axis!r} (it has: {', '.join(mesh.names)})"
+                out.append((what, f"name one of the mesh's axes, or make the mesh with an axis {axis!r}."))
             elif axis not in mesh.data_axes:
-                out.append(
-                    (
-                        f"{layout!r}: {axis!r} is not a data axis",
-                        "shard over data axes; tensor axes are not built yet.",
-                    )
-                )
-        if len(layout.parts) > len(spec.shape):
-            out.append(
-                (
-                    f"{field}={layout!r}: {len(layout.parts)} dims named, the tensor has {len(spec.shape)}",
-                    "name at most as many dims as the tensor has; a scalar takes P().",
-                )
-            )
+                what = f"{layout!r}: {axis!r} is not a data axis"
+                out.append((what, "shard over data axes; tensor axes are not built yet."))
+        named, dims = len(layout.parts), len(spec.shape)
+        if named > dims:
+            what = f"{field}={layout!r}: {named} dims named, the tensor has {dims}"
+            out.append((what, "name at most as many dims as the tensor has; a scalar takes P()."))
         if out:
             return out
-    return out
+    return []
 
 
-def _unfit_policy(spec: LayoutSpec) -> list[tuple[str, str]]:
-    out: list[tuple[str, str]] = []
-    if spec.trainable and not spec.compute_dtype.is_floating_point:
-        out.append(
-            (
-                f"trainable=True and {spec.compute_dtype}",
-                "only float leaves train: trainable=False, or hold a complex leaf as a real one "
-                "(torch.view_as_real).",
-            )
+def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
+    if not spec.trainable:
+        return
+    if not spec.compute_dtype.is_floating_point:
+        yield (
+            f"trainable=True and {spec.compute_dtype}",
+            "only float leaves train: trainable=False, or hold a complex leaf as a real one "
+            "(torch.view_as_real).",
         )
     for name in ("compute_dtype", "reduce_dtype"):
         dtype = getattr(spec, name)
-        if spec.trainable and dtype.is_floating_point and dtype.itemsize == 1:
-            out.append(
-                (
-                    f"trainable=True and {name}={dtype}",
-                    "torch does not compute in float8 as it is: compute in torch.bfloat16, and quantise in "
-                    "`fn` by a torch.library.custom_op.",
-                )
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            yield (
+                f"trainable=True and {name}={dtype}",
+                "torch does not compute in float8 as it is: compute in torch.bfloat16, and quantise in "
+                "`fn` by a torch.library.custom_op.",
             )
     for name in ("reduce_dtype", "optimizer_dtype", "storage_dtype"):
         dtype = getattr(spec, name)
-        if spec.trainable and spec.compute_dtype.is_floating_point and not dtype.is_floating_point:
-            out.append(
-                (
-                    f"trainable=True and {name}={dtype}",
-                    f"a trainable leaf is reduced, updated and kept in floats: {name}=torch.float32 or None.",
-                )
+        if spec.compute_dtype.is_floating_point and not dtype.is_floating_point:
+            yield (
+                f"trainable=True and {name}={dtype}",
+                f"a trainable leaf is reduced, updated and kept in floats: {name}=torch.float32 or None.",
             )
-    return out
 
 
-def _unjoined_layouts(spec: LayoutSpec) -> list[tuple[str, str]]:
+def _unjoined_layouts(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     """Layouts that no collective leads from one to the other."""
-    out: list[tuple[str, str]] = []
     if spec.optimizer != spec.gradient and spec.gradient.axes:
-        out.append(
-            (
-                f"gradient={spec.gradient!r}, optimizer={spec.optimizer!r}",
-                "the optimizer takes the gradient as it lies, or slices a whole one: "
-                "optimizer=gradient, or gradient=P().",
-            )
+        yield (
+            f"gradient={spec.gradient!r}, optimizer={spec.optimizer!r}",
+            "the optimizer takes the gradient as it lies, or slices a whole one: "
+            "optimizer=gradient, or gradient=P().",
         )
     if spec.storage != spec.optimizer and spec.storage.axes:
-        out.append(
-            (
-                f"storage={spec.storage!r}, optimizer={spec.optimizer!r}",
-                "storage takes the updated shard as it lies, or gathers it whole: "
-                "storage=optimizer, or storage=P().",
-            )
+        yield (
+            f"storage={spec.storage!r}, optimizer={spec.optimizer!r}",
+            "storage takes the updated shard as it lies, or gathers it whole: "
+            "storage=optimizer, or storage=P().",
         )
-    return out

@@ -1,15 +1,16 @@
-"""Losses: what `fn` may return beside a plain scalar, and losses of language models."""
+"""Losses: what `fn` may return beside a plain scalar, what a batch may hold beside plain tensors, and those
+of language models, which never hold the logits of a whole batch."""
 
-from fnshard.losses.objectives import (
-    IGNORE,
-    Mean,
-    Whole,
-    dpo,
-    linear_cross_entropy,
-    linear_token_losses,
-    next_token,
-    sequence_logprobs,
-)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard.losses.linear import token_losses
 
 __all__ = [
     "IGNORE",
@@ -21,3 +22,141 @@ __all__ = [
     "next_token",
     "sequence_logprobs",
 ]
+
+IGNORE = -100  # the target of a token that is not counted
+
+
+@dataclass(frozen=True)
+class Mean:
+    """`total / count` over *all* counted items of all ranks and micro-batches, exactly.
+
+    Args:
+        total: 0-d, the sum of the items' losses on this rank.
+        count: 0-d, how many items that were (a padding mask's sum). A global count of zero gives
+            zero gradients.
+        bound: the most items that a micro-batch of this rank can count, where that is known. Gradients
+            are divided by it before they are summed; without it by the size of the batch leaves.
+
+    >>> import torch
+    >>> Mean(torch.tensor(6.0), torch.tensor(3)).total
+    tensor(6.)
+    """
+
+    total: Tensor
+    count: Tensor | int | float
+    bound: float | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A batch leaf that micro-batching does not cut along dim 0."""
+
+    value: Any
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
+) -> Mean:
+    """Cross-entropy behind a linear layer, exactly averaged over all counted tokens of all ranks.
+
+    At most `chunk` tokens' logits are there at once, in the forward and in the backward.
+
+    Args:
+        hidden: [..., D], in any float dtype; logits are normalised in fp32.
+        weight: [V, D]: the head, which may be the tied embedding.
+        targets: int64 [...]; tokens whose target is `ignore` do not count.
+        chunk: tokens at once; 0 takes as many as 128 MiB of logits are.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+
+    >>> import torch
+    >>> hidden, weight = torch.randn(2, 3, 4), torch.randn(7, 4)
+    >>> mean = linear_cross_entropy(hidden, weight, torch.tensor([[1, 2, -100], [0, 6, 5]]))
+    >>> int(mean.count)
+    5
+    """
+    losses = linear_token_losses(hidden, weight, targets, ignore=ignore, chunk=chunk)
+    return Mean(losses.sum(), (targets != ignore).sum(), bound=float(targets.numel()))
+
+
+def linear_token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
+) -> Tensor:
+    """-log p of every target behind a linear layer, fp32 [...], 0 where it is `ignore`; as above."""
+    if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
+            "expected are [..., D], [V, D] and [...]."
+        )
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return token_losses(flat, weight, targets.reshape(-1), ignore, chunk)[0].view(targets.shape)
+
+
+def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
+    """Cross-entropy of each token given those before it, for models that give logits.
+
+    Args:
+        logits: [B, T, V].
+        tokens: int64 [B, T]: the inputs, or labels where some are `ignore`.
+    """
+    targets = tokens[:, 1:]
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=ignore, reduction="sum"
+    )
+    return Mean(losses, (targets != ignore).sum(), bound=float(targets.numel()))
+
+
+def sequence_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
+) -> Tensor:
+    """log p of each sequence's counted targets behind a linear layer, fp32 [B]; shapes as above, [B, T]."""
+    return -linear_token_losses(hidden, weight, targets, ignore=ignore, chunk=chunk).sum(-1)
+
+
+def dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    counted: Tensor | None = None,
+) -> tuple[Mean, dict[str, Mean]]:
+    """Direct preference optimisation (Rafailov et al. 2023), averaged over all pairs of all ranks.
+
+    The reference is the same frozen base without its adapters (`tuned.__wrapped__` of `fs.lora`), under
+    `torch.no_grad()`: there is no second model.
+
+    Args:
+        chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.
+        beta: how dear it is to leave the reference.
+        label_smoothing: the share of pairs that may be the wrong way round (Mitchell 2023).
+        counted: bool [B]: which pairs are some, where others are padding; default all.
+
+    Returns:
+        The loss, and what people watch: rewards, their margin, how often the chosen one is ahead.
+
+    >>> import torch
+    >>> loss, aux = dpo(*torch.tensor([[-1.0], [-2.0], [-1.5], [-1.5]]))
+    >>> round(float(loss.total), 4), float(aux["accuracy"].total)
+    (0.6444, 1.0)
+    """
+    gains, losses = chosen - reference_chosen, rejected - reference_rejected
+    margin = beta * (gains - losses)
+    each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
+    bound = float(each.numel())
+    weights = torch.ones_like(each) if counted is None else counted.to(each.dtype)
+    count = bound if counted is None else counted.sum()
+
+    def mean(value: Tensor) -> Mean:
+        return Mean((value.detach() * weights).sum(), count)
+
+    aux = {
+        "chosen_reward": mean(beta * gains),
+        "rejected_reward": mean(beta * losses),
+        "margin": mean(margin),
+        "accuracy": mean((margin > 0).to(margin.dtype)),
+    }
+    return Mean((each * weights).sum(), count, bound=bound), aux

@@ -15,7 +15,7 @@ from fnshard import tree
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.errors import StateError
-from fnshard.losses.objectives import Whole
+from fnshard.losses import Whole
 
 Batch = Arguments | Sequence[Any]
 BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives

@@ -8,7 +8,7 @@ from typing import Any
 from fnshard import tree
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.lower import Passes
-from fnshard.losses.objectives import Mean
+from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE

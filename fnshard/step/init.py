@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.analysis.slots import Slots
 from fnshard.compiler.deferred.deferred_init import check_values, recipe_of
 from fnshard.compiler.deferred.tape import fill_blank, has_blanks, seeded
 from fnshard.errors import StateError
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
 from fnshard.runtime.packing import local_block
+from fnshard.runtime.tiers import allocate, check_directory
 from fnshard.step.shards import check_is_used, check_seed, shard, stored_at_rest
 
 InitFn = Callable[[str, Tensor], Any]
@@ -130,3 +132,47 @@ def _from_function(
         )
     unfit.refuse()
     return blocks
+
+
+# ------------------------------------------------------------------ blank states, to be filled
+
+
+def blank_params(
+    specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, *, on_paper: bool = False
+) -> dict[str, Tensor]:
+    """Zeros where each leaf's stored block rests; on the meta device, where it is for the shapes alone.
+
+    Raises:
+        StateError: no room, or no directory, for what rests on disk.
+    """
+    if not on_paper:
+        check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
+    zeros = _meta if on_paper else _zeros
+    return {
+        p: zeros(block_shape(s.shape, s.storage, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
+        for p, s in specs.items()
+    }
+
+
+def blank_slots(
+    slots: Slots, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, *, on_paper: bool = False
+) -> dict[str, dict[str, Tensor]]:
+    """Zeros where each leaf's optimizer state rests."""
+    zeros = _meta if on_paper else _zeros
+    return {
+        path: {
+            name: zeros(shape, dtype, specs[path].optimizer_memory, mesh, disk_dir)
+            for name, (shape, dtype) in of_leaf.items()
+        }
+        for path, of_leaf in slots.items()
+    }
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, disk_dir: str | None) -> Tensor:
+    if tier == "device":
+        return torch.zeros(shape, dtype=dtype, device=mesh.device)
+    return allocate(shape, dtype, tier, mesh.device, disk_dir).zero_()
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype, *_: Any) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

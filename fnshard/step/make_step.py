@@ -9,7 +9,7 @@ from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.schedule.plan import AccumulateMode
-from fnshard.losses.objectives import Mean
+from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE

@@ -19,7 +19,7 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.graph import graph_length
 from fnshard.layout.resolved import compare_paths
-from fnshard.losses.objectives import Whole
+from fnshard.losses import Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection

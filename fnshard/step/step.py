@@ -29,9 +29,8 @@ from fnshard.runtime.executor.scalars import Scalars, Summary, rescale
 from fnshard.runtime.executor.update import init_slots
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.agreement import optimizer_text
-from fnshard.step.blank import blank_params, blank_slots
 from fnshard.step.compiles import name_of
-from fnshard.step.init import InitFn, check_seed, init_params, narrowed
+from fnshard.step.init import InitFn, blank_params, blank_slots, check_seed, init_params, narrowed
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Options

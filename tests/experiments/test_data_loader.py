@@ -16,7 +16,7 @@ from experiments.data.loader import PackedLoader, PairLoader
 from experiments.data.permutation import Permutation, order
 from experiments.data.prepared import prepare
 from experiments.data.tokenizer import byte_tokenizer
-from fnshard.losses.objectives import IGNORE
+from fnshard.losses import IGNORE
 
 CONTEXT = 50
 COUNT = 67

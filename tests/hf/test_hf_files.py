@@ -18,8 +18,8 @@ from weights import MESHES, PARAMS, same, sharded, tensors_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.checkpoint import rows
 from fnshard.errors import StateError
+from fnshard.hf import plan
 from fnshard.layout.spec import block_shape, block_slices
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.collectives.simulated import Simulated
@@ -127,12 +127,12 @@ def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
     def run(rank: int) -> Tensor:
         whole = torch.full((64, 16), float("nan"))
         block = fs.shard(params, specs, mesh)["w"]
-        for first, part in rows.gather_rows(block, specs["w"], mesh, connection(mesh), receives=rank == 1):
+        for first, part in plan.gather_rows(block, specs["w"], mesh, connection(mesh), receives=rank == 1):
             given.append(part.nbytes)
             whole[first : first + part.shape[0]] = part
         return whole
 
-    with mock.patch.object(rows, "PIECE_bytes", 256), mock.patch.object(Simulated, "send_buffer", counted):
+    with mock.patch.object(plan, "PIECE_bytes", 256), mock.patch.object(Simulated, "send_buffer", counted):
         other, whole = fs.simulate(mesh, run)
     assert torch.equal(whole, params["w"]) and bool(other.isnan().all())
     assert max(given) <= 256 and len(given) == 4096 // max(given)
@@ -165,7 +165,7 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
         fs.hf.export(blocks, tmp_path / "all.safetensors", specs, mesh)
         fs.hf.export(blocks, tmp_path / "all.pt", specs, mesh)
 
-    with mock.patch.object(rows, "PIECE_bytes", 64):
+    with mock.patch.object(plan, "PIECE_bytes", 64):
         fs.simulate(mesh, run)
     same(tensors_of(tmp_path / "out"), PARAMS)
     same(safetensors.load_file(tmp_path / "all.safetensors"), PARAMS)
@@ -259,7 +259,7 @@ def processes(rank: int, folder: str, world: int) -> list[int]:
     specs = fs.match_specs(meta, [("[135].*", LayoutSpec(P("shard"))), ("*", LayoutSpec(P(None, "shard")))])
     big = {n: torch.full((1024, 4096), float(rank)) for n in shapes}
     own = sum(b.nbytes for b in big.values())
-    with mock.patch.object(rows, "PIECE_bytes", 1 << 20):
+    with mock.patch.object(plan, "PIECE_bytes", 1 << 20):
         before = peak(reset=True)
         fs.hf.save(big, into / "big", specs, mesh)
         saving = peak() - before

@@ -15,8 +15,8 @@ import fnshard as fs
 from experiments.micro import chunked_loss
 from fnshard import LayoutSpec, P, losses
 from fnshard.analysis.workspace import workspace_bytes
+from fnshard.losses import Mean
 from fnshard.losses import linear as fused
-from fnshard.losses.objectives import Mean
 
 V, D = 50, 16
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.ir.program import Outputs, Program, describe
 from fnshard.errors import TraceError, leaves, report
-from fnshard.losses.objectives import Mean
+from fnshard.losses import Mean
 
 
 def read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:

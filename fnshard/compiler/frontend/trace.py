@@ -44,7 +44,7 @@ from fnshard.compiler.rewrites.in_place import functionalize
 from fnshard.compiler.rewrites.rounding import keep_rounding
 from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses.objectives import Whole
+from fnshard.losses import Whole
 
 CLOSURE_LIMIT_bytes = 1 << 20
 _lock = threading.RLock()  # the tracer patches torch's globals: one trace at a time
