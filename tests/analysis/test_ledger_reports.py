@@ -26,9 +26,15 @@ def loss(p: Any, x: Any) -> Any:
     return run_chain(p, x).sum()
 
 
-def decoder(ranks: int = 4, **options: Any) -> Lowered:
-    fn, params, tokens = llama(4)
-    return lower(fn, params, tokens, ranks=ranks, **options)
+def decoder(ranks: int | dict[str, int] = 4, **options: Any) -> Lowered:
+    """A small Llama on paper; one lowering of each layout serves all tests."""
+    key = repr((ranks, sorted(options.items())))
+    if key not in DECODERS:
+        DECODERS[key] = lower(*llama(4), ranks=ranks, **options)
+    return DECODERS[key]
+
+
+DECODERS: dict[str, Lowered] = {}
 
 
 # ------------------------------------------------------------------ footprints
@@ -98,9 +104,9 @@ def test_what_is_added_up_adds_up(preset: str, remat: str) -> None:
 def test_state_between_steps_is_counted_from_shapes() -> None:
     params = chain(4, 64)
     low = lower(loss, params, rows(64), ranks=4)
-    whole = sum(v.numel() * 4 for v in params.values())
+    full = sum(v.numel() * 4 for v in params.values())
     found = low.memory_analysis()
-    assert found.resident == {"parameter shards": whole // 4, "optimizer state": 2 * whole // 4}
+    assert found.resident == {"parameter shards": full // 4, "optimizer state": 2 * full // 4}
     assert found.leaves["layers.0.w"] == {
         "stored": 64 * 64, "optimizer": 2 * 64 * 64, "gathered": 4 * 64 * 64, "gradient": 64 * 64,
     }  # fmt: skip
@@ -118,7 +124,7 @@ def test_a_master_copy_is_optimizer_state() -> None:
     assert low.memory_analysis().resident["optimizer state"] == 3 * 2 * 64 * 64 * 4
 
 
-def test_tiers_are_told_apart() -> None:
+def test_tiers_are_counted_apart() -> None:
     params = chain(4, 64)
     size = 4 * 64 * 64 * 4
     low = lower(loss, params, rows(64), ranks=2, policy={"memory": "host", "optimizer_memory": "disk"})
@@ -209,7 +215,7 @@ def test_answers_print_short_and_are_plain_data() -> None:
     assert {len(v) for v in timeline.values()} == {len(low.schedule.instructions)}
 
 
-def test_a_budget_is_held_or_refused_with_the_ways_out() -> None:
+def test_a_budget_is_kept_or_refused_with_the_ways_out() -> None:
     low = decoder()
     peak = low.memory_analysis().peak_bytes
     low.assert_fits(peak)
@@ -239,16 +245,16 @@ def test_questions_that_make_no_sense() -> None:
 
 
 def test_a_difference_names_what_came_and_went() -> None:
-    whole, parts = decoder(preset="no_shard"), decoder(preset="full_shard")
-    found = fs.diff(whole, parts)
+    full, parts = decoder(preset="no_shard"), decoder(preset="full_shard")
+    found = fs.diff(full, parts)
     assert found.collectives["all_reduce"].after == found.collectives["gather"].before == 0
     assert ("backward", "norm", "all_reduce") in found.gone
     assert ("forward", "norm", "gather") in found.come
     assert found.bytes["between steps"].by < 0
-    peaks = [low.memory_analysis().peak_bytes for low in (whole, parts)]
+    peaks = [low.memory_analysis().peak_bytes for low in (full, parts)]
     assert [found.bytes["peak"].before, found.bytes["peak"].after] == peaks
-    assert not fs.diff(whole, decoder(preset="no_shard"))
-    assert str(fs.diff(whole, whole)) == "no difference"
+    assert not fs.diff(full, decoder(preset="no_shard"))
+    assert str(fs.diff(full, full)) == "no difference"
 
 
 def test_padding_is_counted() -> None:

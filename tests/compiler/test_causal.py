@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from toys import step_of
 
-import fnshard as fs
 from fnshard.compiler.ir.program import propagate, replay
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 
@@ -78,8 +78,7 @@ def test_the_gradient_is_torchs_and_only_causal_masks_go(mask_of):
     params = {n: torch.randn(4, 4, generator=generator, dtype=torch.float64) for n in "qv"}
     x = torch.randn(2, T, 4, generator=generator, dtype=torch.float64)
     loss = loss_with(lambda: mask_of().to(torch.float64) if mask_of().is_floating_point() else mask_of())
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    step = fs.shard_step(loss, specs, backend="eager")
+    step = step_of(loss, params)
     assert explicit(step.lower(params, x)) == MASKS[mask_of]
     value, grads = step(params, x)
     expected, truth = torch.func.grad_and_value(loss)(params, x)[::-1]

@@ -60,9 +60,9 @@ def built(make: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
         return {p: leaf.detach().clone() for p, leaf in fs.make_functional(make())[1].items()}
 
 
-def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(got) == list(wanted)
-    assert [p for p in got if got[p].dtype != wanted[p].dtype or not torch.equal(got[p], wanted[p])] == []
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(got) == list(expected)
+    assert [p for p in got if got[p].dtype != expected[p].dtype or not torch.equal(got[p], expected[p])] == []
 
 
 def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
@@ -78,10 +78,10 @@ def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_shards_are_what_building_on_one_cpu_gives(name: str) -> None:
-    model, wanted = deferred(EVERY[name]), built(EVERY[name], seed=7)
+    model, expected = deferred(EVERY[name]), built(EVERY[name], seed=7)
     for world in (1, 2, 4):
         for got in whole(model, world, seed=7):
-            same(got, wanted)
+            same(got, expected)
 
 
 @pytest.mark.parametrize("name", ["tied", "buffers"])
@@ -99,8 +99,8 @@ def on_rank(rank: int) -> list[bool]:
     mesh = fs.make_mesh(shard=2, device="cpu")
     specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
     step = fs.shard_step(lambda p: 0, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager")
-    got, wanted = fs.unshard(step.init(model, seed=-3).params, specs, mesh), built(Gpt, -3)
-    return [torch.equal(got[p], wanted[p]) for p in wanted]
+    got, expected = fs.unshard(step.init(model, seed=-3).params, specs, mesh), built(Gpt, -3)
+    return [torch.equal(got[p], expected[p]) for p in expected]
 
 
 def test_on_processes(ranks: Any) -> None:
@@ -135,10 +135,10 @@ def test_the_default_dtype_is_that_of_the_constructor() -> None:
 
 def test_torchs_own_generator_is_left_alone() -> None:
     torch.manual_seed(5)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(5)
     whole(deferred(MODULES["streams"]), 2, 1)
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_memory_is_that_of_one_leaf() -> None:

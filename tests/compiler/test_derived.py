@@ -20,7 +20,6 @@ from fnshard.compiler.kernels.derived import Derived
 
 WIDE = 32  # a row is much smaller than its leaf
 BLOCKS = 3
-PRESETS = ("full_shard", "zero2", "no_shard")
 
 
 def params(blocks: int = BLOCKS) -> dict[str, Tensor]:
@@ -32,35 +31,28 @@ def batch() -> Tensor:
 
 
 def assert_same_everywhere(fn: Callable[..., Tensor], leaves: dict[str, Tensor], x: Tensor) -> None:
-    """`fn`, a mean over rows, on two simulated ranks of each preset, against plain autograd."""
+    """`fn`, a mean over rows, on two simulated ranks, against plain autograd."""
     expected, value = reference.gradients(fn, leaves, x)
     mesh = fs.make_mesh(shard=2, simulated=True)
-    for preset in PRESETS:
-        specs = fs.presets.PRESETS[preset](leaves, mesh)
-        step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
+    specs = fs.presets.full_shard(leaves, mesh)
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
 
-        def run(rank: int, specs: Any = specs, step: Any = step) -> Any:
-            loss, grads = step(fs.shard(leaves, specs, mesh), *sharded.part((x,), rank, mesh.size))
-            return loss, fs.unshard(grads, specs, mesh, layout="gradient")
+    def run(rank: int) -> Any:
+        loss, grads = step(fs.shard(leaves, specs, mesh), *sharded.part((x,), rank, mesh.size))
+        return loss, fs.unshard(grads, specs, mesh, layout="gradient")
 
-        for loss, grads in fs.simulate(mesh, run):
-            torch.testing.assert_close(loss, value, rtol=0, atol=sharded.ATOL)
-            torch.testing.assert_close(grads, expected, rtol=0, atol=sharded.ATOL)
+    for loss, grads in fs.simulate(mesh, run):
+        torch.testing.assert_close(loss, value, rtol=0, atol=sharded.ATOL)
+        torch.testing.assert_close(grads, expected, rtol=0, atol=sharded.ATOL)
 
 
 # ------------------------------------------------------------------ ops of several results
 
 SEVERAL: dict[str, Callable[[Tensor], Any]] = {
     "max": lambda w: w.abs().max(0)[0],
-    "median": lambda w: w.median(0)[0],
-    "sort": lambda w: w.sum(0).sort()[0],
-    "topk": lambda w: w.flatten().topk(2)[0].sum(),
     "index of topk": lambda w: w.flatten().topk(2)[1].sum() % 3 * w.norm(),
-    "slogdet": lambda w: torch.linalg.slogdet(w)[1],
     "both of slogdet": lambda w: torch.linalg.slogdet(w),
     "std": lambda w: torch.std_mean(w)[0],
-    "std_mean": lambda w: torch.std_mean(w, 0),
-    "frexp": lambda w: torch.frexp(w.sum())[0],
     "aminmax": lambda w: torch.aminmax(w, dim=0),
     "split_with_sizes": lambda w: w.split_with_sizes([1, WIDE - 1])[0],
     "unbind": lambda w: w.unbind(0)[1],

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain
+from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain, step_of
 
 import fnshard as fs
 from fnshard.compiler.kernels.canonical import Source
@@ -44,16 +43,16 @@ def test_forward_and_backward_are_those_of_the_source() -> None:
         outputs = kernel.source(*args)
         taking = [outputs[i] for i in kernel.tangents]
         tangents = [torch.randn_like(o) for o in taking]
-        wanted = torch.autograd.grad(taking, [args[i] for i in kernel.grads], tangents)
+        expected = torch.autograd.grad(taking, [args[i] for i in kernel.grads], tangents)
         plain = [a.detach() for a in args]
         flat = kernel.forward(*plain)
-        given, saved = flat[: len(outputs)], flat[len(outputs) :]
+        inputs, saved = flat[: len(outputs)], flat[len(outputs) :]
         assert len(saved) == len(kernel.saved)
-        torch.testing.assert_close(list(given), [o.detach() for o in outputs])
-        kept = {"input": plain, "output": given, "saved": saved}
+        torch.testing.assert_close(list(inputs), [o.detach() for o in outputs])
+        kept = {"input": plain, "output": inputs, "saved": saved}
         kept["tangent"] = dict(zip(kernel.tangents, tangents, strict=True))
         grads = kernel.backward(*[kept[r.kind][r.index] for r in kernel.backward_inputs])
-        torch.testing.assert_close(list(grads), list(wanted))
+        torch.testing.assert_close(list(grads), list(expected))
 
 
 def test_descriptions_of_what_is_saved_are_true() -> None:
@@ -99,57 +98,6 @@ def test_a_forward_alone_saves_nothing() -> None:
     assert kernel.backward is None and kernel.saved == () and kernel.grads == ()
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5, 1e-9])
-def test_a_smaller_budget_saves_less_and_changes_nothing(budget: float) -> None:
-    def fn(p, x):
-        return run_chain(p, x, lambda x, i: torch.sin(torch.exp(torch.cos(x) * 2) - x).softmax(-1)).sum()
-
-    source = sources(fn, chain(4), rows())[1]
-    full, less = differentiate(source, "k"), differentiate(source, "k", budget=budget)
-
-    def saved(kernel: Kernel) -> int:
-        return sum(torch.Size(a.shape).numel() for a in kernel.saved)
-
-    assert saved(less) <= saved(full)
-    assert budget > 1e-6 or saved(less) < saved(full)
-    args = [v.detach() for v in values_of(source)]
-    tangent = torch.ones(ROWS, WIDTH)
-    results = []
-    for kernel in (full, less):
-        flat = kernel.forward(*args)
-        kept = {"input": args, "output": flat, "saved": flat[len(source.outputs) :], "tangent": {0: tangent}}
-        results.append(kernel.backward(*[kept[r.kind][r.index] for r in kernel.backward_inputs]))
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("budget", [1.0, 1e-9])
-def test_dropout_is_the_same_mask_under_recompute(budget: float) -> None:
-    """The mask is a function of a key that is an input: it may be drawn again."""
-
-    def fn(p, x):
-        return run_chain(p, x, lambda x, i: F.dropout(x, 0.5)).sum()
-
-    low = lower(fn, chain(4), rows())
-    keys = [i for s in low.segments.segments for i in s.inputs if i.startswith("key:")]
-    assert keys == [f"key:key{i}" for i in range(4)]
-    source = next(s for s in low.segments.sources.values() if any(a.kind == "key" for a in s.inputs))
-    kernel = differentiate(source, "k", budget=budget)
-    args = [
-        torch.full(a.shape, 0.1, dtype=a.dtype) if a.kind != "key" else torch.tensor(7) for a in source.inputs
-    ]
-    args[0] = torch.linspace(0.1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
-    wanted = [
-        a.clone().requires_grad_(like.requires_grad) for a, like in zip(args, source.inputs, strict=True)
-    ]
-    (out,) = source(*wanted)
-    out.sum().backward()
-    flat = kernel.forward(*args)
-    assert torch.equal(flat[0] == 0, out == 0)
-    kept = {"input": args, "output": flat, "saved": flat[1:], "tangent": {0: torch.ones_like(out)}}
-    grads = kernel.backward(*[kept[r.kind][r.index] for r in kernel.backward_inputs])
-    torch.testing.assert_close(list(grads), [wanted[i].grad for i in kernel.grads])
-
-
 def test_gradients_that_may_be_one_tensor_are_marked() -> None:
     def fn(p, x):
         return (p["a.w"] + p["a.v"]).sum() + (x * p["a.w"]).sum()
@@ -170,10 +118,9 @@ def test_shared_gradients_do_not_corrupt_accumulation() -> None:
     def fn(p, x):
         return ((p["a.w"] + p["a.v"]) * x.sum(0)).sum()
 
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
     x = torch.arange(6.0 * WIDTH).view(6, WIDTH)
     for mode in ("reduce", "local"):
-        step = fs.shard_step(fn, specs, accumulate=3, accumulate_mode=mode, backend="eager")
+        step = step_of(fn, params, accumulate=3, accumulate_mode=mode)
         _, grads = step(params, x)
         torch.testing.assert_close(grads, dict.fromkeys(params, x.sum(0) / 3))
 

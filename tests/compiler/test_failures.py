@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from toys import step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, SpecError, StateError, TraceError
@@ -239,8 +240,7 @@ def test_an_interrupt_passes_through() -> None:
 def made() -> tuple[nn.Module, Any]:
     model = nn.Linear(8, 8)
     apply, params = fs.make_functional(model)
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    return model, fs.shard_step(lambda p, x: apply(p, x).sum(), specs, backend="eager")
+    return model, step_of(lambda p, x: apply(p, x).sum(), params)
 
 
 @pytest.mark.parametrize("what", ["module", "parameters"])
@@ -292,13 +292,12 @@ def test_what_is_passed_by_mistake_is_named_with_the_fix(
 
 @pytest.mark.parametrize("aux", [False, True])
 def test_a_forgotten_optimizer_is_named(aux: bool) -> None:
-    specs = fs.match_specs(W, [("*", LayoutSpec())])
 
     def loss(p: Any, x: Tensor) -> Any:
         value = (x @ p["w"]).sum()
         return (value, {"mean": value / 4}) if aux else value
 
-    step = fs.shard_step(loss, specs, backend="eager")
+    step = step_of(loss, W)
     state = step.init(W)
     state, _ = step(state, X)
     with pytest.raises(StateError, match=r"(?s)without an optimizer, it returns .*Fix: .*optimizer="):

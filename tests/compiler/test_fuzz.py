@@ -9,7 +9,8 @@ import grammar
 import pytest
 from cases import AXES, Case, cases, check, on_rank
 from hypothesis import HealthCheck, given, settings
-from programs import Program, programs
+from program import Program
+from programs import programs
 from ranks import ranks  # noqa: F401  (a fixture)
 
 MODEST = settings(
@@ -30,7 +31,7 @@ def test_programs_on_one_rank(program: Program) -> None:
     check(Case(program))
 
 
-@settings(MODEST, max_examples=12)
+@settings(MODEST, max_examples=20)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
     check(case)

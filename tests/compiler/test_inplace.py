@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from toys import step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, TraceError
@@ -163,7 +164,7 @@ def loss_of(some: Sequence[Case], through_view: bool) -> Callable[..., Any]:
     return loss
 
 
-def step_of(some: Sequence[Case], through_view: bool, units: int = 2) -> tuple[Any, Params]:
+def written_step(some: Sequence[Case], through_view: bool, units: int = 2) -> tuple[Any, Params]:
     params = {f"{i}.{n}": v for i, c in enumerate(some) for n, v in c.leaves().items()}
     unit = {p: f"u{int(units == 2 and not p.endswith('self'))}" for p in params}
     layouts = [(p, LayoutSpec(P("shard") if v.dim() else P())) for p, v in params.items()]
@@ -174,7 +175,7 @@ def step_of(some: Sequence[Case], through_view: bool, units: int = 2) -> tuple[A
 
 def assert_as_torch(some: Sequence[Case], through_view: bool, units: int) -> None:
     """Values, and gradients of what is written to and of what is read."""
-    step, params = step_of(some, through_view, units)
+    step, params = written_step(some, through_view, units)
     assert len(step.lower(params, X).segments.segments) == units
     (_, bases), grads = step(params, X)
     leaves = {n: v.clone().requires_grad_() for n, v in params.items()}
@@ -212,7 +213,7 @@ def test_what_torch_cannot_take_apart_is_refused(op: OpOverload) -> None:
     arguments = {"polygamma_": (1,), "fill_diagonal_": (0.5, False)}.get(
         op._schema.name[6:], (0, INDICES[0], ("float", ()))
     )
-    step, params = step_of([Case(op, "float", (3, 3), arguments)], through_view=True)
+    step, params = written_step([Case(op, "float", (3, 3), arguments)], through_view=True)
     with pytest.raises(TraceError, match=f"(?s){REFUSED[op]}.*Fix: "):
         step.lower(params, X)
 
@@ -244,12 +245,11 @@ def rows(x: Tensor) -> Tensor:
 )
 def test_strides_beneath_a_write_are_torchs_or_refused(write: Callable[..., Tensor], refusal: str) -> None:
     params = {"w": torch.linspace(-1, 1, 4, dtype=torch.float64)}
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
 
     def loss(p: Params, x: Tensor) -> Tensor:
         return write(p["w"] * x).square().sum()
 
-    step, x = fs.shard_step(loss, specs, backend="eager"), torch.arange(1.0, 5.0, dtype=torch.float64)
+    step, x = step_of(loss, params), torch.arange(1.0, 5.0, dtype=torch.float64)
     if refusal:
         with pytest.raises(TraceError, match=f"(?s){refusal}.*Fix: make it dense"):
             step(params, x)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from toys import step_of
 
-import fnshard as fs
-from fnshard import LayoutSpec, TraceError
+from fnshard import TraceError
 
 COUNT = 1 << 15
 HALF, BFLOAT, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -20,8 +20,7 @@ DIGITS = {HALF: 11, BFLOAT: 8, SINGLE: 24, DOUBLE: 53}
 def drawn(draw: Callable[[], Any], backend: str = "eager") -> Any:
     """What `draw()` gives inside a step."""
     params = {"w": torch.ones(())}
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    step = fs.shard_step(lambda p, x: (p["w"] * x, draw()), specs, backend=backend)
+    step = step_of(lambda p, x: (p["w"] * x, draw()), params, backend=backend)
     (_, values), _ = step(params, torch.ones(()))
     return values
 
@@ -122,11 +121,7 @@ def test_what_torch_refuses_is_refused(draw: Callable[[], Tensor], words: str) -
 def test_dropout_in_a_half_type_keeps_the_mean() -> None:
     """A factor of 1 / 0.9 in bf16 would be off by 0.16%."""
     params = {"w": torch.ones(())}
-    step = fs.shard_step(
-        lambda p, x: (p["w"] * x.float().mean(), torch.nn.functional.dropout(x, 0.1)),
-        fs.match_specs(params, [("*", LayoutSpec())]),
-        backend="eager",
-    )
+    step = step_of(lambda p, x: (p["w"] * x.float().mean(), torch.nn.functional.dropout(x, 0.1)), params)
     x = torch.linspace(1, 2, COUNT).bfloat16()
     (_, kept), _ = step(params, x)
     expected = (x.float() / 0.9).bfloat16()

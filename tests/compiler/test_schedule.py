@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from kernels import no_kernels
-from torch.utils.checkpoint import CheckpointPolicy
 from toys import WIDTH, chain, llama, lower, rows, run_chain
 
 import fnshard as fs
-from fnshard import LayoutSpec, P, ScheduleError
-from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels import differentiate
+from fnshard import LayoutSpec, P
 from fnshard.compiler.schedule import instructions
 from fnshard.compiler.schedule.instructions import (
     AllReduce,
-    Free,
     Gather,
     Instruction,
     Local,
@@ -31,12 +24,9 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.passes import prefetch
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.compiler.schedule.verify import verify
 from fnshard.step.lowered import Lowered
 
-WORLDS = [1, 2, 8, 64]
 WIDE = 64  # divides by every world
 
 
@@ -55,15 +45,9 @@ def units_of(found: list[Instruction]) -> list[str]:
 # ------------------------------------------------------------------ full_shard
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("blocks", [1, 4])
-def test_full_shard_gathers_twice_and_reduces_once(world: int, blocks: int) -> None:
-    fn, params, tokens = llama(blocks)
-    low = lower(fn, params, tokens, ranks=world)
-    inner = [f"layers.{i}" for i in range(blocks)]
-    if world == 1:
-        assert set(low.schedule.counts()) == {"run", "local", "update", "free", "reduce_scalars", "wait"}
-        return
+def test_full_shard_gathers_twice_and_reduces_once() -> None:
+    low = lower(*llama(4))
+    inner = [f"layers.{i}" for i in range(4)]
     assert units_of(lines(low, Gather, "forward")) == ["embed", *inner, "norm", "head"]
     # The head is still there from the forward; the backward of an embedding reads no weight.
     assert units_of(lines(low, Gather, "backward")) == ["norm", *inner[::-1]]
@@ -72,7 +56,7 @@ def test_full_shard_gathers_twice_and_reduces_once(world: int, blocks: int) -> N
     assert sorted(units_of(lines(low, Update))) == sorted(["embed", *inner, "norm", "head"])
 
 
-@pytest.mark.parametrize("world", [2, 8, 64])
+@pytest.mark.parametrize("world", [2, 64])
 def test_bytes_are_exact(world: int) -> None:
     params = chain(4, WIDE)
     policy = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -100,13 +84,12 @@ PARTS = {  # what DeepSpeed (ZeRO 1, 2, 3), FSDP and DDP document: True is shard
     "zero2": (False, True, True),
     "shard_grad_op": (True, True, True),
     "full_shard": (True, True, True),
-    "zero3": (True, True, True),
     "hybrid_shard": (True, True, True),
 }
 
 
 @pytest.mark.parametrize("preset", PARTS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 8])
 def test_resident_bytes(preset: str, world: int) -> None:
     """One rank's bytes: bf16 parameters, fp32 gradients, fp32 master weights and two slots of Adam."""
     params = {p: v.bfloat16() for p, v in chain(3, WIDE).items()}
@@ -131,7 +114,7 @@ def test_resident_bytes(preset: str, world: int) -> None:
     assert sum(b.row_bytes for b in reduced) == 4 * numel // gradients
 
 
-@pytest.mark.parametrize("world", [2, 8, 64])
+@pytest.mark.parametrize("world", [2, 8])
 def test_collectives_of_every_preset(world: int) -> None:
     found = {}
     for preset in PARTS:
@@ -148,7 +131,6 @@ def test_collectives_of_every_preset(world: int) -> None:
         "zero2": (0, 4, 0, 4, 1),
         "shard_grad_op": (4, 4, 0, 0, 1),
         "full_shard": (6, 4, 0, 0, 1),
-        "zero3": (6, 4, 0, 0, 1),
         "hybrid_shard": (6 * inner, 4 * inner, 4, 0, 1),
     }
 
@@ -223,9 +205,10 @@ def test_overlap_waits_for_reductions_later(depth: int) -> None:
             assert len(between) == min(depth, len(later))
 
 
-@pytest.mark.parametrize("remat", ["offload", {"layers.*": "unit+offload"}], ids=["all", "by name"])
-@pytest.mark.parametrize("depth", [(0, 0), (1, 1)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("remat", "depth", "accumulate"),
+    [("offload", (0, 0), 2), ("offload", (1, 1), 1), ({"layers.*": "unit+offload"}, (1, 1), 2)],
+)
 def test_overlap_moves_no_kernel(remat: Any, depth: tuple[int, int], accumulate: int) -> None:
     """Activations on their way to the host are waited for before the kernel that loads them again."""
     options = {"remat": remat, "prefetch": depth, "accumulate": accumulate, "ranks": 2}
@@ -237,28 +220,11 @@ def test_overlap_moves_no_kernel(remat: Any, depth: tuple[int, int], accumulate:
     assert kernels_and_gathers(late) == kernels_and_gathers(early)
 
 
-def test_reshard_false_gathers_once() -> None:
-    low = lower(loss, chain(5), rows(), preset="shard_grad_op")
-    assert not lines(low, Gather, "backward")
-    assert units_of(lines(low, Gather)) == [f"layers.{i}" for i in range(5)]
-
-
 def test_reshard_per_unit() -> None:
     keep = ("layers.2.*", LayoutSpec(P("shard"), reshard=False))
     low = lower(loss, chain(5), rows(), policy={"rules": [keep]})
     assert units_of(lines(low, Gather, "forward")) == [f"layers.{i}" for i in range(5)]
     assert units_of(lines(low, Gather, "backward")) == ["layers.3", "layers.1"]
-
-
-def test_loops_gather_anew_for_every_turn() -> None:
-    def fn(p, x):
-        for _ in range(3):
-            x = run_chain(p, x)
-        return x.sum()
-
-    low = lower(fn, chain(3), rows())
-    assert units_of(lines(low, Gather, "forward")) == ["layers.0", "layers.1", "layers.2"] * 3
-    assert sorted(units_of(lines(low, ReduceScatter))) == ["layers.0", "layers.1", "layers.2"]
 
 
 # ------------------------------------------------------------------ accumulation
@@ -307,16 +273,23 @@ def _mean(p: Any, x: Any) -> fs.Mean:
     return fs.Mean(y.sum(), (x > 0).sum())
 
 
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+
+
 @pytest.mark.parametrize(
-    ("fn", "optimizer"),
+    ("fn", "optimizer", "dtype"),
     [
-        (loss, fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))),
-        (_mean, fs.optim.adamw(1e-3)),
+        (loss, CLIPPED, torch.float32),
+        (_mean, fs.optim.adamw(1e-3), torch.float32),
+        (loss, fs.optim.adamw(1e-3), torch.float16),  # whose overflow all ranks must know of
     ],
-    ids=["clip", "Mean"],
+    ids=["clip", "Mean", "fp16"],
 )
-def test_what_is_global_stands_before_all_updates(fn: Callable[..., Any], optimizer: Any) -> None:
-    low = lower(fn, chain(5), rows(), optimizer=optimizer)
+def test_what_is_global_stands_before_all_updates(
+    fn: Callable[..., Any], optimizer: Any, dtype: torch.dtype
+) -> None:
+    params = {p: v.to(dtype) for p, v in chain(5).items()}
+    low = lower(fn, params, rows().to(dtype), optimizer=optimizer)
     found = list(low.schedule.instructions)
     arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of.verb == "reduce_scalars")
     updates = [n for n, i in enumerate(found) if isinstance(i, Update)]
@@ -325,22 +298,13 @@ def test_what_is_global_stands_before_all_updates(fn: Callable[..., Any], optimi
 
 
 def test_clipping_costs_no_collective_of_its_own() -> None:
-    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
-    plain, clipped = (lower(loss, chain(5), rows(), optimizer=o) for o in (fs.optim.adamw(1e-3), clip))
+    plain, clipped = (lower(loss, chain(5), rows(), optimizer=o) for o in (fs.optim.adamw(1e-3), CLIPPED))
 
     def collectives(low: Lowered) -> list[str]:
         return sorted(line.split(" values")[0].rstrip("0123456789 ") for line in low.schedule.communication())
 
     assert collectives(plain) == collectives(clipped)  # the scalars' vector is longer, that is all
     assert clipped.schedule.counts()["norms"] == 5
-
-
-def test_fp16_stands_before_all_updates() -> None:
-    params = {p: v.half() for p, v in chain(3).items()}
-    low = lower(loss, params, rows().half())
-    found = list(low.schedule.instructions)
-    arrived = next(n for n, i in enumerate(found) if isinstance(i, Wait) and i.of.verb == "reduce_scalars")
-    assert min(n for n, i in enumerate(found) if isinstance(i, Update)) > arrived
 
 
 def test_without_an_optimizer_gradients_are_outputs() -> None:
@@ -381,17 +345,6 @@ def test_a_leaf_detached_everywhere_is_unused() -> None:
     assert units_of(lines(low, Local)) == ["layers.0"]
     assert units_of(lines(low, Gather)) == ["layers.0", "layers.1"]
     assert units_of(lines(low, ReduceScatter)) == ["layers.1"]
-
-
-def test_tied_weights_are_one_leaf_and_one_reduction() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False), torch.nn.Tanh(),
-                                torch.nn.Linear(WIDTH, WIDTH, bias=False))  # fmt: skip
-    model[2].weight = model[0].weight
-    apply, params = fs.make_functional(model)
-    low = lower(lambda p, x: apply(p, x).sum(), params, rows())
-    assert list(params) == ["0.weight"]
-    assert low.schedule.counts()["reduce_scatter"] == 1
 
 
 # ------------------------------------------------------------------ text, fingerprint, values
@@ -439,142 +392,3 @@ def test_forward_alone() -> None:
     low = forward.lower(params, rows())
     assert low.schedule.counts() == {"gather": 4, "wait": 4, "run": 4}
     assert all(not k.saved and k.backward is None for k in low.kernels.values())
-
-
-# ------------------------------------------------------------------ verify
-
-
-def broken(name: str) -> tuple[Schedule, str]:
-    """A schedule with one fault, and what `verify` should say."""
-    plan = lower(loss, chain(4), rows(), ranks={"replicate": 2, "shard": 4}, preset="hybrid_shard").schedule
-    found = list(plan.instructions)
-
-    def at(kind: type, **values: Any) -> int:
-        return next(
-            n for n, i in enumerate(found)
-            if isinstance(i, kind) and all(getattr(i, k) == v for k, v in values.items())
-        )  # fmt: skip
-
-    if name == "reads the dead":
-        found.insert(
-            at(Run, segment=1), Free("layers.1", "forward", drops=found[at(Run, segment=1)].reads[:1])
-        )
-        return plan.with_instructions(found), "reads .*, which is not alive"
-    if name == "never waited":
-        line = found[at(Gather)]
-        found.insert(0, replace(line, writes=(ValueName(Kind.FLIGHT, "lost"),)))
-        return plan.with_instructions(found), "~lost is never waited for"
-    if name == "waited for twice":
-        found.insert(at(Wait) + 1, found[at(Wait)])
-        return plan.with_instructions(found), "writes .* again|which is not alive"
-    if name == "writes twice":
-        found.insert(at(Run, segment=0), found[at(Run, segment=0)])
-        return plan.with_instructions(found), "writes .* again|which is not alive"
-    if name == "frees nothing":
-        found.append(Free("-", "update"))
-        return plan.with_instructions(found), "frees nothing"
-    if name == "never freed":
-        last = max(n for n, i in enumerate(found) if isinstance(i, Free))
-        del found[last]
-        return plan.with_instructions(found), "alive at the end"
-    if name == "no output":
-        return replace(plan, outputs=(*plan.outputs, "nothing")), "output nothing does not exist"
-    if name == "too many units":
-        return replace(prefetch(plan, 3, 3), planned=1), "units are gathered .*planned are 1"
-    if name == "in flight twice":
-        line = found[at(Gather)]
-        found.insert(at(Gather), line)
-        return plan.with_instructions(found), "is already in flight"
-    if name == "gathered again":
-        place = at(Wait, of=Gather) + 1
-        return plan.with_instructions([*found[:place], *_extra_gather(found), *found[place:]]), (
-            "is gathered again while it is alive"
-        )
-    if name == "gathered for nothing":
-        return plan.with_instructions([*_extra_gather(found), *found]), "is gathered and never read"
-    if name == "changed in flight":
-        return _update_in_flight(), "changes .* while line .* reads it"
-    if name == "read while it is overwritten":
-        issue = at(AllReduce)
-        reader = Instruction("-", "backward", reads=found[issue].reads)
-        line = replace(found[issue], drops=())
-        found[issue : issue + 1] = [line, reader]
-        return plan.with_instructions(found), "reads .*, which line .* may overwrite"
-    raise KeyError(name)
-
-
-def _extra_gather(found: list[Any]) -> list[Instruction]:
-    """The first gather once more, under names that nobody reads."""
-    gather = next(i for i in found if isinstance(i, Gather))
-    wait = next(i for i in found if isinstance(i, Wait) and i.of.verb == "gather")
-    names = tuple(n.of(f"{n.version}!") for n in wait.writes)
-    extra = ValueName(Kind.FLIGHT, "extra")
-    return [
-        replace(gather, writes=(extra,)),
-        replace(wait, reads=(extra,), writes=names, drops=(extra,)),
-        Free(gather.unit, "forward", drops=names),
-    ]
-
-
-def _update_in_flight() -> Schedule:
-    """ZeRO 2, an update moved between the issue of its publication and the wait."""
-    plan = lower(loss, chain(3), rows(), preset="zero2").schedule
-    found = list(plan.instructions)
-    publish = next(n for n, i in enumerate(found) if isinstance(i, Publish))
-    update = next(i for i in found if isinstance(i, Update) and set(i.writes) >= set(found[publish].reads))
-    gone = {n for n in update.reads if n.startswith("r:")}
-    found = [replace(i, drops=tuple(d for d in i.drops if d not in gone)) for i in found]
-    found = [i for i in found if not (isinstance(i, Free) and not i.drops)]
-    publish = next(n for n, i in enumerate(found) if isinstance(i, Publish))
-    found.insert(publish + 1, replace(update, drops=tuple(gone)))
-    return plan.with_instructions(found)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "reads the dead",
-        "never waited",
-        "waited for twice",
-        "writes twice",
-        "frees nothing",
-        "never freed",
-        "no output",
-        "too many units",
-        "in flight twice",
-        "gathered again",
-        "gathered for nothing",
-        "changed in flight",
-        "read while it is overwritten",
-    ],
-)
-def test_verify_finds(fault: str) -> None:
-    plan, message = broken(fault)
-    with pytest.raises(ScheduleError, match=message):
-        verify(plan)
-
-
-def test_verify_finds_weights_that_are_saved() -> None:
-    def fn(p, x):
-        for leaf in p.values():
-            x = torch.tanh(x @ torch.tanh(leaf))
-        return x.sum()
-
-    def save_derived(joint, source):
-        for node in joint.graph.nodes:
-            if "tanh" in str(node.target) and node.args[0].op == "placeholder":
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-    lower(fn, chain(3), rows())
-    with (
-        no_kernels(),
-        mock.patch.object(differentiate, "_must_recompute", save_derived),
-        pytest.raises(ScheduleError, match="rests on leaves and is saved"),
-    ):
-        lower(fn, chain(3), rows())
-
-
-def test_verify_lets_every_lowering_of_these_tests_pass() -> None:
-    for preset in PARTS:
-        plan = lower(loss, chain(3), rows(), preset=preset).schedule
-        assert verify(plan) is plan

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sharded
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.parametrizations as parametrizations
-from torch import Tensor, nn
-from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain
+from models import MODELS
+from torch import Tensor
+from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain, step_of
 
 import fnshard as fs
 from fnshard.step.lowered import Lowered
@@ -34,9 +35,9 @@ def units(low: Lowered) -> list[tuple[str, ...]]:
 # ------------------------------------------------------------------ equal blocks
 
 
-@pytest.mark.parametrize("by_hand", [True, False], ids=["rms by hand", "F.rms_norm"])
-@pytest.mark.parametrize("masked", [True, False], ids=["mask", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("by_hand", "masked", "dtype"), [(True, True, torch.float32), (False, False, torch.bfloat16)]
+)
 def test_one_activation_crosses_between_blocks(by_hand: bool, masked: bool, dtype: torch.dtype) -> None:
     loss, params, tokens = llama(3, dtype, by_hand=by_hand, masked=masked)
     low = lower(loss, params, tokens)
@@ -50,7 +51,7 @@ def test_one_activation_crosses_between_blocks(by_hand: bool, masked: bool, dtyp
 
 def test_any_depth_makes_the_same_kernels() -> None:
     kinds = {}
-    for blocks in (4, 16, 48):
+    for blocks in (4, 16):
         loss, params, tokens = llama(blocks)
         low = lower(loss, params, tokens)
         assert len(low.segments.segments) == blocks + 3
@@ -58,7 +59,7 @@ def test_any_depth_makes_the_same_kernels() -> None:
         runs = [s.source for s in low.segments.segments[1:-2]]
         assert len(set(runs)) == 1
         assert len(low.kernels) == len(kinds[blocks]) == 4
-    assert kinds[4] == kinds[16] == kinds[48]
+    assert kinds[4] == kinds[16]
 
 
 def test_blocks_that_differ_are_different_kernels() -> None:
@@ -72,17 +73,6 @@ def test_blocks_that_differ_are_different_kernels() -> None:
     assert len(set(sources[3:-1])) == 1  # those behind the odd one are equal again
 
 
-def test_grad_modes_and_dtypes_tell_blocks_apart() -> None:
-    def frozen_second(p, x):
-        def block(x, i):
-            return x.detach() if i == 1 else x
-
-        return run_chain(p, x, block).sum()
-
-    plain = lower(lambda p, x: run_chain(p, x).sum(), chain(4), rows())
-    assert len(lower(frozen_second, chain(4), rows()).segments.sources) > len(plain.segments.sources)
-
-
 def test_a_loop_over_shared_blocks_cuts_again() -> None:
     def fn(p, x):
         for _ in range(3):
@@ -91,18 +81,8 @@ def test_a_loop_over_shared_blocks_cuts_again() -> None:
 
     low = lower(fn, chain(2), rows())
     assert units(low) == [("layers.0",), ("layers.1",)] * 3
+    assert len({s.source for s in low.segments.segments[1:-1]}) == 1
     assert_same_grads(fn, chain(2), rows())
-
-
-def test_segments_of_a_loop_are_one_kernel() -> None:
-    def fn(p, x):
-        for _ in range(5):
-            x = run_chain(p, x)
-        return x.sum()
-
-    low = lower(fn, chain(2), rows())
-    inner = {s.source for s in low.segments.segments[1:-1]}
-    assert len(inner) == 1
 
 
 # ------------------------------------------------------------------ what may cross
@@ -207,15 +187,6 @@ def test_a_cast_of_the_whole_tree_at_the_top_moves_to_its_consumers() -> None:
     )
 
 
-def test_modules_weight_norm_is_not_saved() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
-    apply, params = fs.make_functional(model)
-    low = lower(lambda p, x: apply(p, x).pow(2).sum(), params, rows())
-    assert len(low.segments.segments) == 3
-    assert (WIDTH, WIDTH) not in saved_shapes(low)
-
-
 def test_a_penalty_on_leaves_is_computed_in_its_unit() -> None:
     def fn(p, x):
         penalty = sum(leaf.pow(2).sum() for leaf in p.values())
@@ -225,15 +196,6 @@ def test_a_penalty_on_leaves_is_computed_in_its_unit() -> None:
     assert units(low) == [(f"layers.{i}",) for i in range(4)]
     assert [sorted(v.numel() for v in b) for b in crossing(low)[:-1]] == [[1, ROWS * WIDTH]] * 3
     assert [s.leaves for s in low.segments.segments] == [(f"layers.{i}.w",) for i in range(4)]
-    assert_same_grads(fn, chain(4), rows())
-
-
-def test_a_norm_over_all_leaves() -> None:
-    def fn(p, x):
-        return run_chain(p, x).sum() / torch.stack([leaf.norm() for leaf in p.values()]).norm()
-
-    low = lower(fn, chain(4), rows())
-    assert low.schedule.counts()["gather"] <= 2 * 4
     assert_same_grads(fn, chain(4), rows())
 
 
@@ -248,20 +210,6 @@ def test_constants_made_from_nothing_do_not_cross() -> None:
 
 
 # ------------------------------------------------------------------ writing in place
-
-
-def test_in_place_inside_a_unit_is_left_alone() -> None:
-    def fn(p, x):
-        def block(x: Tensor, i: int) -> Tensor:
-            y = x * 2
-            y += 1
-            return y
-
-        return run_chain(p, x, block).sum()
-
-    low = lower(fn, chain(3), rows())
-    assert len(low.segments.segments) == 3
-    assert_same_grads(fn, chain(3), rows())
 
 
 def test_a_cache_filled_by_all_blocks_is_cut_between_them() -> None:
@@ -295,24 +243,6 @@ def test_leaves_of_one_unit_are_never_torn_by_a_write() -> None:
 # ------------------------------------------------------------------ odd programs
 
 
-def test_encoder_and_decoder() -> None:
-    params = {
-        f"{side}.{i}.w": torch.eye(WIDTH) * (i + 1) for side in ("encoder", "decoder") for i in range(2)
-    }
-
-    def fn(p, x):
-        memory = x
-        for i in range(2):
-            memory = torch.tanh(memory @ p[f"encoder.{i}.w"])
-        for i in range(2):
-            x = torch.tanh(x @ p[f"decoder.{i}.w"] + memory)
-        return x.sum()
-
-    low = lower(fn, params, rows())
-    assert [u for (u,) in units(low)] == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
-    assert_same_grads(fn, params, rows())
-
-
 def test_a_unit_read_early_and_late() -> None:
     torch.manual_seed(0)
     embed = torch.randn(16, WIDTH)
@@ -331,21 +261,6 @@ def test_a_unit_read_early_and_late() -> None:
     assert_same_grads(fn, params, ids)
 
 
-def test_a_program_of_one_unit_is_one_segment() -> None:
-    low = lower(lambda p, x: (x @ p["a.w"]).sum(), {"a.w": torch.eye(WIDTH)}, rows())
-    assert len(low.segments.segments) == 1
-
-
-def test_ops_that_read_two_units_at_once() -> None:
-    def fn(p, x):
-        mixed = torch.stack(list(p.values())).mean(0)
-        return (x @ mixed).pow(2).sum()
-
-    low = lower(fn, chain(3), rows())
-    assert {u for s in low.segments.segments for u in s.units} == {f"layers.{i}" for i in range(3)}
-    assert_same_grads(fn, chain(3), rows())
-
-
 def test_no_segment_returns_an_alias_of_its_input() -> None:
     def fn(p, x):
         y = torch.sin(x @ p["layers.0.w"])
@@ -355,13 +270,12 @@ def test_no_segment_returns_an_alias_of_its_input() -> None:
             "w": p["layers.0.w"].view(-1),
         }
 
-    specs = fs.match_specs(chain(2), [("*", fs.LayoutSpec())])
     params, x = chain(2), rows()
-    (_, aux), _ = fs.shard_step(fn, specs, backend="eager")(params, x)
-    held = {t.untyped_storage().data_ptr() for t in (*params.values(), x)}
-    assert not held & {t.untyped_storage().data_ptr() for t in aux.values()}
-    wanted = fn(params, x)[1]
-    torch.testing.assert_close(aux, wanted)
+    (_, aux), _ = step_of(fn, chain(2))(params, x)
+    kept = {t.untyped_storage().data_ptr() for t in (*params.values(), x)}
+    assert not kept & {t.untyped_storage().data_ptr() for t in aux.values()}
+    expected = fn(params, x)[1]
+    torch.testing.assert_close(aux, expected)
 
 
 def test_segments_as_text() -> None:
@@ -383,3 +297,27 @@ def test_differentiability_of_what_crosses_is_that_of_the_producer() -> None:
     first = next(iter(low.segments.sources.values()))
     assert [a.requires_grad for a in first.outputs] == [False]
     assert_same_grads(fn, chain(2), rows())
+
+
+# ------------------------------------------------------------------ the models
+
+
+def test_a_residual_written_in_place_does_not_stop_the_cuts() -> None:
+    model = MODELS["in_place"]()
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))
+    assert [s.units for s in lowered.segments.segments] == [(f"layers.{i}",) for i in range(4)]
+    assert "aten.add_" not in lowered.program.as_text()
+
+
+@pytest.mark.parametrize("name", ["several_outputs", "in_place", "unet", "islands"])
+def test_what_crosses_a_cut_fills_its_memory(name: str) -> None:
+    """A view of a larger tensor would keep all of it alive, and its copy would have other strides."""
+    model = MODELS[name]()
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = sharded.specs_of(model, "full_shard", mesh)
+    lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))
+    for segment in lowered.segments.segments:
+        for value in (lowered.segments.values[n] for n in segment.outputs):
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), segment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributions as D
 import torch.nn.functional as F
 from torch import Tensor
-from toys import our_grads, plain_grads
+from toys import assert_same_grads, our_grads, plain_grads, step_of
 
 import fnshard as fs
 from fnshard.compiler.frontend.substitutes import unchecked
@@ -41,17 +42,15 @@ def by_group(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
     return torch.cat([a[g] @ b[:, part] for g, part in enumerate(parts)], 1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("form", GROUPED)
+@pytest.mark.parametrize(("form", "backend"), [*((form, "eager") for form in GROUPED), ("rows", "inductor")])
 def test_a_product_of_groups(form: str, backend: str) -> None:
     params, ends = GROUPED[form]
     offsets = torch.tensor(ends, dtype=torch.int32)
-    truth = plain_grads(lambda p, _: by_group(p["a"], p["b"], ends).sin().sum(), params, offsets)
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    step = fs.shard_step(
-        lambda p, offs: F.grouped_mm(p["a"], p["b"], offs=offs).sin().sum(), specs, backend=backend
+    expected = plain_grads(lambda p, _: by_group(p["a"], p["b"], ends).sin().sum(), params, offsets)
+    step = step_of(
+        lambda p, offs: F.grouped_mm(p["a"], p["b"], offs=offs).sin().sum(), params, backend=backend
     )
-    torch.testing.assert_close(step(params, offsets), truth, rtol=0, atol=1e-12)
+    torch.testing.assert_close(step(params, offsets), expected, rtol=0, atol=1e-12)
 
 
 def test_a_product_of_groups_in_the_dtypes_of_torchs_own() -> None:
@@ -60,27 +59,22 @@ def test_a_product_of_groups_in_the_dtypes_of_torchs_own() -> None:
 
     for dtype in (torch.float32, torch.bfloat16):
         params = {n: v.to(dtype) for n, v in leaves(a=(8, 16), b=(2, 16, 8)).items()}
-        truth = plain_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
+        expected = plain_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
         got = our_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
-        torch.testing.assert_close(got, truth)
+        torch.testing.assert_close(got, expected)
 
 
 def test_a_product_of_equal_groups_has_no_offsets() -> None:
     params = leaves(a=(2, 4, 3), b=(2, 3, 5))
-    truth = plain_grads(lambda p: (p["a"] @ p["b"]).sin().sum(), params)
+    expected = plain_grads(lambda p: (p["a"] @ p["b"]).sin().sum(), params)
     got = our_grads(lambda p: F.grouped_mm(p["a"], p["b"]).sin().sum(), params)
-    torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 # ------------------------------------------------------------------ losses
 
 
-def assert_equal_to_torch(fn: Any, params: dict[str, Tensor], *batch: Any) -> None:
-    torch.testing.assert_close(
-        our_grads(fn, params, *batch), plain_grads(fn, params, *batch), rtol=0, atol=1e-10
-    )
-
-
+assert_equal_to_torch = partial(assert_same_grads, rtol=0, atol=1e-10)
 TARGETS = torch.tensor([[1, 2, 2], [3, 1, 0], [2, 0, 0]])
 LENGTHS = torch.tensor([3, 2, 1])
 JOINED = torch.cat([row[:n] for row, n in zip(TARGETS, LENGTHS, strict=True)])
@@ -93,11 +87,11 @@ def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
     """The second row is too short for its target: its loss is infinite, or left out."""
 
     def loss(p: Any, targets: Tensor, lengths: Tensor, counts: Tensor, zero: bool) -> Tensor:
-        given = ((7, 1, 5), (3, 2, 1)) if numbers else (lengths, counts)
+        inputs = ((7, 1, 5), (3, 2, 1)) if numbers else (lengths, counts)
         log_probs = F.log_softmax(p["w"], -1)
-        losses = F.ctc_loss(log_probs, targets, *given, reduction=reduction, zero_infinity=zero)
+        losses = F.ctc_loss(log_probs, targets, *inputs, reduction=reduction, zero_infinity=zero)
         kind = ("none", "mean", "sum").index(reduction)
-        same = torch.ctc_loss(log_probs, targets, *given, reduction=kind, zero_infinity=zero)
+        same = torch.ctc_loss(log_probs, targets, *inputs, reduction=kind, zero_infinity=zero)
         return losses.sum() + same.sum()
 
     params = leaves(w=(7, 3, 4))
@@ -124,8 +118,7 @@ def test_ctc_loss_in_a_compiled_kernel() -> None:
     def loss(p: Any, targets: Tensor, counts: Tensor) -> Tensor:
         return F.ctc_loss(F.log_softmax(p["w"], -1), targets, counts + 4, counts)
 
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    got = fs.shard_step(loss, specs, backend="inductor")(params, TARGETS, LENGTHS)
+    got = step_of(loss, params, backend="inductor")(params, TARGETS, LENGTHS)
     torch.testing.assert_close(got, plain_grads(loss, params, TARGETS, LENGTHS), rtol=0, atol=1e-10)
 
 
@@ -233,8 +226,7 @@ COUNT = 1 << 15
 def drawn(draw: Any, *batch: Any, backend: str = "eager") -> Any:
     """What `draw(*batch)` gives inside a step."""
     params = {"w": torch.ones(())}
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    step = fs.shard_step(lambda p, *batch: (p["w"] * 1.0, draw(*batch)), specs, backend=backend)
+    step = step_of(lambda p, *batch: (p["w"] * 1.0, draw(*batch)), params, backend=backend)
     return step(params, *batch)[0][1]
 
 
@@ -258,8 +250,7 @@ def test_integers_in_place_are_between_their_limits() -> None:
             like.int().random_(2),
         )  # fmt: skip
 
-    specs = fs.match_specs({"w": torch.ones(2)}, [("*", fs.LayoutSpec())])
-    (_, found), _ = fs.shard_step(drawn, specs, backend="eager")({"w": torch.ones(2)})
+    (_, found), _ = step_of(drawn, {"w": torch.ones(2)})({"w": torch.ones(2)})
     floats, flags, longs, both, bits = found
     assert (floats == floats.floor()).all() and 2**23 < floats.max() <= 2**24
     assert flags.dtype == torch.bool and 0 < flags.sum() < 200
@@ -329,8 +320,7 @@ def test_rrelu_in_eval_mode(form: Any) -> None:
 )
 def test_rrelu_in_training(form: Any) -> None:
     params = {"w": torch.linspace(-2, 2, COUNT, dtype=DOUBLE)}
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    result, grads = fs.shard_step(lambda p: ((y := form(p["w"])).sum(), y), specs, backend="eager")(params)
+    result, grads = step_of(lambda p: ((y := form(p["w"])).sum(), y), params)(params)
     slopes, below = grads["w"], params["w"] <= 0
     torch.testing.assert_close(result[1], params["w"] * slopes, rtol=0, atol=1e-12)
     assert (slopes[~below] == 1).all()
@@ -370,13 +360,20 @@ def draw_all(x: Tensor) -> dict[str, Tensor]:
         "without": torch.multinomial(x.exp(), 4),
         "normal": torch.normal(x, 1.0),
         "rrelu": F.rrelu(x, training=True),
+        "dropout": F.dropout(x, 0.25),
+        "second dropout": F.dropout(x, 0.25),
+        "rand": torch.rand(50),
+        "randn": torch.randn_like(x),
+        "randint": torch.randint(3, 9, (50,)),
+        "bernoulli": torch.bernoulli(x.sigmoid()),
+        "attention": F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
     }
 
 
 def test_draws_depend_on_seed_step_and_rank_and_not_on_layouts() -> None:
     params, x = {"layers.0.w": torch.ones(6, 6, dtype=DOUBLE)}, -torch.rand(6, 6, dtype=DOUBLE)
 
-    def draws(preset: str, world: int, seed: int = 0) -> list[list[dict[str, Tensor]]]:
+    def draws(preset: str, world: int, seed: int = 0, depth: int = 1) -> list[list[dict[str, Tensor]]]:
         mesh = fs.make_mesh(shard=world, simulated=True)
         step = fs.shard_step(
             lambda p, x: ((p["layers.0.w"] * x).sum(), draw_all(x)),
@@ -384,6 +381,8 @@ def test_draws_depend_on_seed_step_and_rank_and_not_on_layouts() -> None:
             mesh=mesh,
             optimizer=fs.optim.sgd(0.1),
             backend="eager",
+            prefetch=depth,
+            overlap=depth,
         )
 
         def run(rank: int) -> list[dict[str, Tensor]]:
@@ -395,14 +394,15 @@ def test_draws_depend_on_seed_step_and_rank_and_not_on_layouts() -> None:
 
         return fs.simulate(mesh, run)
 
-    truth = draws("full_shard", 2)
-    for preset in ("zero1", "no_shard"):
-        torch.testing.assert_close(draws(preset, 2), truth, rtol=0, atol=0)
+    expected = draws("full_shard", 2)
+    for depth, preset in enumerate(("full_shard", "zero1", "no_shard")):
+        torch.testing.assert_close(draws(preset, 2, depth=depth), expected, rtol=0, atol=0)
     alone = draws("full_shard", 1)
     torch.testing.assert_close(
-        alone[0], truth[0], rtol=0, atol=0
+        alone[0], expected[0], rtol=0, atol=0
     )  # the first of two ranks draws as one alone
-    distinct = [*truth[0], *truth[1], draws("full_shard", 1, seed=1)[0][0]]
+    distinct = [*expected[0], *expected[1], draws("full_shard", 1, seed=1)[0][0]]
+    assert not any(torch.equal(a["dropout"], a["second dropout"]) for a in distinct)
     for i, a in enumerate(distinct):
         for b in distinct[i + 1 :]:
             assert not any(torch.equal(a[name], b[name]) for name in a)

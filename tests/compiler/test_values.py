@@ -38,7 +38,7 @@ def test_a_name_prints_its_parts_and_knows_them(name, text, path, leaf, original
     assert (twin, twin.kind, twin.source) == (name, name.kind, name.source)
 
 
-def test_copies_are_told_by_what_they_are_of() -> None:
+def test_copies_are_known_by_what_they_are_of() -> None:
     assert SHARD.is_state and not SHARD.on_host().is_state
     assert SHARD.on_host().is_copy(Kind.HOST, Kind.STORED) and not SHARD.is_copy(Kind.HOST, Kind.STORED)
     assert not SHARD.on_host().is_copy(Kind.HOST, Kind.REDUCED)

@@ -146,8 +146,8 @@ def prepare(model: str, mesh: fs.Mesh) -> Callable[[int], dict[str, float]]:
     def run(rank: int) -> dict[str, float]:
         loss, grads = step(fs.shard(params, specs, mesh), *sharded.part(batch_of(module), rank, 2))
         trained = {p: g for p, g in grads.items() if g is not None}
-        whole = fs.unshard(trained, {p: specs[p] for p in trained}, mesh)
-        out = {p: _largest(g - expected.get(p, torch.zeros_like(g))) / scale for p, g in whole.items()}
+        full = fs.unshard(trained, {p: specs[p] for p in trained}, mesh)
+        out = {p: _largest(g - expected.get(p, torch.zeros_like(g))) / scale for p, g in full.items()}
         return {"loss": float((loss - value).abs())} | dict.fromkeys(expected, float("nan")) | out
 
     return run

@@ -141,7 +141,7 @@ WRONG: Mapping[str, tuple[Callable[[], Any], AT, type, AT, str]] = {
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_bisect_names_the_instruction_that_was_made_wrong(fault: str) -> None:
-    plant, how, kind, fields, said = WRONG[fault]
+    plant, how, kind, fields, text = WRONG[fault]
     with plant():
         found = bisected(**how)
     assert found
@@ -149,11 +149,11 @@ def test_bisect_names_the_instruction_that_was_made_wrong(fault: str) -> None:
     line = found.schedules[1].instructions[number] if number >= 0 else None
     assert isinstance(line, kind), found
     assert {k: getattr(line, k) for k in fields} == fields, found
-    assert said in str(found.first), found
+    assert text in str(found.first), found
     named = {Run: "kernel", Wait: "collective"}.get(kind)
     if not found.first.failed and named:
         assert getattr(found, named) is found.first
-    if "layers." in said and not found.first.failed:
+    if "layers." in text and not found.first.failed:
         assert found.leaf is found.first
 
 
@@ -184,8 +184,8 @@ def test_bisect_looks_at_every_replica_of_either_side_and_not_at_parts_of_sums()
         return replace(context, comm=Liar(context.comm, "all_reduce", 2, lambda r: r * 1.5))
 
     mesh = mesh_of()
-    whole, cut = (PRESETS[name](PARAMS, mesh) for name in ("no_shard", "full_shard"))
-    for sides in ((whole, cut), (cut, whole)):
+    full, cut = (PRESETS[name](PARAMS, mesh) for name in ("no_shard", "full_shard"))
+    for sides in ((full, cut), (cut, full)):
         with planted(plant, both=True):
             found = fs.debug.bisect(loss, *sides, PARAMS, rows(), mesh=mesh)
         assert found.first is not None, "a replica that is wrong on rank 1 alone"

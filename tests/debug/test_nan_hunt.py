@@ -24,10 +24,9 @@ from faults import (
     update_with_a_part_of_the_sum,
 )
 from torch import Tensor
-from toys import rows, run_chain
+from toys import rows, run_chain, step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec
 from fnshard.compiler.schedule.instructions import Cast, Run, Wait
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, StateError
@@ -314,12 +313,11 @@ def test_nan_hunt_on_real_ranks(ranks: Any) -> None:
 
 def test_nan_hunt_without_an_optimizer_and_with_dropout() -> None:
     params = {"w": torch.tensor([1.0, 0.0])}
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
 
     def fn(p: Any, x: Tensor) -> Tensor:
         return (F.dropout(p["w"] * x, 0.0) + F.dropout(x, 0.5).sum() * 0).sqrt().sum()
 
-    step = fs.shard_step(fn, specs, backend="eager")
+    step = step_of(fn, params)
     step(params, torch.ones(2))
     found = fs.debug.nan_hunt(step, params, torch.ones(2), rng=(7, 3))
     assert found.step == 3

@@ -149,7 +149,7 @@ def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
     state, plain = step.init(PARAMS), step.init(PARAMS)
     lines = len(step.lower(state, rows()).schedule.instructions)
     for number in range(4):
-        plain, wanted = step(plain, rows())
+        plain, expected = step(plain, rows())
         before = len(seen)
         if number % 2:
             with step.watching(watch):
@@ -158,7 +158,7 @@ def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
         else:
             state, got = step(state, rows())
             assert len(seen) == before
-        assert torch.equal(got["loss"], wanted["loss"])
+        assert torch.equal(got["loss"], expected["loss"])
     assert all(torch.equal(a, b) for a, b in zip(state.params.values(), plain.params.values(), strict=True))
     with pytest.raises(ZeroDivisionError, match="division"), step.watching(watch):
         1 / 0  # noqa: B018
@@ -277,7 +277,7 @@ def test_steps_that_broke_off_are_left_out() -> None:
     step = make(fs.make_mesh(shard=2, abstract=True))
     lowered = step.lower(PARAMS, rows())
     names = [span_name(i, line) for i, line in enumerate(lowered.schedule.instructions)]
-    whole = [event(name, "user_annotation", 10 * i, 9) for i, name in enumerate(names)]
+    full = [event(name, "user_annotation", 10 * i, 9) for i, name in enumerate(names)]
     broken = [event(name, "user_annotation", 1e6 + 500 * i, 499) for i, name in enumerate(names[:3])]
-    got = measured({"traceEvents": [*broken, *whole]}, lowered)
+    got = measured({"traceEvents": [*broken, *full]}, lowered)
     assert got.step_seconds == pytest.approx((10 * len(names) - 1) * 1e-6)

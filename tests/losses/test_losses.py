@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import step_of
 
 import fnshard as fs
 from experiments.micro import chunked_loss
@@ -38,10 +39,12 @@ def test_it_is_torchs_cross_entropy(chunk: int, trains: bool) -> None:
     weight.requires_grad_(trains)
     mean = losses.linear_cross_entropy(hidden, weight, targets, chunk=chunk)
     plain = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
-    wanted = [hidden, weight] if trains else [hidden]
+    expected = [hidden, weight] if trains else [hidden]
     torch.testing.assert_close(mean.total / mean.count, plain, atol=1e-13, rtol=0)
     for got, known in zip(
-        torch.autograd.grad(mean.total / mean.count, wanted), torch.autograd.grad(plain, wanted), strict=True
+        torch.autograd.grad(mean.total / mean.count, expected),
+        torch.autograd.grad(plain, expected),
+        strict=True,
     ):
         torch.testing.assert_close(got, known, atol=1e-14, rtol=0)
 
@@ -77,7 +80,7 @@ def test_a_count_that_trains_is_refused_and_a_detached_one_is_a_number() -> None
         count = (p["gate"] * 2).sum()
         return Mean((p["w"] * x + p["b"]).sum(), count.detach() if detached else count)
 
-    step = fs.shard_step(weighted, fs.match_specs(params, [("*", LayoutSpec())]), backend="eager")
+    step = step_of(weighted, params)
     with pytest.raises(
         fs.TraceError, match=r"(?s)count of the loss's Mean depends on.*\n  params\['gate'\]\nFix: count.det"
     ):
@@ -99,8 +102,8 @@ def test_unevenly_masked_ranks_make_the_exact_mean(world: int, accumulate: int) 
     tokens, targets = torch.randint(V, (2, 2 * world, 7))
     targets[0, :5] = losses.IGNORE
     known = {k: v.clone().requires_grad_() for k, v in params.items()}
-    whole = of_batch(known, tokens, targets)
-    (whole.total / whole.count).backward()
+    full = of_batch(known, tokens, targets)
+    (full.total / full.count).backward()
     mesh = fs.make_mesh(shard=world, simulated=True)
     specs = fs.presets.full_shard(params, mesh)
     step = fs.shard_step(of_batch, specs, mesh=mesh, backend="eager", accumulate=accumulate)
@@ -110,7 +113,7 @@ def test_unevenly_masked_ranks_make_the_exact_mean(world: int, accumulate: int) 
         loss, grads = step(fs.shard(params, specs, mesh), tokens[part], targets[part])
         cut = fs.shard({k: v.grad for k, v in known.items()}, specs, mesh)
         worst = max((grads[k] - cut[k]).abs().max().item() for k in grads)
-        return abs(loss.item() - (whole.total / whole.count).item()), worst
+        return abs(loss.item() - (full.total / full.count).item()), worst
 
     for off, worst in fs.simulate(mesh, work):
         assert max(off, worst) < 1e-10
@@ -145,8 +148,16 @@ def test_a_large_vocabulary_is_never_there_for_all_tokens() -> None:
     assert flops[1] == pytest.approx(flops[0] * 3 / 2, rel=0.02)  # the backward makes the logits again
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("frozen", "dtype"),
+    [
+        (False, torch.float32),
+        *(
+            pytest.param(f, d, marks=pytest.mark.long)
+            for f, d in ((True, torch.float32), (True, torch.bfloat16))
+        ),
+    ],
+)
 def test_its_peak_is_a_seventh_of_all_logits_at_once(
     frozen: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +199,7 @@ class _CuBLAS(TorchDispatchMode):
 
 
 def test_on_a_gpu_half_types_are_summed_in_fp32_with_no_copy_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits come in fp32, and the weight's gradient is added where it lies; the CPU's way is the truth."""
+    """Logits come in fp32, and the weight's gradient is added in place; the CPU's results are expected."""
     hidden, weight = torch.randn(24, 16).bfloat16(), torch.randn(40, 16).bfloat16()
     targets, gradient = torch.randint(40, (24,)), torch.rand(24)
 
@@ -197,13 +208,13 @@ def test_on_a_gpu_half_types_are_summed_in_fp32_with_no_copy_beside(monkeypatch:
         back = fused.token_losses_backward._init_fn(gradient, sums, hidden, weight, targets, -100, 8, True)
         return made, sums, *back
 
-    truth = both()
+    expected = both()
     monkeypatch.setattr(fused, "sums_wide", lambda dtype, device: dtype == torch.bfloat16)
     with _CuBLAS() as cublas:
         got = both()
     assert cublas.seen == ["mm"] * 3 + ["mm", "addmm"] * 3
     assert cublas.narrow == weight.numel()  # the gradient that is handed out; no wider than a chunk's slopes
-    for a, b in zip(got, truth, strict=True):
+    for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 

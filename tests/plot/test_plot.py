@@ -93,8 +93,8 @@ def test_a_picture_is_a_vector_graphic_if_its_name_says_so(low: Any, tmp_path: P
 
 
 def test_a_step_in_letters() -> None:
-    said = text.timeline(by_hand(), width=16).splitlines()
-    assert said == [
+    shown = text.timeline(by_hand(), width=16).splitlines()
+    assert shown == [
         "4 × h100, 8 ms a step, MFU 40%, compute waits 1 ms for communication",
         "compute       |FFFFFFFF··BBBBBB|",
         "communication |GGGG············|",
@@ -104,11 +104,13 @@ def test_a_step_in_letters() -> None:
 
 
 def test_predicted_and_measured_have_one_axis_of_time() -> None:
-    said = text.timeline(by_hand(), measured=slowed(by_hand(), 2), width=16).splitlines()
-    lanes = [line.partition("|")[2].rstrip("|") for line in said if "|" in line]
+    shown = text.timeline(by_hand(), measured=slowed(by_hand(), 2), width=16).splitlines()
+    lanes = [line.partition("|")[2].rstrip("|") for line in shown if "|" in line]
     assert lanes == ["FFFF·BBB········", "GG··············", "FFFFFFFF··BBBBBB", "GGGG············"]
-    assert said[0].startswith("predicted: 4 × h100, 8 ms") and said[3].startswith("measured: 4 × h100, 16 ms")
-    assert said[6].endswith("16 ms")
+    assert shown[0].startswith("predicted: 4 × h100, 8 ms") and shown[3].startswith(
+        "measured: 4 × h100, 16 ms"
+    )
+    assert shown[6].endswith("16 ms")
 
 
 def test_a_lane_says_what_takes_most_of_each_part() -> None:
@@ -119,10 +121,10 @@ def test_a_lane_says_what_takes_most_of_each_part() -> None:
 
 
 def test_memory_in_letters(low: Any) -> None:
-    said, analysis = text.memory(low, width=60, height=4).splitlines(), low.memory_analysis()
-    assert said[-1].endswith(f"line {analysis.at}: {analysis.line}")
-    assert "forward" in said[-2] and "backward" in said[-2]
-    chart = [line.partition("|")[2] for line in said[:4]]
+    shown, analysis = text.memory(low, width=60, height=4).splitlines(), low.memory_analysis()
+    assert shown[-1].endswith(f"line {analysis.at}: {analysis.line}")
+    assert "forward" in shown[-2] and "backward" in shown[-2]
+    chart = [line.partition("|")[2] for line in shown[:4]]
     assert "█" in chart[0] and max(map(len, chart)) <= 60  # the peak reaches the top
     assert text.memory({"lines": []}) == "nothing runs"
 
@@ -134,13 +136,13 @@ def test_phases_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(30.0, "s"), (3.0, "ms"), (2e-5, "µs"), (0.0, "µs")])
-def test_times_are_told_in_a_unit_that_shows_digits(seconds: float, unit: str) -> None:
+def test_times_have_a_unit_that_shows_digits(seconds: float, unit: str) -> None:
     assert time_unit(seconds)[1] == unit
 
 
 def test_traffic_in_letters(low: Any) -> None:
-    said, rows = text.traffic(low).splitlines(), traffic_rows(low)
-    assert [line.split("  ")[0].replace(" ", "_") for line in said] == [name for name, _, _ in rows]
+    shown, rows = text.traffic(low).splitlines(), traffic_rows(low)
+    assert [line.split("  ")[0].replace(" ", "_") for line in shown] == [name for name, _, _ in rows]
     assert text.traffic({}) == "nothing is sent"
 
 

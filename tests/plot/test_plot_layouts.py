@@ -1,4 +1,4 @@
-"""Pictures of layouts: what they say of blocks is what is stored; every one is drawn, and said in text."""
+"""Pictures of layouts: what they say of blocks is what is stored; every one is drawn, and shown in text."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_grid_says_of_every_rank_what_it_stores(name: str) -> None:
             stored = block_slices(shape, layout, mesh, mesh.coordinate(rank))
             for dim, span in zip(grid.dims, (grid.rows[i], grid.columns[j]), strict=True):
                 assert span == ((0, 1) if dim is None else (stored[dim].start, stored[dim].stop))
-            whole = [d for d in range(len(shape)) if d not in grid.dims]
-            assert [stored[d] for d in whole] == [slice(0, shape[d]) for d in whole]
+            full = [d for d in range(len(shape)) if d not in grid.dims]
+            assert [stored[d] for d in full] == [slice(0, shape[d]) for d in full]
             seen.append(rank)
     assert sorted(seen) == list(range(mesh.size)) and grid.hidden == ()
 
 
-def test_a_third_cut_dim_is_said() -> None:
+def test_a_third_cut_dim_is_named() -> None:
     grid = grid_of(P("a", "b", "c"), (4, 6, 8), THREE)
     assert grid.hidden == (2,) and grid.ranks[1, 2] == (10, 11)
     assert "dim 2 is cut too" in text.leaf(P("a", "b", "c"), THREE, shape=(4, 6, 8))
@@ -74,17 +74,17 @@ def test_padding_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_leaf_is_drawn_and_said(name: str, tmp_path: Path) -> None:
+def test_a_leaf_is_drawn_and_written(name: str, tmp_path: Path) -> None:
     layout, shape, mesh = LAYOUTS[name]
     path = fs.plot.leaf(layout, mesh, tmp_path / "leaf.png", shape=shape)
     assert size_of(path)[0] > 600 and colours_of(path) > 3
-    said = text.leaf(layout, mesh, shape=shape)
-    assert said.splitlines()[0] == f"{list(shape)} on {mesh}" and max(map(len, said.splitlines())) < 100
+    shown = text.leaf(layout, mesh, shape=shape)
+    assert shown.splitlines()[0] == f"{list(shape)} on {mesh}" and max(map(len, shown.splitlines())) < 100
 
 
-def test_a_large_mesh_is_said_in_short() -> None:
-    said = text.leaf(P("shard"), paper(shard=1024), shape=(128256, 8192)).splitlines()
-    assert len(said) < 50 and "1023" in said[-3] and any("⋮" in line for line in said)
+def test_a_large_mesh_is_written_in_short() -> None:
+    shown = text.leaf(P("shard"), paper(shard=1024), shape=(128256, 8192)).splitlines()
+    assert len(shown) < 50 and "1023" in shown[-3] and any("⋮" in line for line in shown)
     assert len(text.mesh(paper(replicate=128, shard=8)).splitlines()) <= 33
 
 
@@ -102,7 +102,7 @@ def test_layouts_that_differ_get_a_panel_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mesh", [ONE, EIGHT, TWO, THREE, paper(shard=1024), paper(replicate=4, shard=256)], ids=str
 )
-def test_a_mesh_is_drawn_and_said(mesh: fs.Mesh, tmp_path: Path) -> None:
+def test_a_mesh_is_drawn_and_written(mesh: fs.Mesh, tmp_path: Path) -> None:
     ranks = [rank for _, row in mesh_rows(mesh) for rank in row]
     assert ranks == list(range(mesh.size))
     path = fs.plot.mesh(mesh, tmp_path / "mesh.svg")
@@ -137,15 +137,15 @@ def tree_of(layers: int) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.parametrize("layers", [0, 1, 60])
-def test_a_tree_is_drawn_and_said(layers: int, tmp_path: Path) -> None:
+def test_a_tree_is_drawn_and_written(layers: int, tmp_path: Path) -> None:
     params, rules = tree_of(layers)
     specs = fs.match_specs(params, rules[1:] if not layers else rules)
     path = fs.plot.tree(specs, EIGHT, tmp_path / "tree.png")
     assert size_of(path)[1] > 600 and colours_of(path) > 3
-    said = text.tree(specs, EIGHT).splitlines()
-    assert len(said) == 1 + (1 if not layers else 3)
-    assert said[0].startswith(f"{1 + 2 * layers} lea")
-    assert not layers or any("P() f32 → bf16" in line for line in said)
+    shown = text.tree(specs, EIGHT).splitlines()
+    assert len(shown) == 1 + (1 if not layers else 3)
+    assert shown[0].startswith(f"{1 + 2 * layers} lea")
+    assert not layers or any("P() f32 → bf16" in line for line in shown)
 
 
 def framed(path: Path) -> bool:
@@ -178,8 +178,8 @@ def test_equal_units_hold_all_bytes() -> None:
 
 
 def test_a_large_mesh_is_drawn_by_nodes(tmp_path: Path) -> None:
-    said = fs.plot.mesh(paper(replicate=4, shard=256), tmp_path / "mesh.svg").read_text()
-    assert said.count('<g id="patch_') < 150 and "1016-" in said and "a box is a node of 8" in said
+    text = fs.plot.mesh(paper(replicate=4, shard=256), tmp_path / "mesh.svg").read_text()
+    assert text.count('<g id="patch_') < 150 and "1016-" in text and "a box is a node of 8" in text
     assert "a node of 4" in fs.plot.mesh(paper(shard=100), tmp_path / "4.svg", ranks_per_node=4).read_text()
     small = fs.plot.mesh(paper(shard=64), tmp_path / "small.svg").read_text()
     assert "node" not in small.partition("</metadata>")[2]
@@ -233,7 +233,7 @@ def test_what_is_no_layout_says_what_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_mesh_and_no_shape_is_told(tmp_path: Path) -> None:
+def test_what_is_no_mesh_and_no_shape_is_refused(tmp_path: Path) -> None:
     paper = fs.make_mesh(shard=4, abstract=True)
     with pytest.raises(SpecError, match=r"a mesh is what fs\.make_mesh makes, not NoneType"):
         text.mesh(None)

@@ -17,23 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import fx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from toys import step_of
 
 import fnshard as fs
 from experiments.bench import measure
 from experiments.bench import rank as bench_rank
-from experiments.bench.config import build
+from experiments.bench.__main__ import SPEC
 from experiments.bench.contenders import CONTENDERS, Contender
 from experiments.configs import train as config
 from experiments.configs.plan import plan_of
-from experiments.training import run_record
 from fnshard import SpecError
-from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler import lower
 from fnshard.compiler.frontend.trace import deterministic
-from fnshard.compiler.kernels import attention
 from fnshard.compiler.kernels import inductor as kernels
 from fnshard.debug.batch import on_device
 from fnshard.launcher import local as launcher
@@ -88,7 +84,7 @@ def test_a_rank_has_its_own_gpu_whether_it_sees_all_or_one(
     assert gpus.groups[1:] == [("gloo", None)]
 
 
-def test_no_device_is_said_so(gpus):
+def test_no_device_is_an_error(gpus):
     gpus.count = 0
     with pytest.raises(SpecError, match=r"(?s)device='cuda': this machine has none.*Fix: device=\"cpu\""):
         process_group.join_group("cuda")
@@ -139,10 +135,10 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
 # ------------------------------------------------------------------ the bench
 
 
-def test_the_bench_can_reduce_what_lies_on_the_cpu(gpus, monkeypatch, tmp_path):
+def test_the_bench_can_reduce_tensors_on_the_cpu(gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(measure, "run", lambda config, say, keep: keep({"contender": "ddp"}))
-    bench_rank.bench(replace(build({}), device="cuda"), tmp_path)
+    bench_rank.bench(replace(SPEC.read({}), device="cuda"), tmp_path)
     assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
     assert json.loads((tmp_path / "rounds-1.jsonl").read_text()) == {"contender": "ddp"}
 
@@ -153,7 +149,7 @@ def test_rounds_are_written_before_a_collective_can_lose_them(monkeypatch):
 
     monkeypatch.setattr(measure, "largest", dies)
     monkeypatch.setitem(CONTENDERS, "ddp", lambda task: Contender(lambda *batch: torch.zeros(())))
-    small, kept = build({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
+    small, kept = SPEC.read({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
     with pytest.raises(RuntimeError):
         measure.race(small, measure.make_task(small), ["ddp"], lambda line: None, kept.append)
     (found,) = kept
@@ -182,36 +178,30 @@ def out_of_memory() -> torch.OutOfMemoryError:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     params = {"w": torch.ones(1000)}
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    step = fs.shard_step(
-        lambda p, x: (p["w"] * x).sum(),
-        specs,
-        optimizer=fs.optim.Optimizer("greedy()", leaf),
-        backend="eager",
-    )
+    step = step_of(lambda p, x: (p["w"] * x).sum(), params, optimizer=fs.optim.Optimizer("greedy()", leaf))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(step.init(params), torch.ones(1000))
     return caught.value
 
 
 def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
-    said = "".join(traceback.format_exception(out_of_memory()))
+    text = "".join(traceback.format_exception(out_of_memory()))
     assert re.search(
         r"(?s)OutOfMemoryError: CUDA out of memory.*It was in line \d+ of the schedule, update \w+ update.*\n"
         r"the step's peak is 0\.0\d* MB on the device, by the plan\. It is made of:\n  \w+: .* MB\n"
         r".*in instruction \d+: .*\nFix: .*Shard",
-        said,
-    ), said
+        text,
+    ), text
 
-    def failure(rank: int, exitcode: int, said: str = "") -> ProcessFailure:
+    def failure(rank: int, exitcode: int, text: str = "") -> ProcessFailure:
         made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
-        made.error_file_data = {"message": {"extraInfo": {"py_callstack": said}}} if said else {}
+        made.error_file_data = {"message": {"extraInfo": {"py_callstack": text}}} if text else {}
         made.timestamp = 9 - rank  # the cause is heard last
         return made
 
     aborted = failure(1, -signal.SIGABRT)  # NCCL's watchdog
     waited = failure(2, 1, "fnshard.errors.CollectiveError: rank 0 did not answer")
-    ended = launcher._Ended({0: failure(0, 1, said), 1: aborted, 2: waited})
+    ended = launcher._Ended({0: failure(0, 1, text), 1: aborted, 2: waited})
     assert ended.cause == 0
     shown = launcher.describe_failure(ended.failures, 3, tmp_path)
     assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
@@ -224,7 +214,7 @@ def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
     )
 
 
-# ------------------------------------------------------------------ what lies on the host
+# ------------------------------------------------------------------ tensors on the host
 
 
 NUMBER, TABLE, PLACES = torch.tensor(2.0), torch.arange(8.0), torch.tensor([1, 0])
@@ -305,14 +295,16 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(own, "index", index))
     monkeypatch.setattr(LateEvent, "own", own)
-    told: dict[int, Any] = {}
+    errors: dict[int, Any] = {}
     ranks = [
-        Group(mesh, 0.3, monitor=monitor.Monitor(rank, 3, "cuda", 0.3, lambda e, r=rank: told.update({r: e})))
+        Group(
+            mesh, 0.3, monitor=monitor.Monitor(rank, 3, "cuda", 0.3, lambda e, r=rank: errors.update({r: e}))
+        )
         for rank in (0, 2)
     ]
     for group in ranks:
         group.groups[("shard",), "reduce"] = None, (0, 1, 2)
-    yield SimpleNamespace(ranks=ranks, told=told)
+    yield SimpleNamespace(ranks=ranks, errors=errors)
     for group in ranks:
         group.monitor.close()
         group.monitor.thread.join(timeout=30)
@@ -326,11 +318,11 @@ def test_a_silent_rank_is_named_though_waits_return_at_once(nccl):
     for group in nccl.ranks:
         group.monitor.thread.join(timeout=30)
     for rank in (0, 2):
-        assert isinstance(nccl.told[rank], fs.CollectiveError)
+        assert isinstance(nccl.errors[rank], fs.CollectiveError)
         assert re.match(
             r"line 7 of the schedule, backward l.0 wait all_reduce: all_reduce over \(shard\) of ranks .*,"
             r" on rank 0: a peer .*\n  rank 1 did not answer within 0.3 s\nFix: ",
-            str(nccl.told[rank]),
+            str(nccl.errors[rank]),
         )
 
 
@@ -340,7 +332,7 @@ def test_what_comes_to_its_end_is_no_silence(nccl, monkeypatch):
         group.all_reduce(torch.ones(3), ("shard",)).wait()
         group.monitor.thread.join(timeout=0.5)  # more than its patience
         assert group.monitor.thread.is_alive() and not group.monitor.waits
-    assert not nccl.told
+    assert not nccl.errors
 
 
 def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
@@ -433,58 +425,3 @@ def test_a_run_says_it_to_its_step():
             batch=(torch.ones(2, 4),), specs=lambda preset, **policy: preset(params, CUDA, **policy),
         )  # fmt: skip
         assert plan.options["deterministic"] is name
-
-
-# ------------------------------------------------------------------ attention
-
-
-def attending(dtype: torch.dtype, *, length: int, head: int, mask: bool) -> lowered.Lowered:
-    """Two layers of attention, lowered for CUDA."""
-    shown = torch.rand(length, length) > 0.1 if mask else None
-    params = {f"l.{n}.w": torch.ones(2 * head, 2 * head) for n in range(2)}
-
-    def loss(p, x):
-        for weight in p.values():
-            q = (x @ weight).unflatten(-1, (2, head)).transpose(1, 2)
-            y = F.scaled_dot_product_attention(q, q, q, None if shown is None else shown.to(x.device))
-            x = x + y.transpose(1, 2).flatten(2)
-        return x.sum()
-
-    specs = fs.presets.full_shard(params, CUDA, compute_dtype=dtype, storage_dtype=dtype)
-    step = fs.shard_step(loss, specs, mesh=CUDA)
-    return step.lower(params, torch.ones(4, length, 2 * head, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "length", "head", "mask", "kernel"),
-    [
-        (torch.bfloat16, 128, 64, False, "cudnn"),
-        (torch.bfloat16, 128, 64, True, "cudnn"),
-        (torch.bfloat16, 64, 64, True, "efficient"),  # of cuDNN the query's gradient would be NaN
-        (torch.bfloat16, 64, 64, False, "cudnn"),
-        (torch.bfloat16, 128, 132, False, "flash"),
-        (torch.float32, 128, 64, False, "efficient"),
-        (torch.float64, 128, 64, False, "math"),
-    ],
-)
-def test_steps_for_cuda_attend_as_cuda_does(dtype, length, head, mask, kernel):
-    found = attending(dtype, length=length, head=head, mask=mask)
-    assert found.attention == {kernel: 2} == run_record.StepWork.of(found, None).attention
-    assert f"2 {kernel} attentions" in repr(found)
-    graphs = [k.backward.graph for k in found.kernels.values()]
-    backward = [n for graph in graphs for n in graph.nodes if "attention" in str(n.target)]
-    assert bool(backward) == (kernel != "math")
-    for node in backward:
-        args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        assert workspace_bytes(node.target, *args, None, "cuda") >= 4 * 4 * 2 * length
-    assert found.memory_analysis().peak_bytes > 0 and found.timeline("h100").step_seconds > 0
-
-
-def test_on_the_device_an_explicit_mask_of_an_odd_length_is_kept_off_cudnn(monkeypatch):
-    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
-    for length, mask, allowed in ((64, True, False), (128, True, True), (64, False, True)):
-        found = attending(torch.bfloat16, length=length, head=64, mask=mask)
-        (source,) = [k.source for k in found.kernels.values() if "attention" in k.source.code]
-        with attention.choosing(source, "cuda"):
-            assert torch.backends.cuda.cudnn_sdp_enabled() is allowed
-        assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -23,7 +24,7 @@ GATHERED = (*REDUCED, torch.int64, torch.uint8, torch.bool)
 SIZES = (1, 3, 127, 4099, 70001)
 MESHES = {
     1: [{"shard": 1}],
-    2: [{"shard": 2}, {"replicate": 1, "shard": 2}],
+    2: [{"shard": 2}],
     4: [{"shard": 4}, {"replicate": 2, "shard": 2}],
 }
 TRANSPORTS = ("auto", "p2p", "native")
@@ -45,8 +46,8 @@ def packed(by, tensor: torch.Tensor, axes, rows: int = 1) -> torch.Tensor:
     return by.send_buffer(tensor.numel() // rows, tensor.dtype, axes, rows).copy_(tensor)
 
 
-def expect(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
-    assert got.dtype == wanted.dtype and torch.equal(got, wanted), what
+def expect(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert got.dtype == expected.dtype and torch.equal(got, expected), what
 
 
 # ------------------------------------------------------------------ the contract
@@ -68,15 +69,14 @@ def check_gather(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: 
 
 
 def check_scatter(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    mesh = by.mesh
-    ranks = mesh.group_ranks(axes)
+    mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = data(mesh.rank, n * numel, dtype, seed)
     handle = by.reduce_scatter(packed(by, sent, axes, n) if buffered else sent, axes)
 
     def finish() -> None:
-        whole = sum(data(rank, n * numel, dtype, seed) for rank in ranks)
-        expect(handle.wait(), whole.view(n, -1)[here], ("reduce_scatter", axes, numel, dtype))
+        full = sum(data(rank, n * numel, dtype, seed) for rank in ranks)
+        expect(handle.wait(), full.view(n, -1)[here], ("reduce_scatter", axes, numel, dtype))
 
     return finish
 
@@ -87,8 +87,8 @@ def check_reduce(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: 
     handle = by.all_reduce(packed(by, sent, axes) if buffered else sent, axes)
 
     def finish() -> None:
-        whole = sum(data(rank, numel, dtype, seed) for rank in mesh.group_ranks(axes))
-        expect(handle.wait(), whole, ("all_reduce", axes, numel, dtype))
+        full = sum(data(rank, numel, dtype, seed) for rank in mesh.group_ranks(axes))
+        expect(handle.wait(), full, ("all_reduce", axes, numel, dtype))
 
     return finish
 
@@ -142,8 +142,14 @@ def test_local():
     assert contract(0, make_mesh(shard=1, device="cpu")) == "Local"
 
 
-@pytest.mark.parametrize("adversary", [None, "early", "late"])
-@pytest.mark.parametrize("axes", [axes for world in MESHES.values() for axes in world], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "adversary"),
+    [
+        *((axes, None) for axes in (MESHES[1][0], {"replicate": 1, "shard": 2}, MESHES[4][0])),
+        *itertools.product((MESHES[2][0], MESHES[4][1]), ("early", "late")),
+    ],
+    ids=str,
+)
 def test_simulated(axes, adversary):
     mesh = make_mesh(simulated=True, device="cpu", **axes)
     assert set(simulate(mesh, contract, mesh, adversary=adversary, timeout=60)) == {"Simulated"}
@@ -245,7 +251,8 @@ def test_half_types_are_summed_in_fp32():
 
 
 def _abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
-    by = connect(make_mesh(shard=2, device="cpu"), timeout=3, transport=transport)
+    timeout = 6 if how == "dies" else 1
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=timeout, transport=transport)
     by.all_reduce(torch.ones(100_000), ("shard",)).wait()
     if rank == 1:
         if how == "dies":
@@ -263,14 +270,14 @@ def _abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
 def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
     text, seconds = ranks(2).run(_abandoned, transport, "dies", lost=(1,))[0]
     assert "all_gather over (shard) of ranks 0, 1, on rank 0: a peer died" in text
-    assert seconds < 2.5  # less than the timeout: the death itself was seen
+    assert seconds < 5  # less than the timeout: the death itself was seen
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport):
     text, seconds = ranks(2).run(_abandoned, transport, "stays away")[0]
     assert "all_gather over (shard) of ranks 0, 1, on rank 0" in text and "did not answer" in text
-    assert 2.5 < seconds < 20
+    assert 0.5 < seconds < 20
 
 
 def _differ(rank: int, mesh: Mesh | None = None) -> str:
@@ -288,7 +295,7 @@ DIFFERENT = """all_reduce over (shard) of ranks 0, 1, on rank {}: ranks issued d
 Fix: all ranks must run the same program on the same specs."""
 
 
-def test_ranks_that_issue_different_sizes_are_told(ranks, pair):
+def test_ranks_that_issue_different_sizes_are_an_error(ranks, pair):
     expected = [DIFFERENT.format(rank) for rank in (0, 1)]
     assert ranks(2).run(_differ) == expected
     assert simulate(pair, _differ, pair) == expected
@@ -297,12 +304,6 @@ def test_ranks_that_issue_different_sizes_are_told(ranks, pair):
 def test_a_pool_reports_the_remote_traceback(ranks):
     with pytest.raises(AssertionError, match=r"(?s)rank 0, 1 of 2 failed:.*Traceback.*needs 3 ranks"):
         ranks(2).run(_real, {"shard": 3}, "auto")
-
-
-def test_an_abstract_mesh_is_refused():
-    by = connect(make_mesh(shard=8, abstract=True))
-    with pytest.raises(CollectiveError, match=r"mesh \(shard=8\) is abstract.*can be lowered on, not run"):
-        by.all_gather(torch.ones(3), ("shard",))
 
 
 # ------------------------------------------------------------------ simulated ranks
@@ -442,9 +443,4 @@ def test_connect_names_groups_alike_on_all_ranks():
     mesh = make_mesh(replicate=2, shard=2, abstract=True)
     group = Group(mesh)
     assert group.transport_bytes() == 0
-    assert endpoint.group_names(mesh) == [
-        ("replicate",),
-        ("shard",),
-        ("replicate", "shard"),
-        ("shard", "replicate"),
-    ]
+    assert endpoint.group_names(mesh) == groups(mesh)

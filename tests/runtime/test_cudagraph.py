@@ -116,7 +116,7 @@ def test_replayed_steps_are_the_same(graphs: list[Fake], how: dict[str, Any]) ->
     assert [g.replays for g in graphs] == [STEPS - cuda_graph.WARM_steps]
 
 
-def test_a_state_that_lies_elsewhere_is_captured_anew(graphs: list[Fake]) -> None:
+def test_a_state_at_other_addresses_is_captured_anew(graphs: list[Fake]) -> None:
     plain, moved = trained(None, optimizer=ADAMW), trained(cuda_graph.MODE, at=4, optimizer=ADAMW)
     assert moved[0] == plain[0] and [g.replays for g in graphs] == [2, 2]
     torch.testing.assert_close(moved[3], plain[3], rtol=0, atol=0)
@@ -159,7 +159,7 @@ GPU = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ({"mesh": fs.make_mesh(shard=1, device="cpu")}, r"the mesh \(shard=1\) is of cpu devices"),
         ({"mesh": fs.Mesh(("shard",), (2,), ("shard",), "cuda", "abstract")}, "2 ranks: who is silent"),
@@ -173,10 +173,10 @@ GPU = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
     ],
 )
 def test_what_stands_in_the_way_is_named(
-    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], told: str
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], reported: str
 ) -> None:
     monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("cpu"))
-    with pytest.raises(SpecError, match=rf"(?s)mode='reduce-overhead'.*{told}.*Fix: leave `mode` out"):
+    with pytest.raises(SpecError, match=rf"(?s)mode='reduce-overhead'.*{reported}.*Fix: leave `mode` out"):
         lowered(**{"mesh": GPU} | how)
 
 

@@ -9,7 +9,7 @@ import reference
 import sharded
 import torch
 from models import MODELS
-from test_optim import ALL, SHAPES, assert_close, copy, make_info, random_tree
+from optimizers import ALL, SHAPES, assert_close, copy, make_info, random_tree
 from torch import Tensor
 
 import fnshard as fs

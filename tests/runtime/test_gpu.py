@@ -99,7 +99,7 @@ def test_what_rests_on_the_host_is_pinned_and_off_the_device(mesh):
     model = on_gpu(gpt())
     specs = specs_of(model, "full_shard", mesh, **TIERS["all on the host"])
     state = make_step(mesh, model, specs, fs.optim.adamw(RATE)).init(model.params)
-    slots = [v for held in state.opt_state.values() for v in held.values()]
+    slots = [v for kept in state.opt_state.values() for v in kept.values()]
     assert all(v.device.type == "cpu" and v.is_pinned() for v in [*slots, *state.params.values()])
 
 
@@ -248,8 +248,8 @@ def test_the_chunked_cross_entropy_is_torchs(mesh):
     mean = fs.losses.linear_cross_entropy(hidden, weight, targets, chunk=24)
     got = mean.total / mean.count
     torch.testing.assert_close(got, truth, rtol=1e-3, atol=1e-3)
-    wanted = torch.autograd.grad(truth, (hidden, weight))
-    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
+    expected = torch.autograd.grad(truth, (hidden, weight))
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-3)
 
 
@@ -284,7 +284,7 @@ def test_a_deterministic_run_is_the_same_again(mesh):
     assert_same(runs[1], runs[0], atol=0.0)
 
 
-def test_what_lies_on_the_host_is_moved_before_it_is_traced(mesh):
+def test_tensors_on_the_host_are_moved_before_a_trace(mesh):
     number, table = torch.tensor(2.0), torch.arange(8.0)
     params, x = {"w": torch.ones(8, 8, device="cuda")}, torch.ones(2, 8, device="cuda")
     specs = fs.presets.full_shard(params, mesh)
@@ -300,13 +300,13 @@ def test_nothing_is_left_behind(mesh):
     model = on_gpu(gpt())
     specs = specs_of(model, "full_shard", mesh)
     step = make_step(mesh, model, specs, fs.optim.adamw(RATE))
-    state, held = step.init(model.params), []
+    state, kept = step.init(model.params), []
     for batch in model.batches(8):
         state, metrics = step(state, *batch)
         del metrics
         torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated())
-    assert held[-1] <= held[1]
+        kept.append(torch.cuda.memory_allocated())
+    assert kept[-1] <= kept[1]
 
 
 def test_bench_on_the_gpu(tmp_path):

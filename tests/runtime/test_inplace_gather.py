@@ -146,14 +146,14 @@ def _differ(rank: int) -> str:
     return ""
 
 
-def test_ranks_that_issue_different_collectives_are_told(ranks):
+def test_ranks_that_issue_different_collectives_are_an_error(ranks):
     for text in ranks(2).run(_differ):
         assert "ranks issued different collectives" in text
         assert f"rank 1: gather_leaves of [{2 * NUMEL}] torch.float32" in text
 
 
 def _abandoned(rank: int, who: int, dies: bool) -> tuple[str, float]:
-    by = connect(make_mesh(shard=2, device="cpu"), timeout=3)
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=6 if dies else 1)
     check(issue(by, 1.0).wait(), 1.0)
     if rank == who:
         if dies:
@@ -171,56 +171,67 @@ def _abandoned(rank: int, who: int, dies: bool) -> tuple[str, float]:
 def test_a_rank_that_dies_is_named_within_seconds(ranks, who):
     text, seconds = ranks(2).run(_abandoned, who, True, lost=(who,))[1 - who]
     assert f"gather_leaves over (shard) of ranks 0, 1, on rank {1 - who}" in text
-    assert f"rank {who} has left" in text and seconds < 2.5
+    assert f"rank {who} has left" in text and seconds < 5
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_does_not_come_is_named_at_the_timeout(ranks, who):
     text, seconds = ranks(2).run(_abandoned, who, False)[1 - who]
-    assert f"rank {who} did not come within 3 s" in text and 2.5 < seconds < 20
+    assert f"rank {who} did not come within 1 s" in text and 0.5 < seconds < 20
 
 
 # ------------------------------------------------------------------ in a step
 
 
-def _step(rank: int, preset: str) -> tuple[int, int, int]:
-    """Of two steps: gathers, leaves, and leaves that lie in the group's memory."""
+def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
+    """Two steps: what lies in the group's memory, and what travels.
+
+    Lists of whether each gathered leaf, and each reduction's sum, lies there; bytes of reductions that are
+    sent and bytes of a row each; and how many units' slots the memory has.
+    """
     model = MODELS["gpt"]()
     mesh = make_mesh(shard=2, device="cpu")
-    step = sharded.make_step(mesh, model, sharded.specs_of(model, preset, mesh), fs.optim.sgd(0.1))
+    optimizer = fs.optim.sgd(0.1)
+    if clip:
+        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, preset, mesh), optimizer)
     passes = step.options.passes  # nothing would travel beside a kernel; elsewhere it does
     assert (passes.prefetch, passes.overlap) == ((0, 0), 0)
-    assert (
-        default_depth(make_mesh(shard=2, simulated=True))
-        == default_depth(make_mesh(shard=2, abstract=True))
-        == 1
-    )
-    memory = connection(mesh).endpoint.memories[0]
-    seen = [0, 0, 0]
+    assert {default_depth(make_mesh(shard=2, **{kind: True})) for kind in ("simulated", "abstract")} == {1}
+    state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
+    buckets = step.lower(model.params, *batch).schedule.buckets
+    endpoint = connection(mesh).endpoint
+    memory = endpoint.memories[0]
+    seen: dict[str, Any] = {"leaves": [], "sums": [], "sent": 0, "rows": 0}
 
     def watch(number: int, line: Any, action: Any) -> Any:
         def run(env: dict[str, Any]) -> None:
             action(env)
-            if line.verb == "wait" and line.of.verb == "gather":
-                leaves = [env[n] for n in line.writes]
-                seen[0] += 1
-                seen[1] += len(leaves)
-                seen[2] += sum(memory.offset_of(leaf) is not None for leaf in leaves)
+            waited = line.of.verb if line.verb == "wait" else ""
+            if waited == "gather":
+                seen["leaves"] += [memory.offset_of(env[n]) is not None for n in line.writes]
+            if waited == "reduce_scatter":
+                seen["sums"].append(memory.offset_of(env[line.writes[0]].flat) is not None)
+            if line.verb == "reduce_scatter":
+                seen["sent"] += env[line.writes[0]]._rows._message.nbytes
+                seen["rows"] += 2 * buckets[line.bucket].row_bytes
 
         return run
 
     with step.watching(watch):
-        state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
         for _ in range(2):
             state, _ = step(state, *batch)
+    (units,) = endpoint.units.values()
+    largest = max(2 * b.numel * b.dtype.itemsize for b in buckets.values())
+    seen["slots"] = (units.slots.top - units.slots.floor) // largest
     connection(mesh).close()
-    return tuple(seen)
+    return seen
 
 
 @pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op"])
 def test_a_steps_gathered_leaves_lie_in_the_groups_memory(ranks, preset):
-    for gathers, leaves, shared in ranks(2).run(_step, preset):
-        assert gathers > 0 and shared == leaves > 0
+    for seen in ranks(2).run(_watched, preset, False):
+        assert seen["leaves"] and all(seen["leaves"])
 
 
 # ------------------------------------------------------------------ reductions of two
@@ -233,84 +244,24 @@ def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
     specs = {p: LayoutSpec(layout).resolve(torch.empty(shape), "u") for p in "ab"}
     (bucket,) = make_buckets(specs, mesh, lambda s: s.gradient, lambda s: torch.float32, "reduce")
     packers = [Packer(bucket, mesh, rank) for rank in range(2)]
-    fulls = [{p: torch.randn(shape) for p in "ab"} for _ in range(2)]
+    full = [{p: torch.randn(shape) for p in "ab"} for _ in range(2)]
     rows = [torch.full((2 * bucket.numel,), float("nan")) for _ in range(2)]
-    for packer, given, row in zip(packers, fulls, rows, strict=True):
-        packer.pack_full(given, row)
-    for rank, (packer, given) in enumerate(zip(packers, fulls, strict=True)):
+    for packer, inputs, row in zip(packers, full, rows, strict=True):
+        packer.pack_full(inputs, row)
+    for rank, (packer, inputs) in enumerate(zip(packers, full, strict=True)):
         got, out = (torch.full((bucket.numel,), float("nan")) for _ in range(2))
-        packers[1 - rank].pack_for_peer(fulls[1 - rank], got)
+        packers[1 - rank].pack_for_peer(full[1 - rank], got)
         assert torch.equal(got, rows[1 - rank].view(2, -1)[rank])
-        packer.add_to_own(given, got, out)
+        packer.add_to_own(inputs, got, out)
         assert torch.equal(out, (rows[0] + rows[1]).view(2, -1)[rank])
-        packer.add_to_own(given, got, got)
+        packer.add_to_own(inputs, got, got)
         assert torch.equal(got, out)
-
-
-def _reduced(rank: int, clip: bool) -> tuple[int, int, int]:
-    """Of two steps at the default depths of ranks that share memory: reductions, those whose sum lies there,
-    and how many units' slots the group's memory has."""
-    model = MODELS["gpt"]()
-    mesh = make_mesh(shard=2, device="cpu")
-    optimizer = fs.optim.sgd(0.1)
-    if clip:
-        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
-    specs = sharded.specs_of(model, "full_shard", mesh)
-    step = sharded.make_step(mesh, model, specs, optimizer)
-    endpoint, seen = connection(mesh).endpoint, [0, 0]
-
-    def watch(number: int, line: Any, action: Any) -> Any:
-        def run(env: dict[str, Any]) -> None:
-            action(env)
-            if line.verb == "wait" and line.of.verb == "reduce_scatter":
-                seen[0] += 1
-                seen[1] += endpoint.memories[0].offset_of(env[line.writes[0]].flat) is not None
-
-        return run
-
-    with step.watching(watch):
-        state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
-        lowered = step.lower(model.params, *batch)
-        for _ in range(2):
-            state, _ = step(state, *batch)
-        (units,), buckets = endpoint.units.values(), lowered.schedule.buckets.values()
-        largest = max(2 * b.numel * b.dtype.itemsize for b in buckets)
-        slots = (units.slots.top - units.slots.floor) // largest
-    connection(mesh).close()
-    return *seen, slots
 
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_gradients_that_are_updated_at_once_stay_in_the_slot_that_their_leaves_have_left(ranks, clip):
-    for reductions, shared, slots in ranks(2).run(_reduced, clip):
-        assert reductions > 0 and shared == (0 if clip else reductions) and slots == 1
-
-
-def _sent(rank: int) -> tuple[int, int]:
-    """Bytes of reductions that two steps issue, and those of a row each."""
-    model = MODELS["gpt"]()
-    mesh = make_mesh(shard=2, device="cpu")
-    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), fs.optim.sgd(0.1))
-    seen = [0, 0]
-
-    def watch(number: int, line: Any, action: Any) -> Any:
-        def run(env: dict[str, Any]) -> None:
-            action(env)
-            if line.verb == "reduce_scatter":
-                seen[0] += env[line.writes[0]]._rows._message.nbytes
-                seen[1] += 2 * lowered.schedule.buckets[line.bucket].row_bytes
-
-        return run
-
-    with step.watching(watch):
-        state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
-        lowered = step.lower(model.params, *batch)
-        for _ in range(2):
-            state, _ = step(state, *batch)
-    connection(mesh).close()
-    return tuple(seen)
-
-
-def test_two_ranks_send_but_the_other_ones_row(ranks):
-    for sent, rows in ranks(2).run(_sent):
-        assert sent == rows > 0
+    """At the default depths of ranks that share memory; two ranks send each other's row alone."""
+    for seen in ranks(2).run(_watched, "full_shard", clip):
+        assert seen["sums"] and seen["slots"] == 1
+        assert set(seen["sums"]) == {not clip}
+        assert seen["sent"] == seen["rows"] > 0

@@ -1,4 +1,4 @@
-"""Where waits return at once: of three ranks one fails, which is told by its cause, whatever others say."""
+"""Where waits return at once: one of three ranks fails and is named as the cause, whatever others report."""
 
 from __future__ import annotations
 
@@ -96,10 +96,12 @@ def test_ranks_that_are_well_end_well(tmp_path):
 
 @pytest.mark.parametrize("aborts", ["aborts", pytest.param("waits", marks=pytest.mark.long)])
 def test_who_has_no_memory_is_the_cause_and_nothing_is_tried_again(tmp_path, aborts):
-    with pytest.raises(LaunchError, match=r"^rank 1 of 3 failed: torch.OutOfMemoryError: CUDA out") as told:
+    with pytest.raises(
+        LaunchError, match=r"^rank 1 of 3 failed: torch.OutOfMemoryError: CUDA out"
+    ) as reported:
         launch(tmp_path, "has no memory", aborts, max_restarts=1)
     assert re.search(
-        r"(?s)It was in line \d+ of the schedule.*the step's peak is .* by the plan", str(told.value)
+        r"(?s)It was in line \d+ of the schedule.*the step's peak is .* by the plan", str(reported.value)
     )
     assert (tmp_path / "attempts").read_text() == "+"
 
@@ -111,7 +113,7 @@ SILENT = (
 
 
 @pytest.mark.long
-def test_who_is_stopped_is_told_so(tmp_path):
+def test_a_stopped_rank_is_named(tmp_path):
     with pytest.raises(
         LaunchError, match=rf"(?s)^rank 1 of 3 stood still \(SIGSTOP\) and was killed; {SILENT}"
     ):
@@ -133,7 +135,7 @@ def test_who_is_killed_is_the_cause_of_aborted_communicators(tmp_path, aborts, c
 
 
 @pytest.mark.long
-def test_a_communicator_that_aborts_by_itself_is_told_and_tried_again(tmp_path):
+def test_a_communicator_that_aborts_by_itself_is_named_and_tried_again(tmp_path):
     with pytest.raises(LaunchError, match=r"^rank 1 of 3 was killed by signal 6 \(SIGABRT\)"):
         launch(tmp_path, "is aborted", "waits", max_restarts=1)
     assert (tmp_path / "attempts").read_text() == "++"
@@ -143,7 +145,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         NCCL
         + "remote process exited or there was a network error\nncclRemoteError: A call failed possibly due "
@@ -152,7 +154,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:
         "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.",
     ],
 )
-def test_what_nccl_says_of_a_peer_is_an_echo(said):
+def test_what_nccl_says_of_a_peer_is_an_echo(text):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
-    failure.error_file_data = {"message": {"extraInfo": {"py_callstack": said}}}
+    failure.error_file_data = {"message": {"extraInfo": {"py_callstack": text}}}
     assert post_mortem.echo_level(failure) > 1

@@ -91,7 +91,7 @@ def test_buffers_are_pinned_once_and_used_again(runtime: Runtime, monkeypatch: p
     assert waits == ["stream"]
 
 
-def test_a_refusal_is_told_with_its_code_and_leaves_nothing(runtime: Runtime) -> None:
+def test_a_refusal_names_its_code_and_leaves_nothing(runtime: Runtime) -> None:
     runtime.code = 2
     with pytest.raises(StateError, match=r"locks no 12 bytes of host memory: out of memory \(.* error 2\)"):
         tiers.allocate((3,), torch.float32, "host", CUDA)
@@ -104,26 +104,26 @@ def test_a_refusal_is_told_with_its_code_and_leaves_nothing(runtime: Runtime) ->
 def test_without_registering_torch_pins(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace())
     made = torch.zeros(12, dtype=torch.uint8)
-    monkeypatch.setattr(torch, "empty", lambda *_, pin_memory, **__: asked.append(pin_memory) or made)
+    monkeypatch.setattr(torch, "empty", lambda *_, pin_memory, **__: requests.append(pin_memory) or made)
     assert tiers.allocate((3,), torch.float32, "host", torch.device(device)).shape == (3,)
-    assert asked == [True]
+    assert requests == [True]
 
 
 def test_a_forked_child_leaves_the_parent_s_memory_alone(runtime: Runtime) -> None:
     kept = pinned.allocate(8, CUDA)
-    told = multiprocessing.get_context("fork").SimpleQueue()
+    reported = multiprocessing.get_context("fork").SimpleQueue()
 
     def child() -> None:
         nonlocal kept
         del kept
-        told.put(len(runtime.sizes))
+        reported.put(len(runtime.sizes))
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    assert told.get() == 1
+    assert reported.get() == 1
     process.join()
     del kept
     assert runtime.sizes == {}

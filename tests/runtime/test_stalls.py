@@ -90,7 +90,7 @@ class Bindings(TorchFunctionMode):
 
 
 class Event:
-    """An event of the device, which is told that it was waited for."""
+    """An event of the device, which notes that it is waited for."""
 
     device: Device
 
@@ -223,10 +223,10 @@ def test_an_evaluation_leaves_its_batches_to_the_forward():
     """Which sends them as a step does."""
     evaluate = pytest.importorskip("experiments.training.loop", exc_type=ImportError).evaluate
     mean_over = pytest.importorskip("experiments.finetune.evaluate", exc_type=ImportError).mean_over
-    given: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def forward(params: Any, *batch: Any) -> Any:
-        given.extend(tree.flatten(batch)[0])
+        inputs.extend(tree.flatten(batch)[0])
         return torch.tensor(2.0) if len(batch) == 2 else (fs.Mean(torch.tensor(6.0), 3), {})
 
     setup = SimpleNamespace(
@@ -236,7 +236,7 @@ def test_an_evaluation_leaves_its_batches_to_the_forward():
     )  # fmt: skip
     assert evaluate(setup, {}) == 2.0
     assert mean_over(forward, {}, [{"tokens": torch.ones(2)}] * 2, torch.device("cpu")) == (2.0, {})
-    assert len(given) == 6 and all(part.device.type == "cpu" for part in given)
+    assert len(inputs) == 6 and all(part.device.type == "cpu" for part in inputs)
 
 
 def test_numbers_and_flags_are_read_a_step_late_and_a_read_waits_for_one_event(device):
@@ -260,7 +260,7 @@ def test_a_dynamic_loss_scale_waits_once_a_step(device):
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_numbers_are_those_of_the_step_whatever_comes_after(device, device_type):
-    """Integers stay integers, and what lies on the host stays there."""
+    """Integers stay integers, and what is on the host stays there."""
     if device_type == "cpu":
         lost, rate = torch.tensor(0.1), torch.tensor(3e-4, dtype=torch.float64)
         found = Reading.of({"loss": lost, "rate": rate, "skipped": torch.tensor(3)}, torch.device("cpu"))

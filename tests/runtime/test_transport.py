@@ -14,8 +14,8 @@ def row_norm_sgd(lr):
     """Divides a leaf's gradient by the norm of the *whole* leaf: needs a gather."""
 
     def leaf(path, grad, slots, param, info):
-        whole = info.require("gather")(path, grad)
-        return -lr * grad / whole.norm(), {}
+        full = info.require("gather")(path, grad)
+        return -lr * grad / full.norm(), {}
 
     return Optimizer(f"row_norm_sgd({lr})", leaf, needs=frozenset({"gather"}), elementwise=False)
 
@@ -81,9 +81,9 @@ def momentum_over_norm(lr):
 
     def leaf(path, grad, slots, param, info):
         momentum = 0.9 * slots["m"] + grad
-        whole = info.require("gather")(path, momentum)
-        scaled = info.require("gather")(path, grad / whole.norm())
-        return -lr * info.require("cut")(path, whole * scaled.norm()), {"m": momentum}
+        full = info.require("gather")(path, momentum)
+        scaled = info.require("gather")(path, grad / full.norm())
+        return -lr * info.require("cut")(path, full * scaled.norm()), {"m": momentum}
 
     slots = {"m": torch.zeros_like}
     return Optimizer("momentum_over_norm", leaf, slots=slots, needs=frozenset({"gather"}), elementwise=False)

@@ -1,4 +1,4 @@
-"""`fs.debug.assert_max_compiles`: compilations counted, and told apart."""
+"""`fs.debug.assert_max_compiles`: compilations counted, and their causes named."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 import torch
 from faults import PARAMS, PRESETS, loss, mesh_of
 from torch import Tensor
-from toys import rows
+from toys import rows, step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec
 from fnshard.compiler.kernels import inductor
 from fnshard.compiler.schedule.instructions import Reduced
 from fnshard.debug.values import tensors
@@ -26,8 +25,7 @@ from fnshard.step import runner
 
 def small_step(**options: Any) -> tuple[Any, dict[str, Tensor]]:
     params = {"w": torch.ones(3)}
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    return fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager", **options), params
+    return step_of(lambda p, x: (p["w"] * x).sum(), params, **options), params
 
 
 def test_compiles_are_counted_and_one_too_many_says_what_changed() -> None:
@@ -95,10 +93,10 @@ def test_a_step_that_nobody_watches_runs_its_plain_actions() -> None:
     assert [c.watch for c in seen] == [None]
 
 
-def test_values_are_found_wherever_they_are_held() -> None:
+def test_values_are_found_in_every_container() -> None:
     one = torch.ones(2)
-    held = {"a": one, "b": {"m": one}, "c": Reduced({"w": one})}
-    assert [name for name, _ in tensors(held)] == ["a", "b/m", "c/w"]
+    kept = {"a": one, "b": {"m": one}, "c": Reduced({"w": one})}
+    assert [name for name, _ in tensors(kept)] == ["a", "b/m", "c/w"]
     assert list(tensors(object())) == []
 
 
@@ -108,9 +106,9 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
         inductor, "compile_graph", lambda *args, **how: plain(*args, **{**how, "backend": "eager"})
     )
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # other tests may have left theirs, and a level
-    heard: list[str] = []
+    messages: list[str] = []
     listener = logging.Handler()
-    listener.emit = lambda record: heard.append(record.getMessage())
+    listener.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("fnshard")
     logger.addHandler(listener)
     logger.setLevel(logging.INFO)
@@ -125,8 +123,8 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         logger.removeHandler(listener)
         logger.setLevel(logging.NOTSET)
-    count = len(heard) - 2
-    assert heard == [
+    count = len(messages) - 2
+    assert messages == [
         "lowering loss",
         *(f"compiling {n} of {count} kernels" for n in range(1, count + 1)),
         f"compiled {count} kernels",
@@ -141,5 +139,5 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
         logger.setLevel(logging.NOTSET)
     assert [
         line.strip() for line in re.split(r"\rfnshard: |\x1b\[K", shown.getvalue()) if line.strip()
-    ] == heard[1:]
+    ] == messages[1:]
     assert count >= 4  # forward and backward of each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,16 +97,6 @@ def test_options_are_checked_when_the_step_is_made(options: dict[str, Any], mess
         step(**options)
 
 
-def test_all_wrong_options_are_named_at_once() -> None:
-    with pytest.raises(SpecError, match=r"(?s)accumulate=0.*backend='jit'.*cache=-1"):
-        step(accumulate=0, backend="jit", cache=-1)
-
-
-def test_an_unknown_option_is_pythons_own_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'prefech'"):
-        step(prefech=1)
-
-
 TORCHS = torch.optim.AdamW([torch.zeros(1)])
 
 
@@ -132,43 +123,68 @@ def test_optimizers_that_are_called_as_torchs_are_refused() -> None:
             make(torch.nn.Linear(2, 2).parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("specs", [None, {"a": 1}, [P()]])
-def test_what_is_no_tree_of_specs_is_refused(specs: Any) -> None:
-    with pytest.raises(SpecError, match=r"(?s)a spec tree holds LayoutSpecs alone.*match_specs"):
-        fs.shard_step(loss, specs)
+# ------------------------------------------------------------------ one call, one error
 
 
-def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"a function of \(params, \*batch\), not int"):
-        step(3)
+def of_two(p: Any, x: Tensor, s: Tensor) -> Tensor:
+    return loss(p, x) * s
 
 
-def test_specs_and_parameters_must_be_of_one_tree() -> None:
-    with pytest.raises(
-        SpecError,
-        match=r"(?s)differ in 2 leaves.*params\['b'\] has no spec.*specs\['layers.1.w'\] has no leaf.*Fix",
-    ):
-        step().lower({"layers.0.w": torch.zeros(WIDTH, WIDTH), "b": torch.zeros(1)}, rows())
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "all wrong options at once": (
+        lambda: step(accumulate=0, backend="jit", cache=-1), SpecError,
+        "accumulate=0.*backend='jit'.*cache=-1"),
+    "an unknown option": (lambda: step(prefech=1), TypeError, "unexpected keyword argument 'prefech'"),
+    "no specs": (
+        lambda: fs.shard_step(loss, None), SpecError, "a spec tree holds LayoutSpecs alone.*match_specs"),
+    "specs that are numbers": (
+        lambda: fs.shard_step(loss, {"a": 1}), SpecError, "a spec tree holds LayoutSpecs alone"),
+    "specs that are P": (
+        lambda: fs.shard_step(loss, [P()]), SpecError, "a spec tree holds LayoutSpecs alone"),
+    "no function": (lambda: step(3), TraceError, r"a function of \(params, \*batch\), not int"),
+    "specs of another tree": (
+        lambda: step().lower({"layers.0.w": torch.zeros(8, 8), "b": torch.zeros(1)}, rows()), SpecError,
+        r"differ in 2 leaves.*params\['b'\] has no spec.*specs\['layers.1.w'\] has no leaf.*Fix"),
+    "two leaves of one path": (
+        lambda: fs.match_specs({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, [("*", LayoutSpec())]),
+        SpecError, "two leaves have the same path.*'a.b'.*Fix"),
+    "constants for leaves": (
+        lambda: step()({**chain(2), "layers.0.w": None, "layers.1.w": 3}, rows()), SpecError,
+        r"2 leaves.*'layers.0.w'\] has no leaf.*'layers.1.w'\] has no leaf"),
+    "no batch": (
+        lambda: step()(chain(2)), StateError,
+        r"missing a required argument: 'x'.*fn\(p.*0 batch arguments.*Fix: "),
+    "a surplus argument": (
+        lambda: step()(chain(2), rows(), rows()), StateError,
+        "too many positional arguments.*2 batch arguments.*Fix: "),
+    "a batch that cannot be cut": (
+        lambda: step(of_two, accumulate=3)(chain(2), rows(), torch.tensor(1.0)), StateError,
+        r"2 batch leaves cannot be cut into 3.*batch\['0'\] \[4, 8\].*batch\['1'\] \[\].*fs.Whole"),
+    "no such field": (
+        lambda: step(optimizer=SGD).init(chain(2)).parameters, AttributeError,
+        "no 'parameters'; it has step, params"),
+    "a tree for a state": (
+        lambda: step(optimizer=SGD)(chain(2), rows()), StateError, "is a TrainState, not dict.*step.init"),
+    "a state for a tree": (
+        lambda: step()(step(optimizer=SGD).init(chain(2)), rows()), StateError,
+        "has no optimizer: pass state.params"),
+    "a block of another shape": (
+        lambda: step()({**chain(2), "layers.0.w": torch.zeros(3, 3)}, rows()), StateError,
+        r"'layers.0.w'\] is \[3, 3\] .*expected a block \[8, 8\].*Fix: pass fs.shard"),
+    "a block of another dtype": (
+        lambda: step()({**chain(2), "layers.1.w": torch.zeros(WIDTH, WIDTH).half()}, rows()), StateError,
+        r"'layers.1.w'\] is \[8, 8\] torch.float16.*Fix: pass fs.shard"),
+}  # fmt: skip
 
 
-def test_two_leaves_of_one_path() -> None:
-    with pytest.raises(SpecError, match=r"(?s)two leaves have the same path.*'a.b'.*Fix"):
-        fs.match_specs({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, [("*", LayoutSpec())])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_error(name: str) -> None:
+    call, error, message = MISTAKES[name]
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
 
 
 # ------------------------------------------------------------------ batches
-
-
-def test_a_missing_argument_of_the_batch() -> None:
-    with pytest.raises(
-        StateError, match=r"(?s)missing a required argument: 'x'.*fn\(p.*0 batch arguments.*Fix: "
-    ):
-        step()(chain(2))
-
-
-def test_a_surplus_argument_of_the_batch() -> None:
-    with pytest.raises(StateError, match=r"(?s)too many positional arguments.*2 batch arguments.*Fix: "):
-        step()(chain(2), rows(), rows())
 
 
 @pytest.mark.parametrize(
@@ -206,14 +222,6 @@ def test_constants_of_all_kinds_are_taken() -> None:
 
     options = {"none": None, "name": "a", "scale": 2.0, "dtype": torch.float64}
     assert step(fn)(chain(2), rows(), options)[0].dtype == torch.float64
-
-
-def test_a_batch_that_cannot_be_cut() -> None:
-    with pytest.raises(
-        StateError,
-        match=r"(?s)2 batch leaves cannot be cut into 3.*batch\['0'\] \[4, 8\].*batch\['1'\] \[\].*fs.Whole",
-    ):
-        step(lambda p, x, s: loss(p, x) * s, accumulate=3)(chain(2), rows(), torch.tensor(1.0))
 
 
 def test_indices_outside_of_their_tables_are_named_before_the_step_runs() -> None:
@@ -271,37 +279,6 @@ def test_only_what_integers_of_the_batch_make_is_made_beforehand(monkeypatch) ->
     assert indices.names == (("batch", "1"),)  # `order[y]` itself, and `y + 1`
 
 
-def test_whole_leaves_are_not_cut() -> None:
-    fn = lambda p, x, s: loss(p, x) * s.sum()  # noqa: E731
-    got, _ = step(fn, accumulate=2)(chain(2), rows(), fs.Whole(torch.ones(3)))
-    torch.testing.assert_close(got, loss(chain(2), rows()) * 3 / 2)
-
-
-def test_a_new_batch_shape_warns_with_the_argument_that_changed() -> None:
-    one = step()
-    one(chain(2), rows())
-    with pytest.warns(UserWarning, match=r"(?s)new batch.*batch\['0'\] from \[4, 8\].* to \[2, 8\]"):
-        one(chain(2), rows()[:2])
-
-
-def test_a_batch_that_makes_another_program_is_refused() -> None:
-    """Other collectives than the batches before: ranks would hang."""
-    params = chain(2)
-    mesh = fs.make_mesh(shard=2, simulated=True)
-
-    def fn(p, x):
-        return (x @ p["layers.0.w"]).sum() if x.shape[0] == ROWS else loss(p, x)
-
-    one = fs.shard_step(fn, fs.presets.full_shard(params, mesh), mesh=mesh, backend="eager")
-
-    def run(rank: int) -> None:
-        one(fs.shard(params, one.specs, mesh), rows())
-        one(fs.shard(params, one.specs, mesh), rows()[:2])
-
-    with pytest.raises(StateError, match=r"(?s)other collectives than the batches before.*Fix: let `fn`"):
-        fs.simulate(mesh, run)
-
-
 # ------------------------------------------------------------------ states
 
 
@@ -319,15 +296,6 @@ def test_a_consumed_state_says_which_step_took_it() -> None:
     assert int(copied.step) == 1
 
 
-def test_a_resharded_state_says_what_took_it() -> None:
-    one = step(optimizer=fs.optim.adamw(0.1))
-    state = one.init(chain(2))
-    fs.reshard(state, one.specs, one.specs)
-    with pytest.raises(StateError, match=r"(?s)consumed by fs.reshard.*state = fs.reshard\(state"):
-        one(state, rows())
-    assert repr(state) == "TrainState(consumed by fs.reshard)"
-
-
 def test_a_state_says_what_took_it_whatever_came_before() -> None:
     one = step(optimizer=fs.optim.adamw(0.1))
     first = one.init(chain(2))
@@ -341,37 +309,6 @@ def test_a_state_says_what_took_it_whatever_came_before() -> None:
         StateError, match=r"consumed by fs\.reshard: the state that was returned takes its place"
     ):
         _ = second.params
-
-
-def test_a_state_has_no_other_fields() -> None:
-    with pytest.raises(AttributeError, match="no 'parameters'; it has step, params"):
-        _ = step(optimizer=SGD).init(chain(2)).parameters
-
-
-def test_a_train_step_takes_a_state_and_a_gradient_step_a_tree() -> None:
-    with pytest.raises(StateError, match=r"(?s)is a TrainState, not dict.*step.init"):
-        step(optimizer=SGD)(chain(2), rows())
-    with pytest.raises(StateError, match=r"has no optimizer: pass state.params"):
-        step()(step(optimizer=SGD).init(chain(2)), rows())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"layers.0.w": torch.zeros(3, 3)}, r"'layers.0.w'\] is \[3, 3\] .*expected a block \[8, 8\]"),
-        ({"layers.1.w": torch.zeros(WIDTH, WIDTH).half()}, r"'layers.1.w'\] is \[8, 8\] torch.float16"),
-    ],
-)  # fmt: skip
-def test_blocks_of_another_shape_or_dtype_are_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(StateError, match=rf"(?s){message}.*Fix: pass fs.shard"):
-        step()({**chain(2), **wrong}, rows())
-
-
-def test_constants_where_the_specs_have_leaves_are_named() -> None:
-    with pytest.raises(
-        SpecError, match=r"(?s)2 leaves.*'layers.0.w'\] has no leaf.*'layers.1.w'\] has no leaf"
-    ):
-        step()({**chain(2), "layers.0.w": None, "layers.1.w": 3}, rows())
 
 
 def test_whole_leaves_where_shards_are_meant() -> None:
@@ -425,8 +362,8 @@ def test_a_batch_of_another_dtype_than_the_leaves_compute_in() -> None:
         step = fs.shard_step(fn, specs, optimizer=SGD, backend="eager")
         return step.lower(params, torch.ones(ROWS, WIDTH))
 
-    said = r"(?s)different dtypes 1 time.*matmul of batch\['0'\] f32\[.*params\['layers.0.w'\] bf16.*x.to\("
-    with pytest.raises(TraceError, match=said):
+    text = r"(?s)different dtypes 1 time.*matmul of batch\['0'\] f32\[.*params\['layers.0.w'\] bf16.*x.to\("
+    with pytest.raises(TraceError, match=text):
         lowered(lambda p, x: run_chain(p, (x @ p["layers.0.w"]).bfloat16()).float().sum())
     with pytest.raises(TraceError, match=r"(?s)linear of batch.* f32.* and params.* bf16"):
         lowered(lambda p, x: torch.nn.functional.linear(x + 1, p["layers.0.w"]).sum())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from toys import assert_same_grads, plain_grads, step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, Mean, P, SpecError, StateError, TraceError, optim
@@ -33,30 +34,6 @@ def rows(count: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def local() -> fs.Mesh:
     return fs.make_mesh(shard=1, device="cpu")
-
-
-def step_of(fn: Fn, params: Any, **options: Any) -> fs.step.Step:
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    return fs.shard_step(fn, specs, mesh=local(), backend="eager", **options)
-
-
-def ours(fn: Fn, params: Any, *batch: Any) -> tuple[Any, Any]:
-    return step_of(fn, params)(params, *batch)
-
-
-def torchs(fn: Fn, params: dict[str, Tensor], *batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    held = {n: v.detach().clone().requires_grad_() for n, v in params.items()}
-    loss = fn(held, *batch)
-    grads = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
-    return loss.detach(), {
-        n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(held.items(), grads, strict=True)
-    }
-
-
-def agree(fn: Fn, params: dict[str, Tensor], *batch: Any, atol: float = 1e-12) -> None:
-    (loss, grads), (true_loss, true_grads) = ours(fn, params, *batch), torchs(fn, params, *batch)
-    torch.testing.assert_close(loss, true_loss, atol=atol, rtol=0)
-    torch.testing.assert_close(grads, true_grads, atol=atol, rtol=0)
 
 
 # ------------------------------------------------------------------ writes under no_grad
@@ -97,7 +74,7 @@ def test_a_write_under_no_grad_changes_the_value_and_lets_the_gradient_pass(writ
             write(h)
         return (torch.tanh(h) @ p["r"]).square().mean() + first.sum()
 
-    agree(loss, weights(), rows())
+    assert_same_grads(loss, weights(), rows(), atol=1e-12, rtol=0)
 
 
 def test_dropout_in_place_under_no_grad() -> None:
@@ -108,7 +85,7 @@ def test_dropout_in_place_under_no_grad() -> None:
         return h.sum() + 0 * p["r"].sum(), h
 
     x = rows(50)
-    (_, h), grads = ours(loss, weights(), x)
+    (_, h), grads = step_of(loss, weights())(weights(), x)
     assert 0.3 < (h == 0).double().mean() < 0.7
     torch.testing.assert_close(grads["q"], x.sum(0)[:, None].expand(WIDTH, WIDTH))
 
@@ -154,7 +131,7 @@ def drawn(draw: Fn, count: int = 3000) -> tuple[Tensor, Tensor]:
         return (value.to(p["w"].dtype).mean() * p["w"]), {"value": value, "x": x}
 
     params = {"w": torch.tensor(1.0, dtype=torch.float64)}
-    (_, aux), grads = ours(loss, params, torch.ones(count, WIDTH, dtype=torch.float64))
+    (_, aux), grads = step_of(loss, params)(params, torch.ones(count, WIDTH, dtype=torch.float64))
     torch.testing.assert_close(grads["w"], aux["value"].double().mean())
     return aux["value"], aux["x"]
 
@@ -210,7 +187,7 @@ def test_stochastic_depth_and_dropout_in_place_have_their_masks_gradient() -> No
         return (h + kept).sum(), (h, path)
 
     params, x = weights(), rows(40)
-    (_, (h, path)), grads = ours(loss, params, x)
+    (_, (h, path)), grads = step_of(loss, params)(params, x)
     torch.testing.assert_close(grads["q"], x.T @ ((h != 0) * 2.0).double())
     torch.testing.assert_close(grads["r"], x.T @ path.expand(-1, WIDTH))
     assert path.unique().numel() == 2
@@ -229,8 +206,8 @@ def test_attention_with_dropout_gives_zero_where_nothing_may_be_seen(kind: str) 
 
     # No mask of 48 numbers at this rate: the same value and gradient as without dropout.
     (loss_, grads), (true_loss, true) = (
-        ours(loss, weights(), rows(8), 1e-30),
-        torchs(loss, weights(), rows(8), 0.0),
+        step_of(loss, weights())(weights(), rows(8), 1e-30),
+        plain_grads(loss, weights(), rows(8), 0.0),
     )
     torch.testing.assert_close(loss_, true_loss)
     torch.testing.assert_close(grads, true)
@@ -288,7 +265,7 @@ def test_cpu_tensors_and_device_contexts_are_left_alone() -> None:
             one = torch.ones(WIDTH)
         return (x @ p["q"].to("cpu") * one * torch.ones(1, device=x.device)).sum()
 
-    agree(loss, weights(), rows())
+    assert_same_grads(loss, weights(), rows(), atol=1e-12, rtol=0)
 
 
 # ------------------------------------------------------------------ the loss scale
@@ -317,10 +294,10 @@ def test_a_step_without_an_optimizer_has_no_state_to_scale_by() -> None:
         LossScale.choose("dynamic", True, False)
 
 
-@pytest.mark.parametrize("given", [math.inf, math.nan, 0, -1.0, True, "8", [1.0]])
-def test_a_loss_scale_is_positive_and_finite(given: Any) -> None:
+@pytest.mark.parametrize("inputs", [math.inf, math.nan, 0, -1.0, True, "8", [1.0]])
+def test_a_loss_scale_is_positive_and_finite(inputs: Any) -> None:
     with pytest.raises(SpecError, match="positive finite number"):
-        LossScale.choose(given, False, True)
+        LossScale.choose(inputs, False, True)
 
 
 # ------------------------------------------------------------------ specs, units, meshes
@@ -403,9 +380,7 @@ def test_a_schedule_that_returns_no_number() -> None:
         ({"q": None, "r": None}, "grads", "layout='grads': 'storage', 'gradient' or 'optimizer'"),
     ],
 )
-def test_blocks_that_lie_otherwise_than_unshard_is_told_are_named(
-    blocks: Any, layout: str, words: str
-) -> None:
+def test_blocks_of_another_layout_than_unshards_are_named(blocks: Any, layout: str, words: str) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
     params = {"q": torch.zeros(6, 6), "r": torch.zeros(6, 6)}
     frozen = ("r", LayoutSpec(trainable=False))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import reference
 import sharded
-import torch
 from models import MODELS, tokens
 from test_numerics import CLIP, LR, truth
 
@@ -110,33 +109,19 @@ def test_ranks_may_have_batches_of_different_shapes(ranks: Any) -> None:
 
 
 def disagree(rank: int, how: str) -> str:
-    """Build something else on rank 1; returns what the step said."""
+    """Build something else on rank 1; returns the error."""
     model = MODELS["gpt"]()
     mesh = fs.make_mesh(shard=2, device="cpu")
     odd = rank == 1
     specs = sharded.specs_of(model, "zero2" if odd and how == "specs" else "full_shard", mesh)
     rate = 0.2 if odd and how == "optimizer" else 0.1
-    options = {"accumulate": 2 if odd and how == "accumulate" else 1}
-
-    def loss(params: Any, ids: Any, targets: Any) -> Any:
-        value = model.loss(params, ids, targets)
-        return value * params["norm.weight"].mean() if odd and how == "program" else value
 
     def more(params: Any, ids: Any, targets: Any) -> Any:
         value = model.loss(params, ids, targets)
         return (value, {"extra": value * 2}) if odd else value
 
-    chosen = {"program": loss, "aux": more}.get(how, model.loss)
-    step = sharded.make_step(
-        mesh,
-        model,
-        specs,
-        fs.optim.sgd(rate),
-        loss=chosen,
-        timeout=20.0,
-        grad_norm=odd and how == "norm",
-        **options,
-    )
+    loss = more if how == "aux" else model.loss
+    step = sharded.make_step(mesh, model, specs, fs.optim.sgd(rate), loss=loss, timeout=20.0)
     try:
         state = step.init(model.params)
         step(state, *sharded.part(model.batch(0), rank, 2))
@@ -145,20 +130,10 @@ def disagree(rank: int, how: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("how", ["specs", "optimizer", "accumulate", "aux", "norm"])
-def test_ranks_that_hold_different_programs_are_told_at_once(ranks: Any, how: str) -> None:
-    for said in ranks(2).run(disagree, how, timeout=60.0):
-        assert said.startswith("AgreementError: rank(s) 1 hold another program than rank 0"), said
-        assert "rank 0:" in said and "rank 1:" in said and "Fix:" in said, said
+@pytest.mark.parametrize("how", ["specs", "optimizer", "aux"])
+def test_ranks_with_different_programs_are_an_error_at_once(ranks: Any, how: str) -> None:
+    for text in ranks(2).run(disagree, how, timeout=60.0):
+        assert text.startswith("AgreementError: rank(s) 1 hold another program than rank 0"), text
+        assert "rank 0:" in text and "rank 1:" in text and "Fix:" in text, text
         if how == "optimizer":
-            assert "sgd(lr=0.1" in said and "sgd(lr=0.2" in said, said
-
-
-def test_a_pool_is_as_good_as_simulated_ranks(ranks: Any) -> None:
-    """The same bits or nearly: sums of two ranks have one order."""
-    simulated = sharded.simulate(MODELS["unet"](), "full_shard", 2, fs.optim.sgd(0.1))
-    for got, expected in zip(
-        ranks(2).run(sharded.on_rank, "unet", "full_shard", 2, "sgd(0.1)", {}), simulated, strict=True
-    ):
-        assert all(torch.equal(got.params[p], v) for p, v in expected.params.items())
-        assert got.losses == expected.losses
+            assert "sgd(lr=0.1" in text and "sgd(lr=0.2" in text, text

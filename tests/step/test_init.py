@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import chain, run_chain
+from toys import chain, run_chain, step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, StateError
@@ -93,24 +93,6 @@ def test_a_deferred_module_has_the_same_values_on_every_mesh(preset: str) -> Non
     assert "last.weight" not in once
 
 
-def test_values_are_of_the_seed() -> None:
-    a, again, b = (whole(deferred(), 2, seed=s) for s in (0, 0, 1))
-    assert_equal(a, again)
-    assert not torch.equal(a["first.weight"], b["first.weight"])
-    assert not torch.equal(a["layers.0.weight"], a["layers.1.weight"])
-    # As torch makes them: a Linear of 6 inputs is uniform within 1/sqrt(6).
-    assert a["first.weight"].abs().max() <= 6**-0.5
-    assert 0.1 < a["first.weight"].std() < 0.4
-
-
-def test_init_leaves_torchs_own_generator_alone() -> None:
-    torch.manual_seed(5)
-    wanted = torch.rand(3)
-    torch.manual_seed(5)
-    whole(deferred(), 2)
-    assert torch.equal(torch.rand(3), wanted)
-
-
 def test_a_meta_tree_and_a_function() -> None:
     params = fs.make_functional(deferred())[1]
 
@@ -144,12 +126,9 @@ def test_leaves_that_have_values_keep_them() -> None:
     assert filled["layers.1.scale"].tolist() == [1.0] * 6
 
 
-def test_the_given_tree_is_not_the_states() -> None:
+def test_the_state_copies_the_tree() -> None:
     params = chain(2)
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    step = fs.shard_step(
-        lambda p, x: run_chain(p, x).sum(), specs, optimizer=fs.optim.sgd(1.0), backend="eager"
-    )
+    step = step_of(lambda p, x: run_chain(p, x).sum(), params, optimizer=fs.optim.sgd(1.0))
     state = step.init(params)
     state.params["layers.0.w"].zero_()
     assert params["layers.0.w"].abs().sum() > 0
@@ -216,8 +195,7 @@ def test_handwritten_specs_are_completed_by_what_init_sees() -> None:
 
 def init_on_one(source: Any, **options: Any) -> Any:
     params = fs.make_functional(source)[1] if isinstance(source, nn.Module) else source
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    return fs.shard_step(lambda p, x: x.sum(), specs, backend="eager").init(source, **options)
+    return step_of(lambda p, x: x.sum(), params).init(source, **options)
 
 
 def test_a_meta_tree_without_a_function_names_all_leaves_and_both_ways_out() -> None:
@@ -250,15 +228,8 @@ def test_a_function_that_nothing_needs_is_refused() -> None:
 
 
 def test_a_tree_of_other_shapes_is_refused() -> None:
-    step = fs.shard_step(
-        lambda p, x: x.sum(), fs.match_specs(chain(2), [("*", LayoutSpec())]), backend="eager"
-    )
+    step = step_of(lambda p, x: x.sum(), chain(2))
     with pytest.raises(
         StateError, match=r"params\['layers.0.w'\] is \[3, 3\], its spec was made for \[8, 8\]"
     ):
         step.init({**chain(2), "layers.0.w": torch.zeros(3, 3)})
-
-
-def test_tied_weights_are_made_once() -> None:
-    made = whole(deferred(), 2)
-    assert [p for p in made if p.endswith(("first.weight", "last.weight"))] == ["first.weight"]

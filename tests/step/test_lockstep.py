@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from toys import step_of
 
 import fnshard as fs
 
@@ -43,19 +44,19 @@ def test_a_second_pass_starts_afresh():
     assert fs.simulate(mesh, run) == [[2, 2]] * 2
 
 
-def test_a_flag_is_heard_by_all_once_a_step_later_and_no_collective_is_added():
+def test_a_flag_reaches_all_ranks_once_a_step_later_and_no_collective_is_added():
     mesh, step = make(2)
     batch = torch.ones(4)
     assert step.lower(PARAMS, batch).schedule.counts()["reduce_scalars"] == 1
 
     def run(rank):
-        state, heard = step.init(PARAMS), []
+        state, flags = step.init(PARAMS), []
         for i in range(4):
             if i == 1 and rank == 1:
                 step.tell("stop")
             state, _ = step(state, batch)
-            heard.append(step.heard("stop"))
-        return heard
+            flags.append(step.heard("stop"))
+        return flags
 
     assert fs.simulate(mesh, run) == [[False, False, True, False]] * 2
 
@@ -96,8 +97,7 @@ def test_a_loop_left_early_leaves_nothing_behind():
 
 
 def test_a_batch_without_a_step_is_an_error():
-    specs = fs.match_specs(PARAMS, [("*", fs.LayoutSpec())])
-    step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
+    step = step_of(lambda p, x: (p["w"] * x).sum(), PARAMS)
     with pytest.raises(fs.StateError, match="went on to the next batch without a step"):
         for _ in fs.lockstep([torch.ones(4)] * 2, step):
             pass

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import torch
+from toys import step_of
 
 import fnshard as fs
 
@@ -14,8 +15,7 @@ def loss_fn(params, x):
 
 def test_reprs_are_short():
     params = {"w": torch.ones(3)}
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    step = fs.shard_step(loss_fn, specs, backend="eager", optimizer=fs.optim.sgd(0.5))
+    step = step_of(loss_fn, params, optimizer=fs.optim.sgd(0.5))
     assert repr(step).startswith("Step(loss_fn, 1 leaf on mesh (shard=1), sgd(lr=0.5")
     assert repr(step).endswith("eager, 0 batch shapes lowered)")
     state = step.init(params)

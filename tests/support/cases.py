@@ -10,7 +10,8 @@ import reference
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
-from programs import Program, programs, valid
+from program import Program
+from programs import programs, valid
 from torch import Tensor
 
 import fnshard as fs
@@ -104,7 +105,7 @@ class Case:
         return f"{self.program.text}\n\n{shapes}{rest}"
 
 
-# ------------------------------------------------------------------ the truth
+# ------------------------------------------------------------------ what is expected
 
 
 def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
@@ -232,11 +233,11 @@ class Wrong(AssertionError):
     """A case came out otherwise than in plain autograd."""
 
 
-def difference(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], atol: float = ATOL) -> str:
+def difference(got: Mapping[str, Tensor], expected_values: Mapping[str, Tensor], atol: float = ATOL) -> str:
     """The names in which two results differ by more than `atol` (of values above 1: in proportion)."""
-    lines = [f"{name} is missing" for name in wanted.keys() ^ got.keys()]
-    for name in wanted.keys() & got.keys():
-        a, b = torch.as_tensor(got[name]).to(torch.complex128), wanted[name].to(torch.complex128)
+    lines = [f"{name} is missing" for name in expected_values.keys() ^ got.keys()]
+    for name in expected_values.keys() & got.keys():
+        a, b = torch.as_tensor(got[name]).to(torch.complex128), expected_values[name].to(torch.complex128)
         if a.shape != b.shape:
             lines.append(f"{name} is {list(a.shape)} and not {list(b.shape)}")
         elif a.numel() and not float((a - b).abs().max()) <= atol * max(1.0, float(b.abs().max())):

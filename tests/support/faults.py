@@ -107,7 +107,7 @@ def planted(
 
 
 def lying(verb: str, nth: int, lie: Callable[[Any], Any], rank: int | None = None) -> Any:
-    """A collective that lies, on all ranks or on one."""
+    """A collective with a wrong result, on all ranks or on one."""
 
     def plant(context: Context) -> Context:
         if rank not in (None, context.rank):

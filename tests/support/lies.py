@@ -14,20 +14,20 @@ from typing import Any
 from whole import MANIFEST, SEAL
 
 
-def reseal(folder: Path, said: Any) -> None:
+def reseal(folder: Path, manifest: Any) -> None:
     """Put a manifest in the place of the one that is there, sealed."""
-    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     (folder / MANIFEST).write_bytes(text)
     (folder / SEAL).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
 
 
 def adopt(folder: Path) -> None:
     """Let the manifest say what the data files now are: their lengths, and their old headers' places."""
-    said = json.loads((folder / MANIFEST).read_bytes())
-    for name, file in said["files"].items():
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    for name, file in manifest["files"].items():
         content = (folder / name).read_bytes()
         file.update(bytes=len(content), header_crc32=zlib.crc32(content[: file["header_bytes"]]))
-    reseal(folder, said)
+    reseal(folder, manifest)
 
 
 Where = tuple[Any, ...]  # keys and places, from the top
@@ -75,68 +75,70 @@ def wrong_for(value: Any) -> list[Any]:
 # ------------------------------------------------------------------ what a manifest can say
 
 
-def twice(said: Any) -> None:
+def twice(manifest: Any) -> None:
     """Both chunks are the first: as many elements as there should be, but not all of them."""
-    chunks = said["leaves"]["params/wide.weight"]["chunks"]
+    chunks = manifest["leaves"]["params/wide.weight"]["chunks"]
     chunks[1] = {**chunks[0]}
 
 
-def shifted(said: Any) -> None:
+def shifted(manifest: Any) -> None:
     """Chunks [5, 3, 2] and [5, 2, 2] that overlap: the second begins earlier than the first ends."""
-    chunks = said["leaves"]["params/cube"]["chunks"]
+    chunks = manifest["leaves"]["params/cube"]["chunks"]
     chunks[1]["offset"][1] -= 1
 
 
-def shared(said: Any) -> None:
+def shared(manifest: Any) -> None:
     """Two leaves are the same bytes."""
-    leaves = said["leaves"]
+    leaves = manifest["leaves"]
     leaves["optimizer/wide.weight/nu"] = {**leaves["optimizer/wide.weight/mu"]}
 
 
-def from_the_header(said: Any) -> None:
-    said["leaves"]["params/gain"]["chunks"][0]["at"] = 0
+def from_the_header(manifest: Any) -> None:
+    manifest["leaves"]["params/gain"]["chunks"][0]["at"] = 0
 
 
-def many_times(said: Any) -> None:
+def many_times(manifest: Any) -> None:
     """A leaf of a terabyte: a thousand and more times the same bytes."""
-    leaf = said["leaves"]["params/bias"]
+    leaf = manifest["leaves"]["params/bias"]
     chunk = {**leaf["chunks"][0], "shape": [4]}
     leaf["chunks"] = [{**chunk, "offset": [4 * n]} for n in range(5000)]
     leaf["shape"] = [20000]
 
 
 def leaf_of(shape: list[int], name: str = "params/bias", **more: Any) -> Callable[[Any], None]:
-    def edit(said: Any) -> None:
-        chunk = {**said["leaves"][name]["chunks"][0], "offset": [0] * len(shape), "shape": shape}
-        said["leaves"][name].update(shape=shape, chunks=[chunk], **more)
+    def edit(manifest: Any) -> None:
+        chunk = {**manifest["leaves"][name]["chunks"][0], "offset": [0] * len(shape), "shape": shape}
+        manifest["leaves"][name].update(shape=shape, chunks=[chunk], **more)
 
     return edit
 
 
 def without_chunks(shape: list[int]) -> Callable[[Any], None]:
-    return lambda said: said["leaves"]["params/empty"].update(shape=shape)
+    return lambda manifest: manifest["leaves"]["params/empty"].update(shape=shape)
 
 
 def file_named(name: str) -> Callable[[Any], Any]:
     """A data file elsewhere; what it would read there is what was saved."""
-    return lambda said: json.loads(json.dumps(said).replace("rank-00000.safetensors", name))
+    return lambda manifest: json.loads(json.dumps(manifest).replace("rank-00000.safetensors", name))
 
 
 def header_of(count: int) -> Callable[[Any], None]:
-    return lambda said: said["files"]["rank-00000.safetensors"].update(header_bytes=count, bytes=count)
+    return lambda manifest: manifest["files"]["rank-00000.safetensors"].update(
+        header_bytes=count, bytes=count
+    )
 
 
 EDITS: dict[str, Callable[[Any], Any]] = {
     "a chunk twice": twice,
     "chunks overlap": shifted,
-    "no chunks": lambda said: said["leaves"]["params/bias"].update(chunks=[]),
-    "one chunk of two": lambda said: said["leaves"]["params/bias"]["chunks"].pop(),
-    "a chunk too many": lambda said: said["leaves"]["params/gain"]["chunks"].append(
-        said["leaves"]["params/gain"]["chunks"][0]
+    "no chunks": lambda manifest: manifest["leaves"]["params/bias"].update(chunks=[]),
+    "one chunk of two": lambda manifest: manifest["leaves"]["params/bias"]["chunks"].pop(),
+    "a chunk too many": lambda manifest: manifest["leaves"]["params/gain"]["chunks"].append(
+        manifest["leaves"]["params/gain"]["chunks"][0]
     ),
-    "a chunk of an empty leaf": lambda said: said["leaves"]["params/empty"].update(
+    "a chunk of an empty leaf": lambda manifest: manifest["leaves"]["params/empty"].update(
         chunks=[
-            {**said["leaves"]["params/bias"]["chunks"][0], "offset": [0, 0], "shape": [0, 4], "crc32": []}
+            {**manifest["leaves"]["params/bias"]["chunks"][0], "offset": [0, 0], "shape": [0, 4], "crc32": []}
         ]
     ),
     "bytes of two leaves": shared,
@@ -159,21 +161,23 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "half a letter": file_named("rank-\\ud800.safetensors"),
     "the manifest": file_named(MANIFEST),
     "a tilde": file_named("~/rank-00000.safetensors"),
-    "no format": lambda said: said.pop("format") and None,
-    "a later format": lambda said: said.update(format="fnshard checkpoint 2"),
-    "a list": lambda said: [said],
-    "nothing": lambda said: b"",
-    "null": lambda said: b"null",
-    "no text": lambda said: b"\xff\xfe\xff",
-    "deep": lambda said: b"[" * 1_000_000,
-    "deep objects": lambda said: b'{"leaves":' * 100_000,
-    "a deep position": lambda said: said.update(data=[functools.reduce(lambda a, _: [a], range(900), 1)]),
-    "a number of 10^6 digits": lambda said: b'{"step":' + b"9" * 1_000_000 + b"}",
-    "a tensor that multiplies lists": lambda said: said.update(
+    "no format": lambda manifest: manifest.pop("format") and None,
+    "a later format": lambda manifest: manifest.update(format="fnshard checkpoint 2"),
+    "a list": lambda manifest: [manifest],
+    "nothing": lambda manifest: b"",
+    "null": lambda manifest: b"null",
+    "no text": lambda manifest: b"\xff\xfe\xff",
+    "deep": lambda manifest: b"[" * 1_000_000,
+    "deep objects": lambda manifest: b'{"leaves":' * 100_000,
+    "a deep position": lambda manifest: manifest.update(
+        data=[functools.reduce(lambda a, _: [a], range(900), 1)]
+    ),
+    "a number of 10^6 digits": lambda manifest: b'{"step":' + b"9" * 1_000_000 + b"}",
+    "a tensor that multiplies lists": lambda manifest: manifest.update(
         data=[{"__is__": "tensor", "of": ["F32", [1 << 30, [0]], ""]}]
     ),
-    "a tensor of 2^62 nothings": lambda said: said.update(
+    "a tensor of 2^62 nothings": lambda manifest: manifest.update(
         data=[{"__is__": "tensor", "of": ["F32", [1 << 62, 1 << 62, 0], ""]}]
     ),
-    "a key that is a list": lambda said: said.update(data=[{"__is__": "items", "of": [[[1], 2]]}]),
+    "a key that is a list": lambda manifest: manifest.update(data=[{"__is__": "items", "of": [[[1], 2]]}]),
 }

@@ -16,7 +16,7 @@ from fnshard import Mesh
 from fnshard.layout.spec import LayoutSpec
 
 ATOL = 1e-10
-STEPS = 5
+STEPS = 3
 
 
 def meshes(world: int, preset: str = "full_shard") -> dict[str, int]:

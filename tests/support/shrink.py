@@ -22,16 +22,16 @@ def failure(case: Case, run: Callable[[Case], str] = check) -> str:
 
 def shrink(case: Case, what: Callable[[Case], str] = failure) -> Case:
     """A smaller case that fails in the same way: fewer lines, shorter ones, fewer options."""
-    wanted = what(case)
+    expected = what(case)
 
     def fails(less: Case) -> bool:
         try:
-            return what(less) == wanted
+            return what(less) == expected
         except Exception:
             return False
 
     before = None
-    while wanted.startswith("!") and case != before:
+    while expected.startswith("!") and case != before:
         before = case
         for less in _fewer_options(case):
             case = less(case) if fails(less(case)) else case

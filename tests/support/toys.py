@@ -50,21 +50,26 @@ def plain_grads(
     return loss.detach(), {p: zeros[p] if g is None else g for p, g in zip(trained, grads, strict=True)}
 
 
+def step_of(fn: Callable[..., Any], params: Any, **options: Any) -> Any:
+    """A step on a mesh of one, eager unless `options` say otherwise; every parameter a unit of its own."""
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    return fs.shard_step(fn, specs, **{"backend": "eager", **options})
+
+
 def our_grads(
     fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by `shard_step` on a mesh of one; every parameter a unit of its own."""
-    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
-    result, grads = fs.shard_step(fn, specs, backend="eager")(dict(params), *batch)
+    """Loss and gradients by `shard_step` on a mesh of one."""
+    result, grads = step_of(fn, params)(dict(params), *batch)
     return (result[0] if isinstance(result, tuple) else result), grads
 
 
-def assert_same_grads(fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any) -> None:
-    """`our_grads` equals `plain_grads`."""
-    wanted, wanted_grads = plain_grads(fn, params, *batch)
-    loss, grads = our_grads(fn, params, *batch)
-    torch.testing.assert_close(loss, wanted)
-    torch.testing.assert_close(grads, wanted_grads)
+def assert_same_grads(
+    fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any, **tolerance: Any
+) -> None:
+    """`our_grads` equals `plain_grads`; `tolerance` is that of `assert_close`."""
+    expected = plain_grads(fn, params, *batch)
+    torch.testing.assert_close(our_grads(fn, params, *batch), expected, **tolerance)
 
 
 def lower(

@@ -1,0 +1,313 @@
+"""Tracing: values that decide, random numbers, writes in place, closures: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+import secrets
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from random import randint, uniform
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.random import rand
+from torch import Tensor, nn
+from toys import ROWS, WIDTH, assert_same_grads, chain, our_grads, rows, run_chain
+from traced import programs, refused
+
+from fnshard import TraceError
+
+RIGHT, right = programs()
+REFUSED, refuse = refused()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_gradients_are_those_of_autograd(name: str) -> None:
+    assert_same_grads(RIGHT[name], chain(), rows())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_way_out(name: str) -> None:
+    fn, message = REFUSED[name]
+    with pytest.raises(TraceError, match=f"(?s)(?=.*Fix: )(?=.*{message})"):
+        our_grads(fn, chain(), rows())
+
+
+# ------------------------------------------------------------------ values that decide
+
+RIGHT |= {
+    "item of a constant": lambda p, x: run_chain(p, x).sum() * torch.tensor(2.0).item(),
+}  # fmt: skip
+
+REFUSED |= {
+    "branch": (lambda p, x: run_chain(p, x).sum() if x.sum() > 0 else x.sum(), "depends on a tensor's value"),
+    "nonzero": (lambda p, x: run_chain(p, x)[x.sum(1).nonzero()[:, 0]].sum(), "depends on a tensor's value"),
+    "boolean index": (lambda p, x: run_chain(p, x)[x.sum(1) > 0].sum(), "depends on a tensor's value"),
+    "numpy of a batch leaf": (
+        lambda p, x: run_chain(p, x).sum() * float(x.numpy().sum()),
+        "depends on a tensor's value",
+    ),
+}  # fmt: skip
+
+
+@right
+def boolean_assignment(p, x):
+    y = run_chain(p, x).clone()
+    y[x > 0] = 0
+    return y.sum()
+
+
+# ------------------------------------------------------------------ random numbers
+
+RIGHT |= {
+    "lstm in eval mode": lambda p, x: _lstm_eval(run_chain(p, x)[None])[0].sum(),
+}  # fmt: skip
+
+REFUSED |= {
+    "poisson": (
+        lambda p, x: run_chain(p, x).sum() + torch.poisson(x.abs()).sum(),
+        "draws random numbers with aten.poisson.*torch.randn",
+    ),
+    "lstm with dropout": (
+        lambda p, x: _lstm(run_chain(p, x)[None])[0].sum(),
+        "draws random numbers with aten.lstm",
+    ),
+}  # fmt: skip
+
+
+@right
+def dropout_in_place_in_eval_mode(p, x):
+    return F.dropout(run_chain(p, x).clone(), 0.5, False, inplace=True).sum()
+
+
+_lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5).requires_grad_(False)
+_lstm_eval = copy.deepcopy(_lstm).eval()
+
+
+@refuse(r"sets torch's random state.*seed=")
+def manual_seed(p, x):
+    torch.manual_seed(0)
+    return (run_chain(p, x) * torch.rand(WIDTH)).sum()
+
+
+@refuse("sets torch's random state")
+def fork_rng(p, x):
+    with torch.random.fork_rng():
+        noise = torch.rand(WIDTH)
+    return (run_chain(p, x) * noise).sum()
+
+
+# ------------------------------------------------------------------ writing in place
+
+REFUSED |= {
+    "embedding max norm": (
+        lambda p, x: F.embedding(torch.tensor([0, 1]), p["layers.0.w"], max_norm=1.0).sum(),
+        "changes 1 leaf in place.*embedding_renorm",
+    ),
+    "resize in place": (
+        lambda p, x: (run_chain(p, x) * x.new_zeros(2).resize_(ROWS, WIDTH).zero_()).sum(),
+        "what memory a tensor has by aten.resize_",
+    ),
+}  # fmt: skip
+
+
+@refuse(r"changes 1 leaf in place.*params\['layers.0.w'\] by aten.mul_")
+def leaf_data_in_place(p, x):
+    p["layers.0.w"].data.mul_(2)
+    return run_chain(p, x).sum()
+
+
+@refuse("changes 1 leaf in place")
+def leaf_in_place_without_grad(p, x):
+    with torch.no_grad():
+        p["layers.0.w"][0].mul_(2)
+    return run_chain(p, x).sum()
+
+
+@right
+def batch_in_place(p, x):
+    x = x.clone()  # the reference's sake: a step works on a copy of its own
+    x[0].mul_(2)
+    return run_chain(p, x).sum()
+
+
+@right
+def detached_alias_in_place(p, x):
+    y = x @ p["layers.0.w"]
+    y.detach().zero_()
+    return (y * x).sum()
+
+
+@right
+def views_in_place_across_units(p, x):
+    y = x @ p["layers.0.w"]
+    flat, first = y.view(-1), y[0]
+    z = x @ p["layers.1.w"]
+    flat.add_(z.view(-1))
+    y[:, ::2].mul_(p["layers.2.w"][0, 0])
+    y[:, [0, 3]] = first[:2] * 2
+    return (y * z).pow(2).sum() + flat[3] * first.sum()
+
+
+@right
+def writes_between_results_of_one_op(p, x):
+    largest, at = (x @ p["layers.0.w"]).max(0)
+    largest[1:].mul_(at[1:] * p["layers.1.w"][0, 1:])
+    real = torch.view_as_complex((x @ p["layers.2.w"]).view(ROWS, -1, 2)).real
+    real.add_(largest[: WIDTH // 2])
+    return (largest.sum() * real).sum()
+
+
+@right
+def other_shapes_in_place(p, x):
+    y = x @ p["layers.0.w"]
+    row, turned = y[0], y.t()
+    y.t_().unsqueeze_(0).mul_(p["layers.1.w"][0][:, None])
+    y.squeeze_(0).swapaxes_(0, 1)
+    return (y * row).sum() + turned.pow(2).sum()
+
+
+@refuse(r"aten.mul.out with an out= .*\[0\] for \[4, 8\]")
+def out_of_another_shape(p, x):
+    with torch.no_grad():
+        out = torch.mul(x, 2, out=x.new_empty(0))
+    return (run_chain(p, x) * out).sum()
+
+
+# ------------------------------------------------------------------ what fn closes over
+
+RIGHT |= {
+    "small constant": lambda p, x: (run_chain(p, x) * _small).sum() + (x * torch.tensor([2.0] * WIDTH)).sum(),
+}  # fmt: skip
+
+REFUSED |= {
+    "constant that requires grad": (
+        lambda p, x: (run_chain(p, x) * _trained).sum(),
+        "closes over 1 tensor.*that requires grad",
+    ),
+    "large constant": (
+        lambda p, x: run_chain(p, x).sum() + _large[0].sum(),
+        "closes over 1 tensor.*1 MB.*trainable=False",
+    ),
+}  # fmt: skip
+
+
+_small = torch.arange(float(WIDTH))
+_trained = torch.ones(WIDTH, requires_grad=True)
+_large = torch.ones(600, 600)
+
+
+@refuse("writes in place to 1 tensor.*closes over.*clone it")
+def constant_that_is_written_to(p, x):
+    _counter.add_(1)
+    return (run_chain(p, x) * _counter).sum()
+
+
+_counter = torch.ones(WIDTH)
+
+
+@right
+def literal_in_place(p, x):
+    fresh = torch.tensor([1.0] * WIDTH)
+    fresh.add_(1)
+    return (run_chain(p, x) * fresh).sum()
+
+
+# ------------------------------------------------------------------ the host's random numbers
+
+REFUSED |= {
+    "pythons random numbers": (
+        lambda p, x: (run_chain(p, x) * random.gauss(0, 1)).sum(),
+        "draws random numbers by random.gauss.*draw with torch.*pass the numbers as tensors",
+    ),
+    "numpys random numbers": (
+        lambda p, x: (run_chain(p, x) * torch.from_numpy(np.random.rand(WIDTH)).float()).sum(),
+        "draws random numbers by numpy.random.rand,",
+    ),
+    "a function imported by its name": (
+        lambda p, x: (run_chain(p, x) * randint(0, 3)).sum(),
+        "draws random numbers by Python's random",
+    ),
+    "a generator of ones own": (
+        lambda p, x: (run_chain(p, x) * _python.random()).sum(),
+        "draws random numbers by a Random that it closes over",
+    ),
+    "a generator of numpys": (
+        lambda p, x: (run_chain(p, x) * _numpy.normal()).sum(),
+        "draws random numbers by a Generator that it closes over",
+    ),
+}  # fmt: skip
+
+_python, _numpy, _bits = random.Random(0), np.random.default_rng(0), np.random.PCG64(0)
+
+
+def draws_by(draw: Callable[[], float]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda p, x: (run_chain(p, x) * draw()).sum()
+
+
+UNSEEDED: dict[str, Callable[[], float]] = {
+    "a random.Random without a seed": lambda: random.Random().random(),
+    "os.urandom .*, at .*np.random.default_rng": lambda: np.random.default_rng().normal(),
+    "os.urandom .*a RandomState": lambda: np.random.RandomState().rand(),
+    "os.urandom .*a generator without": lambda: np.random.Generator(np.random.PCG64()).normal(),
+    "os.urandom ": lambda: random.SystemRandom().random(),
+    "os.urandom .*secrets": lambda: secrets.randbelow(3),
+    "a PCG64 that it closes over": lambda: _bits.random_raw(),
+}
+for _number, (_name, _draw) in enumerate(UNSEEDED.items()):
+    _refused = draws_by(_draw)
+    _refused.__name__ = f"unseeded_{_number}"
+    refuse(f"draws random numbers by {_name}")(_refused)
+
+
+@refuse("draws random numbers by random.seed")
+def pythons_seed(p, x):
+    random.seed(0)
+    return run_chain(p, x).sum()
+
+
+@right
+def a_seeded_generator_made_anew(p, x):
+    return (run_chain(p, x) * np.random.default_rng(0).normal() * random.Random(0).random()).sum()
+
+
+@right
+def libraries_that_draw_for_themselves(p, x):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{uuid.uuid4()}.py")
+        path.write_text("import random, secrets\nown = random.Random(), secrets.token_bytes()")
+        loader = SourceFileLoader("drawing", str(path))
+        loader.exec_module(module_from_spec(spec_from_loader("drawing", loader)))
+    return run_chain(p, x).sum()
+
+
+def test_a_draw_that_no_patch_can_see_is_seen_by_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = lambda p, x: (run_chain(p, x) * rand()).sum()  # noqa: E731
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # as in a process of one thread
+    with pytest.raises(TraceError, match=r"draws random numbers by numpy.random, "):
+        our_grads(fn, chain(), rows())
+
+
+def test_other_threads_draw_while_one_traces_and_patches_end_with_the_trace() -> None:
+    kept: list[Callable[[], float]] = []
+    with ThreadPoolExecutor(1) as loader:
+        loader.submit(int).result()  # its thread is there before the trace
+
+        def fn(p, x):
+            for draw in (random.random, lambda: uniform(0, 1), np.random.rand):
+                assert 0 <= loader.submit(draw).result() < 1
+            kept.append(random.random)  # what `from random import random` binds in a module imported here
+            return run_chain(p, x).sum()
+
+        our_grads(fn, chain(), rows())
+    assert 0 <= kept[0]() < 1 and 0 <= random.random() < 1

@@ -1,0 +1,124 @@
+"""Updates on the host by a worker: the same numbers, waited for where a step ends, failures included."""
+
+from __future__ import annotations
+
+from itertools import product
+from threading import Event, Thread, current_thread
+from typing import Any
+from unittest import mock
+
+import pytest
+import sharded
+import torch
+from tiered import CLIPPED, CPU, FEATURES, PRESETS, TIERS, Adversary, expected, model_of
+
+import fnshard as fs
+from fnshard.errors import StateError
+from fnshard.runtime.host_worker import PENDING, Worker
+from fnshard.runtime.tiers import Transfers
+from fnshard.step import runner
+
+# ------------------------------------------------------------------ the worker
+
+
+def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
+    """Transfers that have one on a CPU, too."""
+    return type("Beside", (kind,), {"__post_init__": lambda self: (
+        super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tier", "preset", "kind", "feature"),
+    [
+        ("optimizer_host", "zero1", Transfers, "clip"),
+        ("all_host", "full_shard", Adversary, "plain"),
+        ("streamed", "full_shard", Adversary, "reduce"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in
+          product(("optimizer_host", "all_host", "streamed"), PRESETS[:5], (Transfers, Adversary), FEATURES)),
+    ],
+)  # fmt: skip
+def test_updates_off_the_launching_thread_are_the_same(
+    tier: str, preset: str, kind: Any, feature: str
+) -> None:
+    optimizer, options = FEATURES[feature]
+    used: list[str] = []
+
+    class Noted(Worker):
+        def _make(self, call: Any) -> None:
+            used.append(current_thread().name)
+            super()._make(call)
+
+    with mock.patch.object(runner, "Transfers", with_worker(kind, Noted)):
+        ranks = sharded.simulate(
+            model_of("tied"), preset, 2, optimizer, policy=TIERS[tier], remat="offload", **options
+        )
+    for got in ranks:
+        sharded.assert_same(got, expected(optimizer is CLIPPED))
+    assert (used or tier == "streamed") and all(name.startswith("fnshard-host") for name in used)
+
+
+def trained_by_hand(leaf: Any, worker: type[Worker], blocks: int = 2) -> tuple[Any, fs.TrainState, Any]:
+    params = {f"l.{n}.w": torch.ones(4, 4) for n in range(blocks)}
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, optimizer_memory="host")
+    with mock.patch.object(runner, "Transfers", with_worker(Transfers, worker)):
+        step = fs.shard_step(
+            lambda p, x: (sum(w.tanh().sum() for w in p.values()) * x).sum(), specs, mesh=mesh,
+            optimizer=fs.optim.Optimizer("own()", leaf, slots={"seen": torch.zeros_like}), backend="eager",
+        )  # fmt: skip
+        state = step.init(params)
+        step._runner.rank  # noqa: B018  (connects)
+    return step, state, torch.ones(2)
+
+
+def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -> None:
+    launched = Event()
+
+    class Told(Worker):
+        def wait(self) -> None:
+            launched.set()  # no update is done before
+            super().wait()
+
+    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        assert launched.wait(20)
+        return -grad, {"seen": slots["seen"] + 1}
+
+    step, state, x = trained_by_hand(leaf, Told)
+    before = {p: v.clone() for p, v in state.params.items()}
+    state, _ = step(state, x)
+    assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())
+    assert not any(torch.equal(v, before[p]) for p, v in state.params.items())
+
+
+def test_what_waits_for_the_worker_is_bounded() -> None:
+    worker, gate = Worker(CPU), Event()
+    for _ in range(PENDING):
+        worker.submit(gate.wait, heavy=True)
+    third = Thread(target=lambda: worker.submit(lambda: None, heavy=True))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    gate.set()
+    third.join(20)
+    worker.wait()
+    assert not third.is_alive()
+
+
+def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made() -> None:
+    made: list[str] = []
+
+    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+        made.append(path)
+        if len(made) == 1:
+            raise ZeroDivisionError("by the optimizer")
+        return -grad, {"seen": slots["seen"] + 1}
+
+    step, state, x = trained_by_hand(leaf, Worker, blocks=3)
+    params = {p: v.clone() for p, v in state.params.items()}
+    with pytest.raises(ZeroDivisionError, match="by the optimizer") as reported:
+        step(state, x)
+    assert len(made) == 1 and "update" in reported.value.__notes__[0]
+    with pytest.raises(StateError, match="consumed"):
+        _ = state.params
+    step(step.init(params), x)
+    assert len(made) == 4

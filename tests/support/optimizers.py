@@ -1,0 +1,119 @@
+"""Optimizers of all kinds, and what a step hands them: for tests of the contract that all of them hold."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fnshard import schedules
+from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
+from fnshard.optim.optimizers import adamw, chain, clip_by_global_norm, ema, lars, sgd
+
+RULES = {"weight_decay": [("*norm*", 0.0), ("*", 0.1)], "lr_scale": [("embed*", 0.5), ("*", 1.0)]}
+SHAPES = {"embed.w": (7, 3), "a.norm.w": (5,), "a.w": (4, 6), "b.scalar": (), "b.empty": (0, 3)}
+RATE = schedules.warmup_cosine(0.1, warmup=2, total=6, floor=0.01)
+
+
+def row_sgd(lr: float) -> Optimizer:
+    """A user's own optimizer that looks at whole leaves: gradients over their largest element."""
+
+    def leaf(path, grad, slots, param, info):
+        full = info.require("gather")(path, grad)
+        largest = full.abs().max() if full.numel() else full.sum()
+        return info.require("cut")(path, -lr * full / (largest + 1e-6)), {}
+
+    return Optimizer(f"row_sgd(lr={lr})", leaf, needs=frozenset({"gather"}), elementwise=False)
+
+
+ALL = {
+    "sgd": sgd(0.1),
+    "sgd_decay": sgd(RATE, weight_decay=0.1),
+    "momentum": sgd(0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": sgd(RATE, momentum=0.9, nesterov=True),
+    "adamw": adamw(1e-2),
+    "adamw_rate": adamw(RATE, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.0),
+    "adamw_rules": adamw(1e-2, **RULES),
+    "sgd_rules": sgd(1e-2, momentum=0.5, **RULES),
+    "lars": lars(0.1, weight_decay=0.01),
+    "clip": clip_by_global_norm(0.5),
+    "ema": ema(0.9),
+    "clip_adamw_ema": chain(clip_by_global_norm(0.5), adamw(RATE), ema(0.9)),
+    "two_clips_two_emas": chain(
+        clip_by_global_norm(2.0), clip_by_global_norm(0.3), sgd(0.1, 0.9), ema(0.9), ema(0.5)
+    ),
+    "clip_lars": chain(clip_by_global_norm(0.5), lars(0.1)),
+    "two_bodies": chain(sgd(1.0, momentum=0.5), sgd(0.1, momentum=0.9), ema(0.9)),
+    "row_sgd": row_sgd(0.1),
+    "clip_row_sgd": chain(clip_by_global_norm(0.5), row_sgd(0.1)),
+}
+ELEMENTWISE = [name for name, optimizer in ALL.items() if optimizer.elementwise]
+
+
+def random_tree(seed: int, shapes=None, dtype=torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        p: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
+        for p, s in (shapes or SHAPES).items()
+    }
+
+
+def copy(tree):
+    return {k: copy(v) if isinstance(v, dict) else v.clone() for k, v in tree.items()}
+
+
+def norm_of(tree) -> Tensor:
+    return torch.stack([t.double().square().sum() for t in tree.values()]).sum().sqrt()
+
+
+def make_info(step: int, grads, params, scale: float | None = None) -> StepInfo:
+    """What an executor with one rank would fill in."""
+    factor = 1.0 if scale is None else scale
+    return StepInfo(
+        step=torch.tensor(step),
+        global_norm=norm_of(grads) * factor,
+        leaf_norms={p: LeafNorms(norm_of({p: params[p]}), norm_of({p: grads[p]}) * factor) for p in grads},
+        grad_scale=None if scale is None else torch.tensor(scale, dtype=torch.float64),
+        gather=lambda path, shard: shard,
+        cut=lambda path, full: full,
+    )
+
+
+def train(optimizer, params, steps=6, way="update", scale=None, order=None):
+    """`params, slots` after some steps; `order` splits every step into calls for those subsets."""
+    params = copy(params)
+    slots = optimizer.init(params)
+    for step in range(steps):
+        grads = random_tree(100 + step, {p: t.shape for p, t in params.items()})
+        grads = {p: g.to(params[p].dtype) for p, g in grads.items()}
+        info = make_info(step, grads, params, scale)
+        for paths in order or [list(params)]:
+            some = {p: grads[p] for p in paths}
+            if way == "apply":
+                optimizer.apply(some, slots, params, info)
+                continue
+            updates, new = optimizer.update(some, slots, params, info)
+            slots = {**slots, **new}
+            params = {**params, **{p: params[p] + u for p, u in updates.items()}}
+    return params, slots
+
+
+def assert_close(a, b, atol=1e-12, rtol=1e-12):
+    assert a.keys() == b.keys()
+    for key in a:
+        if isinstance(a[key], dict):
+            assert_close(a[key], b[key], atol, rtol)
+        else:
+            torch.testing.assert_close(a[key], b[key], atol=atol, rtol=rtol, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def assert_equal(a, b):
+    assert_close(a, b, 0, 0)
+
+
+def hugging_face_cosine(step: int) -> float:
+    """`get_cosine_schedule_with_warmup`'s formula, with 2 warm-up and 6 steps and floor 0.1."""
+    if step < 2:
+        return step / 2
+    return 0.1 + 0.9 * max(0.0, 0.5 * (1 + math.cos(math.pi * min(1.0, (step - 2) / 4))))
