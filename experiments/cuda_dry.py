@@ -195,12 +195,12 @@ def updates(found: Any) -> collections.Counter:
     return out
 
 
-def inspect(asked: argparse.Namespace) -> dict[str, Any]:
+def inspect(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from fnshard.runtime.executor.fused_update import update_graph
 
-    found = lowered(asked.model, asked.rows, asked.ranks)
+    found = lowered(args.model, args.rows, args.ranks)
     runs = collections.Counter(
         (line.kernel, line.backward) for line in found.schedule.instructions if hasattr(line, "kernel")
     )
@@ -215,7 +215,7 @@ def inspect(asked: argparse.Namespace) -> dict[str, Any]:
             print(f"{label}: {times} times, {each}", file=sys.stderr, flush=True)
             launches.update({kind: times * count for kind, count in each.items()})
             host += [f"{label}: {line.strip()}" for line in body.splitlines() if HOST.search(line)]
-            if asked.triton:
+            if args.triton:
                 binaries |= {n: assemble(n, source, Path(folder)) for n, source in TRITON.findall(code)}
         moved, parameters = 0, 0
         for (paths, leaves), times in updates(found).items():
@@ -230,7 +230,7 @@ def inspect(asked: argparse.Namespace) -> dict[str, Any]:
             host += [f"update: {line.strip()}" for line in body.splitlines() if HOST.search(line)]
             moved += times * bytes_of(code, body)
             parameters += times * sum(math.prod(leaf.forms[0][0]) for leaf in leaves)
-            if asked.triton:
+            if args.triton:
                 binaries |= {n: assemble(n, source, Path(folder)) for n, source in TRITON.findall(code)}
     return {
         "step": repr(found),
@@ -266,12 +266,12 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=INTO, help="where the environment lies")
     parser.add_argument("--no-triton", dest="triton", action="store_false", help="do not assemble kernels")
     parser.add_argument("--here", action="store_true", help="in this environment")
-    asked = parser.parse_args()
-    if asked.here:
-        found = inspect(asked)
+    args = parser.parse_args()
+    if args.here:
+        found = inspect(args)
         print(json.dumps(found, indent=1))
         return 1 if found["on the host"] else 0
-    python = environment(asked.into.resolve(), asked.torch)
+    python = environment(args.into.resolve(), args.torch)
     with suppress(KeyboardInterrupt):
         return subprocess.run(
             [python, "-m", "experiments.cuda_dry", *sys.argv[1:], "--here"], cwd=ROOT

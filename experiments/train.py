@@ -1,6 +1,6 @@
 """The main job: `python -m experiments.train`, or the same under `torchrun`.
 
-What needs torch is imported where it is used: a mistake in a command line is told before that has loaded.
+What needs torch is imported where it is used: a mistake in a command line is reported before that has loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = Help(
     about="Train a small language model from text, sharded over ranks: as many as there are GPUs, or two on "
-    "the CPU. The same command again goes on with what was not finished.",
+    "the CPU. The same command again resumes what was not finished.",
     options={
         "run.steps": "optimizer steps",
         "run.device": "cpu, cuda; auto takes the GPUs if there are some",
@@ -50,9 +50,9 @@ SPEC = CommandSpec("train", TrainConfig, HELP)
 
 def prepare(config: TrainConfig) -> TrainConfig:
     """As it is, if its text or its shards are there."""
-    from experiments.training.dataset import reading_of
+    from experiments.training.dataset import open_dataset
 
-    reading_of(config)
+    open_dataset(config)
     return config
 
 

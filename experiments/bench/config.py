@@ -1,4 +1,4 @@
-"""What the bench is told, and what the machine makes of it; `experiments.gpu` imports it without Hydra."""
+"""The options of the bench, and their defaults by machine; `experiments.gpu` imports it without Hydra."""
 
 from __future__ import annotations
 

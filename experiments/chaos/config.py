@@ -1,4 +1,4 @@
-"""What the kill campaign is told."""
+"""The options of the kill campaign."""
 
 from __future__ import annotations
 

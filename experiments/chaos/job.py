@@ -38,7 +38,7 @@ class MonitoredRun:
 
     @staticmethod
     def start(place: Path, arguments: list[str], number: int, patience_s: float) -> MonitoredRun:
-        """Start the run, or go on with it: the same command every time."""
+        """Start the run, or resume it: the same command every time."""
         log = place / f"start-{number}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -144,11 +144,11 @@ class MonitoredRun:
             self.process.kill()
             self.process.wait()
 
-    def error(self, told: str) -> ChaosError:
+    def error(self, problem: str) -> ChaosError:
         """What to raise about it; its processes are ended."""
         self.end()
         tail = "\n".join(self.text.splitlines()[-30:])
-        return ChaosError(f"{told}: {self.log}\n{tail}")
+        return ChaosError(f"{problem}: {self.log}\n{tail}")
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--preset", default=CheckpointJob.preset, choices=sorted(PRESETS))
     parser.add_argument("--backend", default=CheckpointJob.backend, choices=("inductor", "eager"))
     numbers = {"rounds": "of each", "steps": "of a window", "every": "steps a save", "rows": "of a rank"}
-    for name, told in (numbers | {"length": "in tokens"}).items():
-        parser.add_argument(f"--{name}", type=count, default=getattr(CheckpointJob, name), help=told)
+    for name, help_text in (numbers | {"length": "in tokens"}).items():
+        parser.add_argument(f"--{name}", type=count, default=getattr(CheckpointJob, name), help=help_text)
     parser.add_argument("--out", type=Path, default=Path("outputs") / "checkpoint")
     args = vars(parser.parse_args())
     ranks, out, folder = args.pop("ranks"), args.pop("out").resolve(), args.pop("folder")

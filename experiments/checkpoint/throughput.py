@@ -36,8 +36,8 @@ def measure(job: CheckpointJob, mesh: fs.Mesh) -> dict[str, Any]:
     """
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     step, state = training(job, mesh)
-    held = as_dtensors(step, state, mesh)
-    saves, loads = contenders(step, state, held, mesh)
+    tensors = as_dtensors(step, state, mesh)
+    saves, loads = contenders(step, state, tensors, mesh)
     out: dict[str, Seconds] = {}
     order, folder = random.Random(job.seed), Path(job.folder)
     for number in range(-1, job.rounds):  # the first round warms up, and compares
@@ -50,21 +50,21 @@ def measure(job: CheckpointJob, mesh: fs.Mesh) -> dict[str, Any]:
                     evict(folder / name, mesh)
                 seconds, got = timed(mesh, loads[name, way], folder / name)
                 if number < 0:
-                    compare(held, got)
+                    compare(tensors, got)
                 note(f"restore {kind}, {way}", name, seconds)
                 del got
         barrier(mesh)
         if mesh.rank == 0:
             for name in saves:
                 shutil.rmtree(folder / name)
-    return {"bytes": nbytes(step, state), "leaves": len(held), "seconds": out}
+    return {"bytes": nbytes(step, state), "leaves": len(tensors), "seconds": out}
 
 
 Saves = dict[str, Callable[[Path], Any]]
 Loads = dict[tuple[str, str], Callable[[Path], dict[str, Tensor]]]
 
 
-def contenders(step: Any, state: Any, held: dict[str, Tensor], mesh: fs.Mesh) -> tuple[Saves, Loads]:
+def contenders(step: Any, state: Any, tensors: dict[str, Tensor], mesh: fs.Mesh) -> tuple[Saves, Loads]:
     """Who saves, and who restores how; all of them the same blocks."""
     own = state.copy()
     into = {"fnshard": as_dtensors(step, own, mesh), "dcp": as_dtensors(step, state, mesh, fresh=True)}
@@ -82,7 +82,7 @@ def contenders(step: Any, state: Any, held: dict[str, Tensor], mesh: fs.Mesh) ->
 
     saves = {
         "fnshard": lambda path: fs.checkpoint.save(path, state),
-        "dcp": lambda path: dcp.save(held, storage_writer=dcp.FileSystemWriter(path)),
+        "dcp": lambda path: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path)),
     }
     loads = {
         ("fnshard", "new"): lambda path: as_dtensors(step, fs.checkpoint.restore(path, step), mesh),

@@ -59,8 +59,8 @@ def measure(job: CheckpointJob, mesh: fs.Mesh) -> dict[str, Any]:
         for kind, by_name in found.items()
     }
     saves = len(range(0, job.steps, job.every))
-    told = {"bytes": nbytes(step, state), "steps": job.steps, "every": job.every, "saves": saves}
-    return told | {"windows": gathered}
+    facts = {"bytes": nbytes(step, state), "steps": job.steps, "every": job.every, "saves": saves}
+    return facts | {"windows": gathered}
 
 
 def total(numbers: list[float]) -> list[float]:

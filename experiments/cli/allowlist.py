@@ -1,4 +1,4 @@
-"""Targets: what a configuration may say of Hydra's own part of it, and what Hydra may make of that.
+"""What a configuration may say of Hydra's own part of it, and which classes Hydra may make of that.
 
 A configuration is data that people copy from each other, and Hydra's part of it can run code: environment
 variables for the job (`LD_PRELOAD`), folders of more files, loggers and callbacks by name. So only the keys

@@ -42,7 +42,7 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
 
     spec.register()
     before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are handed on, too
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are passed on, too
     try:
         hydra.main(version_base="1.3", config_path=str(spec.conf), config_name=spec.name)(wrapping)()
     except _Wrapped as wrapped:

@@ -24,21 +24,21 @@ FLAGS = {
 }
 
 
-def help_of(form: CommandSpec) -> str:
-    form.register()
-    with loader_of(form) as loader:
-        chosen = loader.compute_defaults_list(form.name, [], RunMode.RUN).overrides.known_choices
-        choices = {g: c for g, c in groups_of(form, loader).items() if not g.startswith("hydra/")}
-        composed = loader.load_configuration(form.name, [], RunMode.RUN)
+def help_of(spec: CommandSpec) -> str:
+    spec.register()
+    with loader_of(spec) as loader:
+        chosen = loader.compute_defaults_list(spec.name, [], RunMode.RUN).overrides.known_choices
+        choices = {g: c for g, c in groups_of(spec, loader).items() if not g.startswith("hydra/")}
+        composed = loader.load_configuration(spec.name, [], RunMode.RUN)
     groups = {group: _marked(names, chosen.get(group)) for group, names in choices.items()}
-    options = {f"{key}={_shown(_raw(composed, key))}": told for key, told in form.help.options.items()}
+    options = {f"{key}={_shown(_raw(composed, key))}": text for key, text in spec.help.options.items()}
     parts = [
-        textwrap.fill(form.help.about, WIDTH),
-        f"    python -m {form.module} [GROUP=CHOICE] [KEY=VALUE] ...",
+        textwrap.fill(spec.help.about, WIDTH),
+        f"    python -m {spec.module} [GROUP=CHOICE] [KEY=VALUE] ...",
         _table("Groups (GROUP=CHOICE; * is taken where nothing is said)", groups),
         _table("Keys, as they are where nothing is said (KEY=VALUE)", options),
         "Examples",
-        *(f"  {told}\n    {command}" for command, told in form.help.examples.items()),
+        *(f"  {text}\n    {command}" for command, text in spec.help.examples.items()),
         _table("Flags", FLAGS),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -53,8 +53,8 @@ def _table(title: str, rows: Mapping[str, str]) -> str:
         return ""
     wide = max(map(len, rows))
     lines = [
-        textwrap.fill(told, WIDTH, initial_indent=f"  {name:<{wide}}  ", subsequent_indent=" " * (wide + 4))
-        for name, told in rows.items()
+        textwrap.fill(text, WIDTH, initial_indent=f"  {name:<{wide}}  ", subsequent_indent=" " * (wide + 4))
+        for name, text in rows.items()
     ]
     return "\n".join([title, *lines])
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
 from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
-from experiments.cli.sweep import TABLE, objective, tell
+from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.validation import Validated
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
@@ -35,7 +35,7 @@ from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.ranks import python_path
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
-from experiments.training.resume import finished, sweep_taken, taken
+from experiments.training.resume import claimed, claimed_sweep, finished
 from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.nodes import Nodes, under_slurm
 from fnshard.launcher.rank import end_with_parent
@@ -52,7 +52,7 @@ def run(job: Job, validated: Validated) -> None:
         with validated.cited():  # before Hydra makes a folder
             placed(validated.config)
     with (
-        sweep_taken(sys.argv[1:], job.name) as arguments,
+        claimed_sweep(sys.argv[1:], job.name) as arguments,
         every_job_awaited(arguments),
         _table_in_any_case(arguments),
     ):
@@ -71,7 +71,7 @@ def _table_in_any_case(arguments: list[str]) -> Iterator[None]:
             sweep = Path(named[-1]).resolve()
             jobs = jobs_of(sweep)
             if jobs:
-                tell(sweep, finished=False)
+                print_table(sweep, finished=False)
             if jobs and all(read_result(job)["status"] == "failed" for job in jobs):
                 raise SystemExit(1) from None  # a search without a single result; the table says why
         raise
@@ -101,16 +101,16 @@ def _one(job: Job, composed: DictConfig) -> float | None:
     overrides, launcher = list(here.overrides.task), here.runtime.choices["hydra/launcher"]
     if here.mode != RunMode.MULTIRUN:
         check_used(launcher)
-        asked = job.spec.read_composed(composed)
-        start(job, asked, folder, overrides, chosen=_names_folder(here.overrides.hydra))
+        requested = job.spec.read_composed(composed)
+        start(job, requested, folder, overrides, chosen=_names_folder(here.overrides.hydra))
         return None
     if launcher == SIDE_BY_SIDE:
         end_with_parent(signal.SIGTERM)  # a worker would finish its job, unseen
     try:  # a run that fails must not take the table of all runs with it
-        asked = job.spec.read_composed(composed)
-        if asked.run.resume != NEVER and finished(folder, asked):
+        requested = job.spec.read_composed(composed)
+        if requested.run.resume != NEVER and finished(folder, requested):
             print(f"resume: {folder} is finished", flush=True)
-        elif start(job, asked, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
+        elif start(job, requested, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
             raise SystemExit(0)  # so is the sweep
     except Exception as error:
         _note_failure(error, folder, overrides)
@@ -119,11 +119,11 @@ def _one(job: Job, composed: DictConfig) -> float | None:
 
 def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
     known = is_mistake(error) or is_outside(error)
-    told = message(error) if known else "".join(traceback.format_exception(error))
-    print(told, file=sys.stderr, flush=True)
+    text = message(error) if known else "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
     reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
     with suppress(OSError):  # on a full disk
-        write_result(folder, status="failed", overrides=overrides, error=told, reason=reason)
+        write_result(folder, status="failed", overrides=overrides, error=text, reason=reason)
 
 
 def _names_folder(overrides: Iterable[str]) -> bool:
@@ -137,7 +137,7 @@ def accelerators() -> dict[str, int]:
     return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
 
 
-def placed(asked: Any, *, world: int | None = None, nodes: int = 1) -> Any:
+def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
     """The configuration on this machine.
 
     Args:
@@ -146,13 +146,13 @@ def placed(asked: Any, *, world: int | None = None, nodes: int = 1) -> Any:
     Raises:
         ConfigError: see there; or it takes more memory than there is.
     """
-    config = place(asked, accelerators=accelerators(), world=world, nodes=nodes)
+    config = place(requested, accelerators=accelerators(), world=world, nodes=nodes)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world else ranks_of(config) // nodes
     check_memory(config, here)
     return config
 
 
-def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
+def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
     """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
 
     Args:
@@ -170,16 +170,16 @@ def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bo
     """
     nodes = under_slurm(os.environ, fresh / "nodes")
     if nodes is not None:
-        return _start_on_nodes(job, asked, fresh, overrides, nodes, chosen=chosen)
-    config = job.prepare(placed(asked))
-    with taken(asked, fresh, chosen=chosen) as run:
+        return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
+    config = job.prepare(placed(requested))
+    with claimed(requested, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
-        told = folder / "job.json"
-        write_json(told, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
+        job_file = folder / "job.json"
+        write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
         try:
-            _launch(job, config, told, folder / "ranks", ranks_of(config))
+            _launch(job, config, job_file, folder / "ranks", ranks_of(config))
         except LaunchError as error:
             known = refused(folder) or error
             with suppress(OSError):  # the disk may be what failed
@@ -189,25 +189,27 @@ def start(job: Job, asked: Any, fresh: Path, overrides: list[str], *, chosen: bo
 
 
 def _start_on_nodes(
-    job: Job, asked: Any, fresh: Path, overrides: list[str], nodes: Nodes, *, chosen: bool
+    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: Nodes, *, chosen: bool
 ) -> str:
     """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
-    config = placed(asked, nodes=nodes.count)
-    told = fresh / f"job.{nodes.number}.json"
-    values = {**job_values(config, overrides), "asked": dataclasses.asdict(asked)}
-    write_json(told, {**values, "fresh": str(fresh), "chosen": chosen})
+    config = placed(requested, nodes=nodes.count)
+    job_file = fresh / f"job.{nodes.number}.json"
+    values = {**job_values(config, overrides), "requested": dataclasses.asdict(requested)}
+    write_json(job_file, {**values, "fresh": str(fresh), "chosen": chosen})
     for name in (REFUSAL, RESULT) if nodes.number == 0 else ():
         (fresh / name).unlink(missing_ok=True)  # nobody writes them before all nodes have met
     try:
-        _launch(job, config, told, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
+        _launch(job, config, job_file, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
     except LaunchError as error:
         raise refused(fresh) or error from None
     return read_result(fresh)["status"]
 
 
-def _launch(job: Job, config: Any, told: Path, logs: Path, ranks: int, nodes: Nodes | None = None) -> None:
+def _launch(
+    job: Job, config: Any, job_file: Path, logs: Path, ranks: int, nodes: Nodes | None = None
+) -> None:
     launch(
-        [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(told)],
+        [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(job_file)],
         ranks=ranks,
         logs=logs,
         env={"PYTHONPATH": python_path()},
@@ -232,8 +234,8 @@ def be_a_rank(job: Job, arguments: list[str], validated: Validated) -> NoReturn:
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")
-    asked = job.spec.read_composed(OmegaConf.create(with_hydra))
+    requested = job.spec.read_composed(OmegaConf.create(with_hydra))
     with validated.cited():
-        config = placed(asked, world=int(os.environ["WORLD_SIZE"]))
-    values = {**job_values(config, arguments), **fresh, "asked": dataclasses.asdict(asked)}
+        config = placed(requested, world=int(os.environ["WORLD_SIZE"]))
+    values = {**job_values(config, arguments), **fresh, "requested": dataclasses.asdict(requested)}
     run_job(job, values)

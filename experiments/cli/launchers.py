@@ -95,8 +95,8 @@ def _results(job: Any, waits: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def _why(job: Any, error: Exception) -> str:
-    told = [line.strip() for line in (job.stderr() or str(error)).splitlines() if line.strip()]
-    return f"job {job.job_id} ended as {job.state} without a result: {(told or ['nothing on stderr'])[-1]}"
+    lines = [line.strip() for line in (job.stderr() or str(error)).splitlines() if line.strip()]
+    return f"job {job.job_id} ended as {job.state} without a result: {(lines or ['nothing on stderr'])[-1]}"
 
 
 def _note_failure(job: Any, number: int, overrides: list[str], reason: str, error: str) -> None:

@@ -120,8 +120,8 @@ def cite(text: str, sources: Mapping[str, str]) -> str:
 def _cited(line: str, sources: Mapping[str, str]) -> str:
     head, fix, rest = line.partition(" Fix:")
     found = {key: sources.get(key) or sources.get(f"{key}.name") for key in KEY.findall(head)}
-    told = [f"{key}: {source}" for key, source in found.items() if source]
-    if not told or line.startswith("Fix:"):
+    named = [f"{key}: {source}" for key, source in found.items() if source]
+    if not named or line.startswith("Fix:"):
         return line
-    places = "; ".join(told) if len(told) > 1 else told[0].partition(": ")[2]
+    places = "; ".join(named) if len(named) > 1 else named[0].partition(": ")[2]
     return f"{head.rstrip('.;')} ({places}){head[len(head.rstrip('.;')) :]}{fix}{rest}"

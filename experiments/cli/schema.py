@@ -148,12 +148,12 @@ def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
     """The dataclasses, None if something is wrong, and every problem."""
     if wrong := [re.split("=|: ", each, maxsplit=2) for each in too_large(values)]:
         return None, [Problem(key, message, value) for key, value, message in wrong]
-    known, given = leaves(kind, values), dict(flat(values))
+    known, entries = leaves(kind, values), dict(flat(values))
     problems = [
-        Problem(key, "has to be given.", MISSING) for key, value in given.items() if value == MISSING
+        Problem(key, "has to be given.", MISSING) for key, value in entries.items() if value == MISSING
     ] + [
         Problem(key, f"expected {EXPECTED['int']}, not {value!r}.", value)
-        for key, value in given.items()
+        for key, value in entries.items()
         if isinstance(value, bool) and known.get(key, bool) in (int, float, int | None, float | None)
     ]
     try:

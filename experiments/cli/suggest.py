@@ -19,8 +19,8 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     end = word.rpartition(".")[2].lower()
     if same := [w for w in known if last[w] == end]:
         return max(same, key=lambda w: difflib.SequenceMatcher(None, w, word).ratio())
-    if whole := difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7):
-        return whole[0]
+    if close := difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7):
+        return close[0]
     alike = difflib.get_close_matches(end, last.values(), n=1, cutoff=0.75)
     return next((w for w in known if last[w] in alike), None)
 

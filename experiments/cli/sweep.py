@@ -1,4 +1,4 @@
-"""Sweep: what each run of a `--multirun` leaves, and what is told of all of them in the end."""
+"""What each run of a `--multirun` leaves, and the table of all of them at the end."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ METRIC = "held_out_loss"
 
 
 def objective(folder: Path, metric: str = METRIC) -> float | None:
-    """What a search is told of the run in `folder`; None if it did not finish, or has no such number."""
+    """The number of the run in `folder` that a search optimises; None if there is none, or no end."""
     result = read_result(folder)
     value = result.get(metric) if result["status"] == "ok" else None
     return float(value) if type(value) in (int, float) else None
 
 
-def tell(sweep: Path, metric: str = METRIC, *, finished: bool = True) -> int:
+def print_table(sweep: Path, metric: str = METRIC, *, finished: bool = True) -> int:
     """Print the table of all jobs; leave it in the sweep's folder, with a CSV and a picture of their curves.
 
     Args:
         metric: what jobs are sorted by, if any has it.
-        finished: the sweep is; one without `TABLE` is gone on with.
+        finished: the sweep is; one without `TABLE` can be resumed.
 
     Returns:
         How many did not finish.
     """
     outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
     unknown = not any(metric in outcome.numbers for outcome in outcomes)
-    told, ranking = write(outcomes, METRIC if unknown else metric, sweep, STEM, TABLE if finished else None)
-    print(f"\n{told}\nresults: {sweep}", flush=True)
+    text, ranking = write(outcomes, METRIC if unknown else metric, sweep, STEM, TABLE if finished else None)
+    print(f"\n{text}\nresults: {sweep}", flush=True)
     if unknown and metric != METRIC:
         print(f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {METRIC}.", flush=True)
     return ranking.failed
@@ -49,5 +49,5 @@ class SweepTable(Callback):
         self._metric = metric
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        if tell(Path(config.hydra.sweep.dir).resolve(), self._metric):
+        if print_table(Path(config.hydra.sweep.dir).resolve(), self._metric):
             raise SystemExit(1)  # Hydra turns a callback's Exception into a warning

@@ -94,11 +94,11 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Validated:
     except HYDRA_ERRORS as error:  # of a file, before any argument is looked at
         raise ConfigError(_in_one_line(error)) from None
     except _TooSlow:
-        told = f"the files of this configuration take more than {READING_CPU_S:g} s to read."
-        raise ConfigError(told) from None
+        message = f"the files of this configuration take more than {READING_CPU_S:g} s to read."
+        raise ConfigError(message) from None
     except Exception as error:  # all of this reads what people wrote; HYDRA_FULL_ERROR=1 shows the rest
-        told = f"{type(error).__name__}: {_in_one_line(error)[:200]}"
-        raise ConfigError(f"the files of this configuration cannot be read: {told}") from error
+        message = f"{type(error).__name__}: {_in_one_line(error)[:200]}"
+        raise ConfigError(f"the files of this configuration cannot be read: {message}") from error
     if problems:
         raise refusal(list(dict.fromkeys(problems)))
     return found
@@ -252,7 +252,7 @@ def _composed(
 
 
 def _added(override: Override, groups: Mapping[str, Any]) -> str:
-    """An argument as Hydra composes it: a key that there is not is added, and told with all others."""
+    """An argument as Hydra composes it: a key that there is not is added, and reported with all others."""
     plain = override.type == OverrideType.CHANGE and override.key_or_group not in groups
     return f"++{override.input_line}" if plain and not is_of_hydra(override) else override.input_line
 
@@ -314,10 +314,10 @@ def _of_hydra(raw: Mapping[str, Any], sources: Mapping[str, str], jobs: float) -
     for part in ("launcher", "sweeper"):
         yield from (cite(each, sources) for each in too_large(raw["hydra"].get(part), f"hydra.{part}"))
     for key in ("hydra.run.dir", "hydra.sweep.dir"):
-        said = str(_at(raw, key) or "")
-        why = unmakeable(said.partition("${")[0] or ("" if not said else "."))
+        written = str(_at(raw, key) or "")
+        why = unmakeable(written.partition("${")[0] or ("" if not written else "."))
         if why:
-            yield f"{key}={said} ({source_of(key, sources)}): {why}."
+            yield f"{key}={written} ({source_of(key, sources)}): {why}."
     params = raw["hydra"]["sweeper"].get("params") or {}
     lines = [f"{key}={value}" for key, value in params.items()]
     jobs *= math.prod(map(jobs_of, OverridesParser.create().parse_overrides(lines)))
@@ -341,8 +341,8 @@ def _at(values: Any, key: str) -> Any:
 def _in_one_line(error: Exception) -> str:
     """What Hydra, OmegaConf or YAML say in several."""
     causes = [error, *([error.__cause__] if isinstance(error.__cause__, OmegaConfBaseException) else [])]
-    said = [
+    texts = [
         re.sub(r"\s*(full_key|object_type|reference_type)[:=].*", "", str(cause), flags=re.S)
         for cause in causes
     ]
-    return " ".join(" ".join(said).split())
+    return " ".join(" ".join(texts).split())

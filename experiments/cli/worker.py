@@ -19,7 +19,7 @@ from experiments.cli.exceptions import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json, write_json
-from experiments.training.resume import RunFolder, taken
+from experiments.training.resume import RunFolder, claimed
 from experiments.training.watchdog import DivergedError
 from fnshard.errors import (
     BudgetError,
@@ -36,7 +36,7 @@ from fnshard.mesh.process_group import leave_group
 if TYPE_CHECKING:
     from experiments.cli.command_spec import Job
 
-ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on what all ranks are told alike
+ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on inputs that are equal on all ranks
 REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
 
@@ -46,7 +46,7 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
 
     Args:
         values: `config` (nested dicts of a placed configuration), `overrides`; and `run` (of a `Run`), or
-            what finds it: `asked` (the configuration before it was placed), `fresh`, `chosen`.
+            what finds it: `requested` (the configuration before it was placed), `fresh`, `chosen`.
     """
     placed = build(values["config"], job.config)
     stop = Stop()
@@ -81,36 +81,36 @@ def _prepared(job: Job, config: Any) -> Any:
                 config = job.prepare(config)
             except ConfigError as error:
                 problem = str(error)
-        told = [problem]
+        problems = [problem]
         if dist.is_initialized():
-            told = [""] * dist.get_world_size()
-            dist.all_gather_object(told, problem)
-        if any(told):
-            raise ConfigError(next(filter(None, told)))
+            problems = [""] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+        if any(problems):
+            raise ConfigError(next(filter(None, problems)))
     return config
 
 
 @contextmanager
 def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
-    """The run that this rank works on: as told, or (under `torchrun`, on many nodes) as rank 0 finds it."""
+    """The run of this rank: of its values, or (under `torchrun`, on many nodes) as rank 0 finds it."""
     if "run" in values:
         yield RunFolder(**values["run"])
         return
-    told: list[Any] = [None, ""]
+    answer: list[Any] = [None, ""]
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
-                found = taken(
-                    build(values["asked"], job.config), Path(values["fresh"]), chosen=values["chosen"]
+                found = claimed(
+                    build(values["requested"], job.config), Path(values["fresh"]), chosen=values["chosen"]
                 )
-                told[0] = dataclasses.asdict(stack.enter_context(found))
+                answer[0] = dataclasses.asdict(stack.enter_context(found))
             except ConfigError as error:
-                told[1] = str(error)
+                answer[1] = str(error)
         if dist.is_initialized():
-            dist.broadcast_object_list(told, src=0)
-        if told[0] is None:
-            _end_together(told[1], mistake=True)
-        yield RunFolder(**told[0])
+            dist.broadcast_object_list(answer, src=0)
+        if answer[0] is None:
+            _end_together(answer[1], mistake=True)
+        yield RunFolder(**answer[0])
 
 
 def no_room(error: OSError) -> str:
@@ -146,7 +146,7 @@ def _end_together(message: str, *, mistake: bool) -> NoReturn:
                 code = message
         else:
             print(f"error: {message}", file=sys.stderr, flush=True)
-    leave_group()  # nobody ends before it has been told
+    leave_group()  # no rank ends before it has the reason
     sys.exit(code)
 
 

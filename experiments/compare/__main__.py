@@ -26,16 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run_dir", nargs="+", help="the folder of a run, of a sweep, or above them; a glob")
     parser.add_argument("--metric", default=HELD_OUT, help="what they are sorted by (default: %(default)s)")
     parser.add_argument("--out", default=OUT, help="folder for the files (default: %(default)s)")
-    asked = parser.parse_args(arguments)
-    exiting(lambda: compare(asked.run_dir, asked.metric, Path(asked.out)))
+    args = parser.parse_args(arguments)
+    exiting(lambda: compare(args.run_dir, args.metric, Path(args.out)))
 
 
 def compare(places: Sequence[str], metric: str, out: Path) -> None:
     why = unmakeable(str(out))
     if why:
         raise ConfigError(f"--out={out}: {why}.")
-    told, _ = write(found(places), metric, out, "compare", "compare.txt")
-    print(f"{told}\nresults: {out.resolve()}", flush=True)
+    text, _ = write(found(places), metric, out, "compare", "compare.txt")
+    print(f"{text}\nresults: {out.resolve()}", flush=True)
 
 
 if __name__ == "__main__":

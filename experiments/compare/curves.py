@@ -94,7 +94,7 @@ def _equal_curves(drawn: Sequence[Outcome], key: str) -> dict[Path, list[Path]]:
 def labels_of(
     ranking: Ranking, named: Sequence[Outcome], alike: Mapping[Path, Sequence[Path]]
 ) -> dict[Path, str]:
-    """What tells each run from the others, its result, and the runs with the same curve.
+    """What distinguishes each run, its result, and the runs with the same curve.
 
     Args:
         alike: by folder, the folders of the runs whose curves are equal to its.
@@ -105,14 +105,14 @@ def labels_of(
         name = outcome.name if own[outcome.folder] == "-" else f"{outcome.name}: {own[outcome.folder]}"
         name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
         value = outcome.numbers.get(ranking.metric)
-        told = [] if value is None else [f"{ranking.metric} {value:.4g}"]
-        told += [] if outcome.status == "ok" else [outcome.status]
+        notes = [] if value is None else [f"{ranking.metric} {value:.4g}"]
+        notes += [] if outcome.status == "ok" else [outcome.status]
         star = " *" if outcome is ranking.best else ""
         names = {each.folder: each.name for each in ranking.outcomes}
         same = [names[folder] for folder in alike.get(outcome.folder, ())]
         more = f" and {len(same) - SAME} more" if len(same) > SAME else ""
-        told += [f"same curve: {', '.join(same[:SAME])}{more}"] if same else []
-        out[outcome.folder] = f"{name}{star}" + (f"  ({', '.join(told)})" if told else "")
+        notes += [f"same curve: {', '.join(same[:SAME])}{more}"] if same else []
+        out[outcome.folder] = f"{name}{star}" + (f"  ({', '.join(notes)})" if notes else "")
     return out
 
 
@@ -130,7 +130,7 @@ def _curve(axes: Any, outcome: Outcome, key: str, color: Any, label: str | None)
 
 
 def _colors(drawn: Sequence[Outcome], own: dict[Path, str]) -> tuple[list[Any], tuple[Any, str] | None]:
-    """A colour per run; of many runs, from a map over the number that alone tells them apart, or the rank."""
+    """A colour per run; of many runs, from a map over the one number in which they differ, or the rank."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, Normalize
@@ -174,7 +174,7 @@ def _title(key: str) -> str:
 def write(
     outcomes: Sequence[Outcome], metric: str, folder: Path, stem: str, text: str
 ) -> tuple[str, Ranking]:
-    """Write `text` (the table), `STEM.csv` and `STEM.png`; give what a person is told, and the order."""
+    """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order."""
     ranking = ranked(outcomes, metric)
     table = as_text(ranking)
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def write(
         made.append(picture.name)
     best = ranking.best
     side = "highest" if grows(metric) else "lowest"
-    said = [f"* the {side} {metric}: {best.folder}"] if best is not None else []
+    notes = [f"* the {side} {metric}: {best.folder}"] if best is not None else []
     if ranking.failed:
-        said.append(f"{ranking.failed} of {len(outcomes)} not finished")
-    return "\n".join([table, *said, f"written: {', '.join(made)}"]), ranking
+        notes.append(f"{ranking.failed} of {len(outcomes)} not finished")
+    return "\n".join([table, *notes, f"written: {', '.join(made)}"]), ranking

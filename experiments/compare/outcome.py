@@ -125,10 +125,10 @@ def _steps(folder: Path) -> Any:
 def _overrides(folder: Path) -> list[str]:
     for read, file in ((json.loads, JOB), (yaml.safe_load, OVERRIDES)):
         try:
-            told = read((folder / file).read_text(encoding="utf-8"))
+            content = read((folder / file).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             continue
-        listed = told.get("overrides") if isinstance(told, dict) else told
+        listed = content.get("overrides") if isinstance(content, dict) else content
         if isinstance(listed, list):
             return listed
     return []

@@ -63,13 +63,13 @@ def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
 def as_text(ranking: Ranking) -> str:
     """A row per run; the best one has a star."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
-    wanted = COLUMNS | ({} if ranking.metric in COLUMNS else {ranking.metric: OTHERS})
-    columns = {key: form for key, form in wanted.items() if any(key in o.numbers for o in outcomes)}
+    formats = COLUMNS | ({} if ranking.metric in COLUMNS else {ranking.metric: OTHERS})
+    columns = {key: style for key, style in formats.items() if any(key in o.numbers for o in outcomes)}
     reasons = ("reason",) if any(o.reason for o in outcomes) else ()
     rows = [("run", "overrides", "status", *columns, *reasons)]
     for outcome in outcomes:
         name = outcome.name + (BEST if outcome is ranking.best else "")
-        numbers = (_shown(outcome.numbers.get(key), form) for key, form in columns.items())
+        numbers = (_shown(outcome.numbers.get(key), style) for key, style in columns.items())
         why = (shorten(outcome.reason, LONGEST, placeholder="...") or "-",) if reasons else ()
         rows.append((name, own[outcome.folder], outcome.status, *numbers, *why))
     stop = 3 + len(columns)
@@ -89,8 +89,8 @@ def write_csv(ranking: Ranking, path: Path) -> None:
         for outcome, own in zip(ranking.outcomes, options, strict=True):
             head = [outcome.name, outcome.status, "yes" if outcome is ranking.best else ""]
             measured = [outcome.numbers.get(key, "") for key in numbers]
-            given = [own.get(key, "") for key in keys]
-            writer.writerow([*head, *given, *measured, outcome.reason, outcome.folder])
+            settings = [own.get(key, "") for key in keys]
+            writer.writerow([*head, *settings, *measured, outcome.reason, outcome.folder])
 
 
 def grows(metric: str) -> bool:
@@ -117,5 +117,5 @@ def _option(override: str) -> tuple[str, str]:
     return key.lstrip("+~"), value
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _shown(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)

@@ -1,14 +1,17 @@
-"""Checks: what a configuration's dataclass asks of its own numbers and names."""
+"""Checks that the configurations' dataclasses make of their own numbers and names."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
+
+from experiments import ROOT
 
 T = TypeVar("T")
 
@@ -20,7 +23,7 @@ NODES = {"AdamWConfig": "optimizer", "SGDConfig": "optimizer", "ShardsConfig": "
 MOST_OF_ALL = 2**31 - 1  # of any other
 MOST: Mapping[str, float] = {
     **dict.fromkeys(("width", "mlp"), 2**20), **dict.fromkeys(("heads", "kv_heads", "rank"), 2**14),
-    "lr": 1e38,  # what is absurd here costs nothing, and is told as a loss that is not finite
+    "lr": 1e38,  # what is absurd here costs nothing, and is reported as a loss that is not finite
     **dict.fromkeys(("layers", "prefetch_forward", "prefetch_backward", "profile"), 10_000),
     **dict.fromkeys(("context", "length", "large_length", "vocab"), 2**24),
     **dict.fromkeys(("rows", "held_out_rows", "large_rows", "sample_tokens", "accumulate"), 2**20),
@@ -49,7 +52,7 @@ def too_large(values: Any, key: str = "") -> Iterator[str]:
             yield from too_large(value, key)
     elif isinstance(values, int | float):
         most = MOST.get(key.rpartition(".")[2], MOST_OF_ALL)
-        if abs(values) > most and abs(values) != math.inf:  # which is no finite number, and told as that
+        if abs(values) > most and abs(values) != math.inf:  # reported as no finite number
             bound = f"{_short(-most)} or more" if values < 0 else f"{_short(most)} or less"
             yield f"{key}={_short(values)}: must be {bound}."
 
@@ -100,13 +103,13 @@ def refusal(problems: Sequence[str]) -> ConfigError:
     return ConfigError("\n  ".join([f"the configuration has {len(problems)} problems:", *problems]))
 
 
-def _each(config: object, names: tuple[str, ...], good: Any, wanted: str) -> None:
+def _each(config: object, names: tuple[str, ...], good: Any, rule: str) -> None:
     bad = [n for n in names if getattr(config, n) is not None and not good(getattr(config, n))]
     if bad:
         kind = type(config).__name__
         node = NODES.get(kind, kind.removesuffix("Config").lower())
         shown = " and ".join(f"{node}.{n}={getattr(config, n)!r}".removeprefix(".") for n in bad)
-        raise ValueError(f"{shown}: must be {wanted}.")
+        raise ValueError(f"{shown}: must be {rule}.")
 
 
 def at_least(least: int, config: object, *names: str) -> None:
@@ -123,6 +126,18 @@ def fraction(config: object, *names: str) -> None:
 
 def one_of(choices: tuple[str, ...], config: object, *names: str) -> None:
     _each(config, names, lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+def registered(file: str, registry: str) -> tuple[str, ...]:
+    """The names in a registry of `fnshard`, read from its source: importing it would load torch.
+
+    >>> registered("optim/schedules.py", "SCHEDULES")[0]
+    'constant'
+    """
+    for node in ast.parse((ROOT / "fnshard" / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == registry:
+            return tuple(ast.literal_eval(key) for key in node.value.keys)
+    raise LookupError(f"fnshard/{file} has no {registry}")
 
 
 def with_defaults(config: T, defaults: Mapping[str, Any]) -> T:

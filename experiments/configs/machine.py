@@ -52,15 +52,15 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
             )
         shard = max(1, there // replicate)
     ranks = replicate * shard
-    asked = f"mesh.replicate={replicate} times mesh.shard={shard} asks for {_count(ranks, 'rank')}"
+    product = f"mesh.replicate={replicate} times mesh.shard={shard} asks for {_count(ranks, 'rank')}"
     if world and ranks != world:
-        raise ConfigError(f"{asked}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
+        raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > nodes * accelerators[device]:
         has = _count(nodes * accelerators[device], f"{device} device")
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
-        raise ConfigError(f"{asked}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
+        raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
-        raise ConfigError(f"{asked}, which do not divide over {nodes} nodes. Fix: mesh.shard={there}.")
+        raise ConfigError(f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={there}.")
     _check_rows(config, ranks)
     return replace(
         config,
@@ -106,11 +106,11 @@ def state_bytes(config: Any) -> dict[str, tuple[str, int]]:
     strategy, precision, optimizer = config.strategy, config.precision, config.optimizer
     size = {name: getattr(torch, dtype).itemsize for name, dtype in vars(precision).items()}
     slots = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
-    whole = optimizer.clip is not None  # else each is used as soon as it is there
+    kept = optimizer.clip is not None  # else each is used as soon as it is there
     count, ranks = config.model.parameters, ranks_of(config)
     total = {
         "parameters": (strategy.memory, count * size["storage"]),
-        "gradients": (strategy.update_on or "device", count * size["reduce"] * whole),
+        "gradients": (strategy.update_on or "device", count * size["reduce"] * kept),
         "optimizer": (strategy.optimizer_memory, count * size["optimizer"] * slots),
     }
     parts = _parts(strategy.name, config.mesh)

@@ -87,18 +87,18 @@ def plan_of(
 
 
 def _agreed(*args: Any, **options: Any) -> fs.Fit:
-    """`fs.fit` on every rank, and each hears what the others found: none acts, or gives up, alone."""
+    """`fs.fit` on every rank, and each compares its plan with the others': none acts, or gives up, alone."""
     try:
         found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
         mine = str(found.chosen.choice)
     except fs.BudgetError as error:
         found, mine = error, str(error)
     if dist.is_initialized():
-        told: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        if len(set(told)) > 1:
+        choices: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(choices, mine)
+        if len(set(choices)) > 1:
             raise fs.AgreementError(
-                report("ranks planned differently:", [f"rank {i}: {each}" for i, each in enumerate(told)])
+                report("ranks planned differently:", [f"rank {i}: {each}" for i, each in enumerate(choices)])
             )
     if isinstance(found, fs.BudgetError):
         raise found
@@ -135,8 +135,8 @@ def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:
         for tier, size in (("host", analysis.host_bytes), ("disk", analysis.disk_bytes))
         if size
     ]
-    told = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *beside])
-    print(f"a rank's predicted peak: {told} (details: {MEMORY})", flush=True)
+    parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *beside])
+    print(f"a rank's predicted peak: {parts} (details: {MEMORY})", flush=True)
     on_device = analysis.peak_bytes if device_type == "cpu" else 0
     expect_memory(on_device + analysis.host_bytes)
 

@@ -1,6 +1,6 @@
 """The main job's configuration: frozen dataclasses, checked whole before any rank starts.
 
-Torch is not imported here: a mistake in a command line is told before that has loaded.
+Torch is not imported here: a mistake in a command line is reported before that has loaded.
 `experiments.cli.schema` makes these from plain values, `experiments.cli.validation` from a command line.
 """
 
@@ -12,15 +12,15 @@ from dataclasses import field
 from typing import Any
 
 from experiments.configs.checks import ConfigError as ConfigError
-from experiments.configs.checks import above, at_least, configuration, fraction, one_of
+from experiments.configs.checks import above, at_least, configuration, fraction, one_of, registered
 
 AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
 NEVER = "never"  # of run.resume
-STRATEGIES = ("full_shard", "shard_grad_op", "zero3", "zero2", "zero1", "no_shard", "hybrid_shard", AUTO)
+STRATEGIES = (*registered("layout/presets.py", "PRESETS"), AUTO)
 TIERS = ("device", "host", "disk")
-HARDWARE = (AUTO, "cpu", "a100", "h100", "h200", "measure")  # `fnshard.analysis.hardware.TABLE`, and two more
+HARDWARE = (AUTO, *sorted(registered("analysis/hardware.py", "TABLE")), "measure")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-SCHEDULES = ("warmup_cosine", "linear", "wsd", "constant")
+SCHEDULES = registered("optim/schedules.py", "SCHEDULES")
 
 
 # ------------------------------------------------------------------ one dataclass per group
@@ -259,7 +259,7 @@ class ShardsConfig:
 
 @configuration
 class TrackerConfig:
-    """Who is told of a run beside its `metrics.jsonl`; several may be: `tracker=[tensorboard,wandb]`.
+    """What gets a run's rows beside its `metrics.jsonl`; several may: `tracker=[tensorboard,wandb]`.
 
     `project`: what wandb calls the project, MLflow the experiment; `store`: MLflow's, a folder below the one
     that the job is started in, or a URI.
@@ -274,19 +274,19 @@ class TrackerConfig:
 
 @configuration
 class RunConfig:
-    """How long, on what, and what is told of it.
+    """How long, on what, and what is reported.
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
     on disk. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
-    `resume`: "auto" goes on with the unfinished run of the same configuration, "never" begins anew, a path
+    `resume`: "auto" resumes the unfinished run of the same configuration, "never" begins anew, a path
     (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
     what SIGTERM leaves the ranks to finish a step and save.
 
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
-    and says where it arose, "stop" only ends it, "off" does nothing, nor tells of spikes and slow ranks.
+    and says where it arose, "stop" only ends it, "off" does nothing, and reports no spikes and slow ranks.
     """
 
     steps: int = 600
@@ -343,7 +343,7 @@ class HardwareConfig:
 
 @configuration
 class TrainConfig:
-    """Everything the main job is told."""
+    """The whole configuration of the main job."""
 
     model: DecoderConfig
     mesh: MeshConfig

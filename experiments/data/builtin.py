@@ -45,24 +45,24 @@ class Function:
 
 def sft_files(folder: str | Path) -> tuple[Path, Path]:
     folder = Path(folder)
-    train, held = _functions(False), _functions(True)
+    train, held_out = _functions(False), _functions(True)
     return (
         _write(folder / "train.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in train)),
-        _write(folder / "held_out.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in held)),
+        _write(folder / "held_out.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in held_out)),
     )
 
 
 def pair_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_pairs.jsonl` and `held_out_pairs.jsonl`: chosen is the docstring; rejected is the first
-    line of the function's code, which a model that knows nothing of docstrings goes on with."""
+    line of the function's code, which a model that knows nothing of docstrings writes next."""
     folder = Path(folder)
     lines = (
-        [{"prompt": f.prompt, "chosen": f.summary, "rejected": f.code} for f in _functions(held) if f.code]
-        for held in (False, True)
+        [{"prompt": f.prompt, "chosen": f.summary, "rejected": f.code} for f in _functions(side) if f.code]
+        for side in (False, True)
     )
     names = ("train_pairs.jsonl", "held_out_pairs.jsonl")
-    train, held = (_write(folder / name, content) for name, content in zip(names, lines, strict=True))
-    return train, held
+    train, held_out = (_write(folder / name, content) for name, content in zip(names, lines, strict=True))
+    return train, held_out
 
 
 def choice_file(folder: str | Path) -> Path:
@@ -90,7 +90,10 @@ def _functions(held_out: bool) -> tuple[Function, ...]:
     found: dict[str, Function] = {}
     for name in sorted(names, key=lambda n: sha256(n.encode()).digest()):
         for function in _of_file(root / name):
-            if (function.prompt, function.summary) not in known:  # two classes' `close` may be told alike
+            if (
+                function.prompt,
+                function.summary,
+            ) not in known:  # `close` of two classes may be
                 found.setdefault(function.prompt, function)
         if len(found) >= MOST[held_out]:
             break
@@ -143,8 +146,8 @@ def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
 
 def text_files(folder: Path) -> tuple[Path, Path]:
     """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, a line each."""
-    train, held = (({"text": text} for text in _bodies(side)) for side in (False, True))
-    return _write(folder / "text.jsonl", train), _write(folder / "held_out_text.jsonl", held)
+    train, held_out = (({"text": text} for text in _bodies(side)) for side in (False, True))
+    return _write(folder / "text.jsonl", train), _write(folder / "held_out_text.jsonl", held_out)
 
 
 def _bodies(held_out: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Crew: processes that do numbered tasks, handed out one by one; nobody waits for one that is dead."""
+"""Processes that do numbered tasks, handed out one by one; a task of a process that dies is an error."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _start(tasks: Sequence[T], do: Do[T, R], count: int) -> dict[Connection, Any
     for _ in range(count):
         here, there = context.Pipe()
         # An end of a pipe that is left open anywhere would keep the others from hearing of a death.
-        held = [*members, here]
-        members[here] = context.Process(target=_member, args=(there, held, tasks, do), daemon=True)
+        inherited = [*members, here]
+        members[here] = context.Process(target=_member, args=(there, inherited, tasks, do), daemon=True)
         members[here].start()
         there.close()
     return members
@@ -104,21 +104,21 @@ def _how(code: int | None) -> str:
     return f"{name}, which a machine out of memory sends" if -code == signal.SIGKILL else name
 
 
-def _member(pipe: Connection, held: Sequence[Connection], tasks: Sequence[T], do: Do[T, R]) -> None:
+def _member(pipe: Connection, inherited: Sequence[Connection], tasks: Sequence[T], do: Do[T, R]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all; the first process ends the others
-    for other in held:
+    for other in inherited:
         other.close()
     try:
         while True:
             number = pipe.recv()
             try:
-                told = ("done", do(tasks[number], lambda count: pipe.send(("advance", count))))
+                answer = ("done", do(tasks[number], lambda count: pipe.send(("advance", count))))
             except (BrokenPipeError, ConnectionResetError):
                 return
             except OSError as error:
-                told = ("error", error)
+                answer = ("error", error)
             except Exception:
-                told = ("error", RuntimeError(f"in a process of its own:\n{traceback.format_exc()}"))
-            pipe.send(told)
+                answer = ("error", RuntimeError(f"in a process of its own:\n{traceback.format_exc()}"))
+            pipe.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the one that hands out is gone
         return

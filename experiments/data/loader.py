@@ -39,7 +39,7 @@ class PackedLoader:
         rank, ranks: which part of the rows this loader yields.
         pack: several samples a row, of the context's width; else one, of `width_of(prepared)`.
         open_rows: how many rows a sample can be put into; more pack tighter, and keep samples waiting longer.
-        step: the next step to yield; told, not set.
+        step: the next step to yield; read only.
     """
 
     prepared: Prepared
@@ -71,7 +71,7 @@ class PackedLoader:
         return fill(self.prepared, rows[self.rank * part : (self.rank + 1) * part], self.width)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in JSON's values; tells nothing of the mesh."""
+        """Where the loader stands, in JSON's values; independent of the mesh."""
         rows = [list(samples) for samples, _ in self._packer.rows]
         return {**self._drawn_by(), "step": self.step, "drawn": self._stream.drawn, "open": rows}
 
@@ -91,8 +91,8 @@ class PackedLoader:
         self._stream.drawn, self.step = int(state["drawn"]), int(state["step"])
 
     def _drawn_by(self) -> dict[str, Any]:
-        told = _drawn_by(self.prepared, self.seed, self.rows)
-        return told | {"pack": self.pack, "open_rows": self.open_rows}
+        settings = _drawn_by(self.prepared, self.seed, self.rows)
+        return settings | {"pack": self.pack, "open_rows": self.open_rows}
 
     def _row(self) -> list[int]:
         if not self.pack:
@@ -140,7 +140,7 @@ class PairLoader:
         return pair_batch(self.prepared, pairs[self.rank * part : (self.rank + 1) * part], self.width)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in JSON's values; tells nothing of the mesh."""
+        """Where the loader stands, in JSON's values; independent of the mesh."""
         drawn_by = _drawn_by(self.prepared, self.seed, self.rows)
         return {**drawn_by, "step": self.step, "drawn": self._stream.drawn}
 

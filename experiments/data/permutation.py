@@ -1,4 +1,4 @@
-"""An epoch's order: a permutation of any many samples that is computed where it is asked, never held."""
+"""An epoch's order: a permutation of any number of samples, computed where it is needed, never stored."""
 
 from __future__ import annotations
 

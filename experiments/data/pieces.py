@@ -66,8 +66,8 @@ def controls_of(file: Any, stops: Sequence[int]) -> Controls:
 
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     added = file.get_added_tokens_decoder()
-    lies = [added[stop] for stop in stops if stop in added and not added[stop].special]
-    again = [AddedToken(t.content, special=True, **{f: getattr(t, f) for f in flags}) for t in lies]
+    unmarked = [added[stop] for stop in stops if stop in added and not added[stop].special]
+    again = [AddedToken(t.content, special=True, **{f: getattr(t, f) for f in flags}) for t in unmarked]
     if again:
         file.add_special_tokens(again)
     special = [(i, token) for i, token in file.get_added_tokens_decoder().items() if token.special]
@@ -84,12 +84,12 @@ def behind_others(file: Any) -> tuple[Any, Any]:
     Many put a space in front of all that they are given. Some do so once, at the beginning of everything;
     others behind every control token too; none in the middle of a text.
     """
-    told = json.loads(file.to_str())
-    first = _without_prefix(told["normalizer"]), _without_prefix(told["pre_tokenizer"])
-    if first == (told["normalizer"], told["pre_tokenizer"]):
+    content = json.loads(file.to_str())
+    first = _without_prefix(content["normalizer"]), _without_prefix(content["pre_tokenizer"])
+    if first == (content["normalizer"], content["pre_tokenizer"]):
         return file, file
-    once = _schemes(told["pre_tokenizer"]) == {"first"} and first[0] == told["normalizer"]
-    bare = type(file).from_str(json.dumps(told | {"normalizer": first[0], "pre_tokenizer": first[1]}))
+    once = _schemes(content["pre_tokenizer"]) == {"first"} and first[0] == content["normalizer"]
+    bare = type(file).from_str(json.dumps(content | {"normalizer": first[0], "pre_tokenizer": first[1]}))
     return bare if once else file, bare
 
 

@@ -33,7 +33,7 @@ class Prepared:
     """Samples of token ids, mapped: a rank's memory holds what it reads and no more.
 
     Args:
-        folder: where it lies.
+        folder: with the arrays.
         key: equal for equal files, tokenizer and settings.
         kind: "samples", "pairs" or "choices".
         context: the most positions of a sample. One of n tokens has n - 1: the last is only a target.
@@ -62,8 +62,8 @@ class Prepared:
 
     def __str__(self) -> str:
         many = f"{self.records} {self.kind}, {self.tokens} tokens, {self.learned} of them learned"
-        told = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.left_out.items() if count]
-        return f"{many}; longest {self.longest}" + (f" ({', '.join(told)})" if told else "")
+        notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.left_out.items() if count]
+        return f"{many}; longest {self.longest}" + (f" ({', '.join(notes)})" if notes else "")
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Positions that samples take in a row; int64."""
@@ -129,7 +129,7 @@ def prepare(
         settings = [FORMAT, kind, context, broken, too_long, cut, tokenizer.key, tokenizer.pad, *sums]
         folders[side] = Path(cache) / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     folder = folders[bool(part and part[1])]
-    if not _whole(folder):
+    if not _is_complete(folder):
         try:
             _make(folders, kind, paths, sums, tokenizer, policy)
         except OSError as error:
@@ -147,7 +147,7 @@ def open_prepared(folder: str | Path) -> Prepared:
         ConfigError: it holds something else, or files of other sizes than were written.
     """
     folder = Path(folder)
-    if not _whole(folder):
+    if not _is_complete(folder):
         raise ConfigError(f"{folder} holds no prepared data, or not the whole of it. Fix: prepare it anew.")
     facts = json.loads((folder / FACTS).read_text())
     return Prepared(folder=folder, **{k: v for k, v in facts.items() if k != "bytes"})
@@ -160,7 +160,7 @@ def _arrays_of(kind: str) -> list[tuple[str, type]]:
     return [(name, dtype) for name, dtype in ARRAYS.items() if name != "answers" or kind == "choices"]
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Whether every file is as long as was written; bits are not summed: this is a cache."""
     try:
         sizes = json.loads((folder / FACTS).read_text())["bytes"]
@@ -199,14 +199,14 @@ def _make(
 def _place(part: Path, folder: Path, kind: str, context: int, pad: int, facts: Mapping[str, Any]) -> None:
     """Write what is known of the arrays beside them, and move all to its place."""
     sizes = {f"{n}.bin": (part / f"{n}.bin").stat().st_size for n, _ in _arrays_of(kind)}
-    told = {"key": folder.name, "kind": kind, "context": context, "pad": pad, **facts}
-    (part / FACTS).write_text(json.dumps(told | {"bytes": sizes}, indent=1))
-    if not _whole(folder):
+    values = {"key": folder.name, "kind": kind, "context": context, "pad": pad, **facts}
+    (part / FACTS).write_text(json.dumps(values | {"bytes": sizes}, indent=1))
+    if not _is_complete(folder):
         shutil.rmtree(folder, ignore_errors=True)  # torn: another program's doing
     try:
         part.rename(folder)
     except OSError:
-        if not _whole(folder):
+        if not _is_complete(folder):
             raise
 
 
@@ -231,8 +231,8 @@ def _refuse(writer: PreparedWriter, paths: Sequence[Path], beside: Path) -> None
     empty = [side for side, arrays in writer.arrays.items() if not arrays.samples]
     if False in empty:
         counts = {r: sum(c[r] for c in problems.counts.values()) for r in (BROKEN, TOO_LONG)}
-        told = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count]
-        raise ConfigError(f"{_named(paths)}: nothing to learn from ({', '.join(told) or 'no lines'}).")
+        notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count]
+        raise ConfigError(f"{_named(paths)}: nothing to learn from ({', '.join(notes) or 'no lines'}).")
     if empty:
         raise ConfigError(
             f"{_named(paths)}: one line can be used, so none can be held out of training. Fix: name a file "

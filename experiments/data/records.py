@@ -78,12 +78,13 @@ def pair(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
         names = ("chosen", "rejected")
         prompt, *_ = _together(partial(_prompt, line), *(partial(_response, line, n) for n in names))
         if isinstance(prompt, str) and any(isinstance(line[n], list) for n in names):
-            prompt = _asked(prompt)
+            prompt = _user_message(prompt)
         if isinstance(prompt, list):
-            told = [_continued(prompt, line, n) for n in names]
-            if _same(told[0][0][: told[0][1]]) != _same(told[1][0][: told[1][1]]):
+            conversations = [_continued(prompt, line, n) for n in names]
+            one, other = (_same(messages[:count]) for messages, count in conversations)
+            if one != other:
                 raise LineError("chosen and rejected answer different prompts")
-            return Record(tuple(_conversation(tokenizer, *each) for each in told), chat=True)
+            return Record(tuple(_conversation(tokenizer, *each) for each in conversations), chat=True)
         return Record(tuple(_answered(tokenizer, prompt, line, n) for n in names))
     if not isinstance(line["chosen"], list):
         raise LineError(f"lacks 'prompt'; it has {_keys(line)}")
@@ -109,14 +110,14 @@ def choice(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
         raise LineError(f"choices: expected a list of two or more texts, got {_kind(choices)}")
     named = {f"choices[{i}]": text for i, text in enumerate(choices)}
     name, space = ("prompt", "") if "prompt" in line else ("question", " ")
-    asked, answer, *texts = _together(
+    question, answer, *texts = _together(
         partial(_text, line, name, empty=name == "prompt"),
         partial(_index, line["answer"], len(choices)),
         *(partial(_text, named, each, empty=False) for each in named),
     )
     if name == "question":
-        asked = f"Question: {asked}\nAnswer:"
-    begin = (*_begin(tokenizer), TextPiece(asked, False))
+        question = f"Question: {question}\nAnswer:"
+    begin = (*_begin(tokenizer), TextPiece(question, False))
     drafts = tuple((*begin, TextPiece(space + text, True)) for text in texts)
     return Record(drafts, answer, tuple(len(text.encode()) for text in texts))
 
@@ -153,7 +154,7 @@ def _answered(
     tokenizer: Tokenizer, prompt: str | Messages, line: Mapping[str, Any], name: str
 ) -> Sequence[TextPiece]:
     if isinstance(prompt, str) and isinstance(line[name], list):
-        prompt = _asked(prompt)
+        prompt = _user_message(prompt)
     if isinstance(prompt, str):
         response = _text(line, name, empty=False)
         pieces = (TextPiece(prompt, False), TextPiece(response, True), TextPiece(tokenizer.eos, True))
@@ -161,7 +162,7 @@ def _answered(
     return _conversation(tokenizer, *_continued(prompt, line, name))
 
 
-def _asked(prompt: str) -> Messages:
+def _user_message(prompt: str) -> Messages:
     if not prompt.strip():
         raise LineError("prompt: is empty")
     return [{"role": "user", "content": prompt}]
@@ -253,8 +254,8 @@ def _check_message(message: Any, where: str) -> None:
     )
 
 
-def _no_tools(told: Mapping[str, Any], where: str = "") -> None:
-    found = next((name for name in TOOLS if told.get(name)), None)
+def _no_tools(fields: Mapping[str, Any], where: str = "") -> None:
+    found = next((name for name in TOOLS if fields.get(name)), None)
     if found:
         raise LineError(f"{where}{found}: tools and their calls are not learned; write them as text, or not")
 

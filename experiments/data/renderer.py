@@ -25,7 +25,7 @@ from experiments import ROOT
 CPU_S, MEMORY_bytes = 10.0, 2 << 30
 WALL_S = 120.0  # for an answer of a process that stands still: on a busy machine CPU time takes its time
 MOST, TIMES = 1 << 20, 8  # characters of an answer: so many, and so many times those of the question
-DAY = datetime(2024, 7, 26)  # what templates that ask for the date are told: the same text every day
+DAY = datetime(2024, 7, 26)  # for templates that ask for the date: the same text every day
 COSTS = (
     f"takes more than {CPU_S:g} s of CPU time, {MEMORY_bytes >> 30} GiB of memory or {MOST} characters "
     "for one text"

@@ -1,6 +1,6 @@
 """Shards: a folder of arrays of token ids, mapped: memory holds what is read and no more.
 
-`shards.json` tells what they hold. It is written last, so a folder without it is not whole; only plain
+`shards.json` says what they hold. It is written last, so a folder without it is not whole; only plain
 `.npy` arrays that somebody else wrote are looked through, and get one. People copy such folders from each
 other, so nothing in it is believed: it names plain files of its own folder, as long as its counts say, and
 every window that is read is compared with its largest token.
@@ -80,8 +80,8 @@ class Shards:
     @cached_property
     def key(self) -> str:
         """Equal for equal tokens."""
-        told = [(shard.tokens, shard.sha256) for shard in self.shards]
-        return hashlib.sha256(json.dumps([self.dtype, told]).encode()).hexdigest()
+        sums = [(shard.tokens, shard.sha256) for shard in self.shards]
+        return hashlib.sha256(json.dumps([self.dtype, sums]).encode()).hexdigest()
 
     @cached_property
     def tokens(self) -> int:
@@ -172,7 +172,7 @@ def open_shards(folder: str | Path) -> Shards:
     Arrays that were changed in place, and are as long as before, are not noticed.
 
     Raises:
-        ConfigError: there are none, or not all that its header tells of.
+        ConfigError: there are none, or not all that its header names.
     """
     folder = Path(folder)
     if not os.path.lexists(folder / HEADER):
@@ -184,7 +184,7 @@ def open_shards(folder: str | Path) -> Shards:
         raise ConfigError(
             f"{folder / HEADER} is no header of shards ({error}). Fix: write the shards anew."
         ) from None
-    wrong = [f"{shard.file}: {said}" for shard in found.shards if (said := _misfit(found, shard))]
+    wrong = [f"{shard.file}: {why}" for shard in found.shards if (why := _misfit(found, shard))]
     if wrong:
         raise ConfigError(
             report(
@@ -218,7 +218,7 @@ def _typed(kind: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _misfit(shards: Shards, shard: Shard) -> str:
-    """Why a file is not what the header tells of it; "" if it is."""
+    """Why a file is not what the header says; "" if it is."""
     try:
         os.close(open_regular(shards.folder, shard.file, shard.bytes))
         tokens = len(mapped(shards.folder, shard.file, shards.dtype))
@@ -256,10 +256,10 @@ def _others(folder: Path) -> Shards:
     found = Shards(folder, arrays[0].dtype.str, largest, broken=0, shards=tuple(shards), **unknown)
     try:
         write_header(found)
-        told = f"; {HEADER} says so from now on"
+        note = f"; {HEADER} says so from now on"
     except OSError:  # not ours to write to
-        told = ""
-    print(f"{folder}: {len(paths)} arrays, {found.tokens} tokens{told}", file=sys.stderr, flush=True)
+        note = ""
+    print(f"{folder}: {len(paths)} arrays, {found.tokens} tokens{note}", file=sys.stderr, flush=True)
     return found
 
 
@@ -276,7 +276,7 @@ def check_vocab(shards: Sequence[Shards], vocab: int) -> None:
     """Refuse tokens that a model of `vocab` rows does not know.
 
     Raises:
-        ConfigError: there are some, or larger ones than a header tells of among the first `LOOKED`.
+        ConfigError: there are some, or larger ones than a header names among the first `LOOKED`.
     """
     for each in shards:
         try:

@@ -45,7 +45,7 @@ class ShardLoader:
         seed: of the orders.
         rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
         ahead: batches that are ready before they are asked for; 0 cuts them when they are.
-        step: the next step to yield: it counts what was handed out, not what is ready; told, not set.
+        step: the next step to yield: it counts what was handed out, not what is ready; read only.
 
     Raises:
         ValueError: rows that do not divide over the ranks, or no window in the shards.
@@ -107,7 +107,7 @@ class ShardLoader:
             self._thread = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in JSON's values; tells nothing of the mesh, so another one can resume."""
+        """Where the loader stands, in JSON's values; independent of the mesh, so another one can resume."""
         return {**self._drawn_by(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

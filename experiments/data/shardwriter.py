@@ -70,7 +70,7 @@ def cut(file: BinaryIO, at: int, source: TextFile) -> int:
     end = near.find(b"\n")
     if end >= 0:
         return min(at + end, source.size)
-    inside = 0  # bytes that go on with a character
+    inside = 0  # continuation bytes of a character
     while inside < 3 and near[1 + inside : 2 + inside] and near[1 + inside] & 0xC0 == 0x80:
         inside += 1
     return at + inside

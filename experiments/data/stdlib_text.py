@@ -75,14 +75,14 @@ def load_corpus(
         raise ValueError(f"{root} is no folder. Fix: name one as data.root.")
     names = source_files(root, suffix)
     _check_sizes(root, names)
-    held = [n for n in names if is_held_out(n, held_out_percent)]
+    held_out = [n for n in names if is_held_out(n, held_out_percent)]
     train = [n for n in names if not is_held_out(n, held_out_percent)]
-    corpus = Corpus(_join(root, train), _join(root, held), tuple(train), tuple(held))
+    corpus = Corpus(_join(root, train), _join(root, held_out), tuple(train), tuple(held_out))
     sizes = corpus.train.numel(), corpus.held_out.numel()
     if min(sizes) < least:
         raise ValueError(
             f"{root}: the files that end in {suffix!r} hold {sizes[0]} bytes to train on "
-            f"({len(train)} files) and {sizes[1]} held out ({len(held)} files); each side needs {least}. "
+            f"({len(train)} files) and {sizes[1]} held out ({len(held_out)} files); each side needs {least}. "
             "Fix: name a folder with more text as data.root, or change data.held_out_percent."
         )
     return corpus

@@ -52,13 +52,13 @@ class Rendering:
 
 
 def rendered(render: Callable[[Messages], str], messages: Messages, control: Sequence[str]) -> Rendering:
-    """A rendering in which contents that spell a control token are told from the template's own text.
+    """A rendering in which contents that spell a control token are kept apart from its own text.
 
     It is rendered once more with signs in the place of such contents; the contents, as they are or without
     the white space around them, have to make the same text again.
 
     Raises:
-        ValueError: they cannot be told apart.
+        ValueError: they cannot be distinguished.
     """
     spells = spelling(tuple(control)).search
     for number, message in enumerate(messages):
@@ -94,8 +94,8 @@ def _written(
         return None
     place, found = len(parts[0]), []
     for name, behind in zip(parts[1::2], parts[2::2], strict=True):
-        whole = contents.get(name, "")
-        ways = (whole, whole.strip(), whole.lstrip(), whole.rstrip())
+        full = contents.get(name, "")
+        ways = (full, full.strip(), full.lstrip(), full.rstrip())
         content = next((way for way in ways if text.startswith(way + behind, place)), None)
         if content is None:
             return None
@@ -170,44 +170,44 @@ class Template:
         """The pieces up to the last assistant's turn; assistants' from message `first` on are learned.
 
         Raises:
-            ValueError: a rendering is not the beginning of the next one, so that nobody can tell what a
-                model would have been asked; or text that people wrote cannot be told from the template's.
+            ValueError: a rendering is not the beginning of the next one, so that it is unknown what a
+                model would have been asked; or people's text cannot be distinguished from the template's.
         """
         pieces, done = [], ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < first:
                 continue
-            asked = self._rendered(messages[:number], ask=True)
-            whole = self._rendered(messages[: number + 1])
-            if not (asked.text.startswith(done) and whole.text.startswith(asked.text)):
-                raise ValueError(self._uncut(messages, number, done, asked.text, whole.text))
-            answer = self._end(whole, len(asked.text))
-            pieces += asked.pieces(len(done), len(asked.text), learned=False)
-            pieces += whole.pieces(len(asked.text), answer, learned=True)
-            pieces += whole.pieces(answer, len(whole.text), learned=False)
-            done = whole.text
+            prompt = self._rendered(messages[:number], ask=True)
+            full = self._rendered(messages[: number + 1])
+            if not (prompt.text.startswith(done) and full.text.startswith(prompt.text)):
+                raise ValueError(self._uncut(messages, number, done, prompt.text, full.text))
+            answer = self._end(full, len(prompt.text))
+            pieces += prompt.pieces(len(done), len(prompt.text), learned=False)
+            pieces += full.pieces(len(prompt.text), answer, learned=True)
+            pieces += full.pieces(answer, len(full.text), learned=False)
+            done = full.text
         return pieces
 
     def opening(self, messages: Messages) -> list[TextPiece]:
-        asked = self._rendered(messages, ask=True)
-        return asked.pieces(0, len(asked.text), learned=False)
+        prompt = self._rendered(messages, ask=True)
+        return prompt.pieces(0, len(prompt.text), learned=False)
 
     def _rendered(self, messages: Messages, ask: bool = False) -> Rendering:
         return rendered(partial(self.render, ask=ask), messages, self.control)
 
-    def _end(self, whole: Rendering, asked: int) -> int:
-        """Where the answer behind `asked` characters ends: behind the last end that the template wrote."""
-        text = whole.blanked
-        found = (at + len(end) for end in self.ends if (at := text.rfind(end, asked)) >= 0)
+    def _end(self, full: Rendering, start: int) -> int:
+        """Where the answer behind `start` characters ends: behind the last end that the template wrote."""
+        text = full.blanked
+        found = (at + len(end) for end in self.ends if (at := text.rfind(end, start)) >= 0)
         return max(found, default=len(text))
 
-    def _uncut(self, messages: Messages, number: int, done: str, asked: str, whole: str) -> str:
-        """Why the assistant's part cannot be told."""
+    def _uncut(self, messages: Messages, number: int, done: str, prompt: str, full: str) -> str:
+        """Why the assistant's part cannot be identified."""
         before = self.render(messages[:number])
-        if all(text.startswith(start) for text in (asked, whole) for start in (done, before)):
+        if all(text.startswith(start) for text in (prompt, full) for start in (done, before)):
             return (
-                f"the chat template asks for messages[{number}] with {asked[len(before) :]!r}, and writes "
-                f"{_opening(whole[len(before) :])!r} there, so the assistant's part cannot be told (use "
+                f"the chat template asks for messages[{number}] with {prompt[len(before) :]!r}, and writes "
+                f"{_opening(full[len(before) :])!r} there, so the assistant's part cannot be told (use "
                 "prompt and response, or mend what the template in the model's directory writes under "
                 "add_generation_prompt)"
             )

@@ -1,4 +1,4 @@
-"""Sources: the text files that folders, globs and names mean, each with a name that no machine changes."""
+"""The text files that folders, globs and names mean, each with a name that is the same on any machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextFile:
 
     Args:
         name: relative to what was named, with forward slashes; whether the file is held out hangs on it.
-        path: where it lies.
+        path: of the file.
         size: in bytes.
         stamp: when it was changed last, in nanoseconds.
     """

@@ -129,7 +129,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     plain = Plain(bos, stops[0])
     if source == plain.source(file.id_to_token):  # as `save` left it
         source = None
-    told = json.dumps([text, bos, stops, source, sorted(names.items())])
+    identity = json.dumps([text, bos, stops, source, sorted(names.items())])
     return FileTokenizer(
         folder=folder,
         vocab=max(file.get_vocab(with_added_tokens=True).values()) + 1,
@@ -137,7 +137,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         eos=stops[0],
         stops=stops,
         pad=stops[0] if pad is None or file.token_to_id(pad) is None else file.token_to_id(pad),
-        key=hashlib.sha256(told.encode()).hexdigest(),
+        key=hashlib.sha256(identity.encode()).hexdigest(),
         chat=_chat(source, stands_in, names, stops, controls) if source else plain,
         file=file,
         behind=dict(zip((NOTHING, CONTROL, TEXT), (file, *behind_others(file)), strict=True)),
@@ -235,18 +235,18 @@ def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> tuple[
     if jinja.is_file():
         return _read(jinja), jinja
     file = folder / SETTINGS[0]
-    told = settings[SETTINGS[0]].get("chat_template")
-    if told is None and wrapped.is_file():
+    template = settings[SETTINGS[0]].get("chat_template")
+    if template is None and wrapped.is_file():
         file = wrapped
         try:
-            told = json.loads(_read(wrapped)).get("chat_template")
+            template = json.loads(_read(wrapped)).get("chat_template")
         except (ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{wrapped} holds no template: {error}.") from error
-    if isinstance(told, list):  # several, by name
-        told = {t.get("name"): t.get("template") for t in told if isinstance(t, dict)}.get("default")
-    if told is not None and not isinstance(told, str):
-        raise ConfigError(f"{file}: chat_template is a {type(told).__name__}, not a text.")
-    return told or None, file
+    if isinstance(template, list):  # several, by name
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{file}: chat_template is a {type(template).__name__}, not a text.")
+    return template or None, file
 
 
 def _chat(

@@ -99,7 +99,7 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; tells nothing of the mesh, so another one can resume it.
+        """Where the loader stands; independent of the mesh, so another one can resume it.
 
         `text`: a checksum of the stream.
         """

@@ -69,7 +69,7 @@ BROKEN, TOO_LONG, TRUNCATED = "broken", "too_long", "truncated"
 BLOCK_LINES, BLOCK_BYTES = 512, 2**20  # tokenised together
 SHOWN = 12  # of refused lines, in the error
 LISTED = 100_000  # of them, in the file beside
-QUIET_S, EVERY_S = 2.0, 30.0  # before progress is told; between lines of it where no terminal listens
+QUIET_S, EVERY_S = 2.0, 30.0  # before progress is shown; between lines of it without a terminal
 
 
 Samples = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -131,7 +131,7 @@ class RefusedLines:
         self._waiting: list[tuple[int, str]] = []
 
     def add(self, reason: str, where: LinePosition, text: str) -> None:
-        """Count a line. One that is refused is told of, whatever side it belongs to: all mistakes at once."""
+        """Count a line. One that is refused is listed, whatever side it belongs to: all mistakes at once."""
         self.counts[where.side][reason] += 1
         if getattr(self.policy, reason) == "refuse":
             self.refused[reason] += 1
@@ -234,8 +234,8 @@ class PreparedWriter:
         if longest >= most:
             self.longest_seen = max(self.longest_seen, longest)
             if self.policy.too_long != "truncate":
-                told = f"{line}: takes {longest} positions, the context has {self.policy.context}"
-                self.problems.add(TOO_LONG, where, told)
+                problem = f"{line}: takes {longest} positions, the context has {self.policy.context}"
+                self.problems.add(TOO_LONG, where, problem)
                 return ()
             samples = [(tokens[:most], learned[:most]) for tokens, learned in samples]
         # The first token is never a target: nothing stands before it.
@@ -244,8 +244,8 @@ class PreparedWriter:
             self.problems.add(reason, where, f"{line}: no token is left to learn")
             return ()
         if self.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
-            told = f"{line}: chosen and rejected differ only behind the context"
-            self.problems.add(TOO_LONG, where, told)
+            problem = f"{line}: chosen and rejected differ only behind the context"
+            self.problems.add(TOO_LONG, where, problem)
             return ()
         self.problems.counts[where.side][TRUNCATED] += longest >= most
         return samples

@@ -26,7 +26,7 @@ def write(config: ExplainConfig, folder: Path, name: str = "") -> None:
         choices = HydraConfig.get().runtime.choices
         name = f"{choices['model']} {choices['strategy']}"
     paper = explain(config)
-    print(words.told(paper), flush=True)
+    print(words.as_text(paper), flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "explain.json", words.numbers(paper))
     report = folder / "report.html"

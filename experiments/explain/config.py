@@ -1,4 +1,4 @@
-"""What `experiments.explain` is told: the groups of the main job, and on what the step would run."""
+"""The configuration of `experiments.explain`: groups of the main job, and on what the step would run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PaperRunConfig:
 
 @configuration
 class ExplainConfig:
-    """Everything that `experiments.explain` is told.
+    """The whole configuration of `experiments.explain`.
 
     `tokens`: what the whole training would read; null: 20 a parameter. `fit`: ask `fnshard.fit` for a plan
     where this one does not fit.
@@ -71,8 +71,8 @@ class ExplainConfig:
         if self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
         if self.strategy.name == AUTO and self.run.accumulate != 1:
-            told = f"run.accumulate={self.run.accumulate}"
-            wrong.append(f"{told}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
+            key = f"run.accumulate={self.run.accumulate}"
+            wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
         if self.mesh.shard is None:
             wrong.append("mesh.shard=null: say how many ranks, as in mesh.shard=64; none have to exist.")
         else:

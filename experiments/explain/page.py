@@ -69,11 +69,11 @@ def page(paper: Paper, name: str, configuration: str) -> str:
             f'<section id="{key}">\n<h2>{escape(head)}</h2>\n{inner}\n</section>'
             for key, (head, inner) in _sections(paper, Path(folder), configuration).items()
         )
-    told = f"{words.fits_line(paper)}; {words.summary(paper)['step time']} (predicted, nothing was run)."
+    verdict = f"{words.fits_line(paper)}; {words.summary(paper)['step time']} (predicted, nothing was run)."
     return PAGE.substitute(
         title=escape(title),
         body=body,
-        verdict=escape(f"Peak memory {told}"),
+        verdict=escape(f"Peak memory {verdict}"),
         mood="" if paper.fits else "bad",
     )
 

@@ -68,32 +68,32 @@ def _waits(paper: Paper) -> str:
         "collectives": paper.timeline.exposed_communication_seconds,
         "transfers": paper.timeline.exposed_transfer_seconds,
     }
-    told = [f"{time_text(seconds)} for {what}" for what, seconds in waits.items() if seconds >= 5e-7]
-    return f"; compute waits {' and '.join(told)}" if told else ""
+    parts = [f"{time_text(seconds)} for {what}" for what, seconds in waits.items() if seconds >= 5e-7]
+    return f"; compute waits {' and '.join(parts)}" if parts else ""
 
 
 def _resting(paper: Paper) -> str:
     memory = paper.memory
     beside = {"host": memory.host_resident_bytes, "disk": memory.disk_resident_bytes}
-    told = [f"{byte_text(memory.resident_bytes)} on the device"]
-    return ", ".join(told + [f"{byte_text(n)} on the {tier}" for tier, n in beside.items() if n])
+    parts = [f"{byte_text(memory.resident_bytes)} on the device"]
+    return ", ".join(parts + [f"{byte_text(n)} on the {tier}" for tier, n in beside.items() if n])
 
 
 def _moved(paper: Paper) -> str:
     moved = {"to": paper.traffic.to_device_bytes, "from": paper.traffic.to_host_bytes}
-    told = [f"{byte_text(n)} {way} the device" for way, n in moved.items() if n]
-    return f"; over the host link {' and '.join(told)}" if told else ""
+    parts = [f"{byte_text(n)} {way} the device" for way, n in moved.items() if n]
+    return f"; over the host link {' and '.join(parts)}" if parts else ""
 
 
 def _training(paper: Paper) -> str:
     config = paper.config
-    told = f"{big(config.budget)} tokens"
-    told += "" if config.tokens else f" ({PER_PARAMETER} a parameter)"
+    text = f"{big(config.budget)} tokens"
+    text += "" if config.tokens else f" ({PER_PARAMETER} a parameter)"
     days = config.budget / paper.tokens_per_day
-    told += f": {digits(days)} days" if days >= 2 else f": {digits(24 * days)} hours"
-    told += f", {big(paper.device_hours)} device hours"
+    text += f": {digits(days)} days" if days >= 2 else f": {digits(24 * days)} hours"
+    text += f", {big(paper.device_hours)} device hours"
     cost = paper.cost
-    return told if cost is None else f"{told}, ${big(cost)} at ${config.hardware.price_per_hour:g} an hour"
+    return text if cost is None else f"{text}, ${big(cost)} at ${config.hardware.price_per_hour:g} an hour"
 
 
 def plan_line(paper: Paper) -> str:
@@ -101,24 +101,24 @@ def plan_line(paper: Paper) -> str:
     if paper.found is not None:
         return f"strategy=auto: {paper.found.chosen.choice}"
     strategy, dtypes = config.strategy, config.precision
-    told = [strategy.name, f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat"]
-    told += [
+    parts = [strategy.name, f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat"]
+    parts += [
         f"{name.replace('_', ' ')} on the {tier}"
         for name, tier in (("memory", strategy.memory), ("optimizer_memory", strategy.optimizer_memory))
         if tier != "device"
     ]
     ahead = options["prefetch"]
-    told.append(f"gathers {ahead[0]} and {ahead[1]} kernels ahead in forward and backward")
-    told.append(f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced")
-    return ", ".join(told)
+    parts.append(f"gathers {ahead[0]} and {ahead[1]} kernels ahead in forward and backward")
+    parts.append(f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced")
+    return ", ".join(parts)
 
 
 def fits_line(paper: Paper) -> str:
     memory, budget = paper.memory, paper.device_bytes
-    told = f"{byte_text(memory.peak_bytes)} of {byte_text(budget)}"
+    text = f"{byte_text(memory.peak_bytes)} of {byte_text(budget)}"
     if paper.fits:
-        return f"{told} on the device: fits, {byte_text(budget - memory.peak_bytes)} are left"
-    return f"{told} on the device: does not fit, {byte_text(memory.peak_bytes - budget)} too many"
+        return f"{text} on the device: fits, {byte_text(budget - memory.peak_bytes)} are left"
+    return f"{text} on the device: does not fit, {byte_text(memory.peak_bytes - budget)} too many"
 
 
 def advice(paper: Paper) -> str:
@@ -177,7 +177,7 @@ def units_table(paper: Paper, most: int = 12) -> Table:
     return [("unit", "count", "gathered"), *rows[:most], *more]
 
 
-def told(paper: Paper) -> str:
+def as_text(paper: Paper) -> str:
     rows = summary(paper)
     wide = max(map(len, rows)) + 2
     parts = {

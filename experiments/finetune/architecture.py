@@ -1,4 +1,4 @@
-"""Anatomy: what a model of transformers is made of. Seen where it can be: names differ by architecture."""
+"""What a model of transformers consists of, observed where it can be: names differ by architecture."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ _WINDOWED = "create_sliding_window_causal_mask"  # of transformers
 class _Watch(TorchFunctionMode):
     """Which results are `F.linear` of some values and a weight, without a bias."""
 
-    def __init__(self, given: Tensor, weight: Tensor):
+    def __init__(self, inputs: Tensor, weight: Tensor):
         super().__init__()
         self.weight = weight
-        self.given = [given]  # and its slices; kept, so that an id is never used twice
+        self.inputs = [inputs]  # and its slices; kept, so that an id is never used twice
         self.products: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__ and any(args[0] is g for g in self.given):
-            self.given.append(out)
-        if func is F.linear and any(args[0] is g for g in self.given) and args[1] is self.weight:
+        if func is Tensor.__getitem__ and any(args[0] is g for g in self.inputs):
+            self.inputs.append(out)
+        if func is F.linear and any(args[0] is g for g in self.inputs) and args[1] is self.weight:
             if len(args) < 3 or args[2] is None:
                 self.products.append(out)
         elif func is Tensor.__getitem__ and any(args[0] is p for p in self.products):
@@ -125,7 +125,7 @@ def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) 
         head: the path of the head.
     """
     weight = leaves[head]
-    given = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
-    with torch.no_grad(), _Watch(given, weight) as watch:
-        logits = rest(leaves, inputs_embeds=given, use_cache=False).logits
+    inputs = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
+    with torch.no_grad(), _Watch(inputs, weight) as watch:
+        logits = rest(leaves, inputs_embeds=inputs, use_cache=False).logits
     return any(logits is product for product in watch.products)

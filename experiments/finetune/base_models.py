@@ -1,4 +1,4 @@
-"""Bases: the model directory that `model=` means, made where it is not there yet."""
+"""The model directory that `model=` names, made where it does not exist yet."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def _random(name: str, seed: int) -> Path:
 
     tokenizer = byte_tokenizer()
     sizes = {"vocab_size": tokenizer.vocab, **RANDOM[name]}
-    told = LlamaConfig(
+    config = LlamaConfig(
         **sizes, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=tokenizer.bos,
         eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(told)
+        model = LlamaForCausalLM(config)
     final.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
     model.save_pretrained(aside)
@@ -129,16 +129,16 @@ def _random(name: str, seed: int) -> Path:
 def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path], None]) -> Path:
     """The tiny model, trained on the functions of the standard library; made once, on whatever mesh, and gone
     on with if it was cut off."""
-    asked = pretraining(config)
-    text = hashlib.sha256(Path(asked.data.train).read_bytes()).hexdigest()  # another Python's is another base
-    known = f"{PRETRAINED}-{_digest([text, asked.run.steps, asked.run.seed, MADE])}"
+    job = pretraining(config)
+    text = hashlib.sha256(Path(job.data.train).read_bytes()).hexdigest()  # another Python's is another base
+    known = f"{PRETRAINED}-{_digest([text, job.run.steps, job.run.seed, MADE])}"
     made = sorted(p for p in BASES.resolve().glob(f"{known}-*/{WHOLE}") if (p / "config.json").exists())
     if made:
         return made[0]
-    folder = BASES.resolve() / f"{known}-{_digest(identity_of(asked))}"
+    folder = BASES.resolve() / f"{known}-{_digest(identity_of(job))}"
     print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
     began = time.monotonic()
-    pretrain(asked, folder)
+    pretrain(job, folder)
     print(f"model={PRETRAINED}: made in {time.monotonic() - began:.0f} s, beside what follows", flush=True)
     return folder / WHOLE
 

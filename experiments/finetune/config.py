@@ -1,4 +1,4 @@
-"""What a fine-tuning job is told; `experiments.configs.train` has the groups it shares with the main job."""
+"""The configuration of a fine-tuning job; `configs.train` has the groups it shares with the main job."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class FinetuneDataConfig:
 
 @configuration
 class FinetuneConfig:
-    """Everything a fine-tuning job is told.
+    """The whole configuration of a fine-tuning job.
 
     `model`: a Hugging Face model directory; or "stdlib", a tiny base that a short pre-training on the
     standard library's text makes; or "tiny" and "100m", which are random. `export`: what is written at the

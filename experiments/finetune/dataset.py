@@ -1,4 +1,4 @@
-"""Materials: what a fine-tuning job works on: its data, tokenised, and prompts to show."""
+"""The data of a fine-tuning job, tokenised, and prompts to show."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"sft": sft_files, "d
 
 @dataclass(frozen=True)
 class Example:
-    """A held-out prompt, and what its author goes on with."""
+    """A held-out prompt, and its author's answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 @dataclass(frozen=True)
-class Materials:
+class FinetuneData:
     """Data that is tokenised already."""
 
     tokenizer: Tokenizer
@@ -128,8 +128,8 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     return replace(config, data=replace(data, **folders))
 
 
-def opened(config: FinetuneConfig) -> Materials:
+def opened(config: FinetuneConfig) -> FinetuneData:
     data = config.data
     choices = None if data.choices is None else open_prepared(data.choices)
     train, held_out = open_prepared(data.train), open_prepared(data.held_out)
-    return Materials(load_tokenizer(config.model), train, held_out, choices)
+    return FinetuneData(load_tokenizer(config.model), train, held_out, choices)

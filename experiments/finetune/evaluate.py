@@ -38,7 +38,7 @@ def held_out_batches(prepared: Prepared, most: int, rows: int, mesh: fs.Mesh) ->
 def mean_over(
     forward: Forward, params: Any, batches: Iterable[Any], device: torch.device
 ) -> tuple[float, dict[str, float]]:
-    """The loss of all batches of all ranks, and what its `aux` tells; exact means, not means of means."""
+    """The loss of all batches of all ranks, and the means of its `aux`; exact means, not means of means."""
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         loss, aux = forward(params, batch)  # which sends it to the device
@@ -83,9 +83,9 @@ def shares(options: np.ndarray, scores: np.ndarray) -> dict[str, float]:
     {'accuracy': 0.0, 'accuracy_per_byte': 0.0}
     """
     questions, right, sizes = options.T
-    told = {}
+    found = {}
     for name, score in (("accuracy", scores), ("accuracy_per_byte", scores / np.maximum(sizes, 1))):
         order = np.lexsort((-score, questions))  # the likeliest of each question first
         first = np.unique(questions[order], return_index=True)[1]
-        told[name] = float(right[order][first].mean())
-    return told
+        found[name] = float(right[order][first].mean())
+    return found

@@ -89,7 +89,7 @@ class Generator:
             specs: of the tree that it is called with.
             size: tokens of a prompt and what follows it, together, at most.
             wrap: turns `fn(the model's leaves, ...)` into one of that tree:
-                `lambda fn: with_adapters(fn, asked)`.
+                `lambda fn: with_adapters(fn, lora)`.
             options: further ones of `fs.shard_forward`.
 
         Raises:
@@ -135,8 +135,8 @@ class Generator:
         """
         ends = {eos} if isinstance(eos, int) else set(eos or ())
         draw = Draw(temperature, top_k, top_p)
-        asked = f"new_tokens={new_tokens}, {draw}, seed={seed}, eos={sorted(ends)}"
-        counts = self._agree(asked, self._problems(prompts, new_tokens, draw), len(prompts))
+        request = f"new_tokens={new_tokens}, {draw}, seed={seed}, eos={sorted(ends)}"
+        counts = self._agree(request, self._problems(prompts, new_tokens, draw), len(prompts))
         first = sum(counts[: self.mesh.rank])
         chances = [torch.Generator().manual_seed(row_seed(seed, first + i)) for i in range(len(prompts))]
         rows: list[list[int]] = [[] for _ in prompts]
@@ -172,19 +172,19 @@ class Generator:
                 wrong.append(f"prompt {i}: tokens are from 0 to {self.vocab - 1}")
         return wrong
 
-    def _agree(self, asked: str, problems: list[str], rows: int) -> list[int]:
+    def _agree(self, request: str, problems: list[str], rows: int) -> list[int]:
         """How many rows each rank has. All ranks refuse what one of them must: none waits for another."""
-        text = json.dumps({"asked": asked, "problems": problems, "rows": rows})
-        told = [json.loads(each) for each in self._comm.gather_object(text)]
-        wrong = [f"rank {rank}: {p}" for rank, each in enumerate(told) for p in each["problems"]]
+        text = json.dumps({"request": request, "problems": problems, "rows": rows})
+        answers = [json.loads(each) for each in self._comm.gather_object(text)]
+        wrong = [f"rank {rank}: {p}" for rank, each in enumerate(answers) for p in each["problems"]]
         wrong += [
-            f"rank {rank}: {each['asked']}; rank 0: {told[0]['asked']}"
-            for rank, each in enumerate(told)
-            if each["asked"] != told[0]["asked"]
+            f"rank {rank}: {each['request']}; rank 0: {answers[0]['request']}"
+            for rank, each in enumerate(answers)
+            if each["request"] != answers[0]["request"]
         ]
         if wrong:
             raise ConfigError(report("no text can be made of this:", wrong, "mend it on the ranks named."))
-        return [each["rows"] for each in told]
+        return [each["rows"] for each in answers]
 
     @property
     def _comm(self) -> Collectives:

@@ -1,6 +1,6 @@
 """The fine-tuning job, as command lines and ranks know it.
 
-What needs torch is imported where it is used: a mistake in a command line is told before that has loaded.
+What needs torch is imported where it is used: a mistake in a command line is reported before that has loaded.
 """
 
 from __future__ import annotations

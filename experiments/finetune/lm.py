@@ -119,11 +119,11 @@ class LanguageModel:
         masks: dict[str, Tensor] = {}
         for kind, window in self.windows.items():
             narrow = window is not None and window < length
-            masks[kind] = self._as_asked(params, see & (behind < window) if narrow else see)
+            masks[kind] = self._typed_mask(params, see & (behind < window) if narrow else see)
         same = len(masks) == 1 or not any(w is not None and w < length for w in self.windows.values())
         return next(iter(masks.values())) if same else masks
 
-    def _as_asked(self, params: Any, see: Tensor) -> Tensor:
+    def _typed_mask(self, params: Any, see: Tensor) -> Tensor:
         if self.model.config._attn_implementation == "sdpa":
             return see
         dtype = params[self._head].dtype  # eager attention adds masks

@@ -20,11 +20,11 @@ from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
 from experiments.finetune.base_models import WHOLE
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.dataset import Materials, opened
+from experiments.finetune.dataset import FinetuneData, opened
 from experiments.finetune.evaluate import accuracy, held_out_batches, mean_over
 from experiments.finetune.generate import Generator
 from experiments.finetune.lm import from_directory
-from experiments.finetune.method import Planned, planned
+from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
@@ -32,7 +32,7 @@ from experiments.training.checkpoints import Saver, restored
 from experiments.training.report import Report, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
-from experiments.training.steps import Training, begin_report, finish_run, run_steps, tell_resume, tell_stop
+from experiments.training.steps import Training, begin_report, finish_run, print_resume, print_stop, run_steps
 from fnshard.hf.files import read_config
 from fnshard.launcher.rank import Stop
 
@@ -44,8 +44,8 @@ BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
 class FinetuneSetup:
     config: FinetuneConfig
     mesh: fs.Mesh
-    planned: Planned
-    materials: Materials
+    planned: MethodPlan
+    data: FinetuneData
     step: Any
     held_out: Any
     logprobs: Any
@@ -58,10 +58,10 @@ class FinetuneSetup:
 
 def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """Tune, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
-    prints where it lies.
+    prints its path.
 
     Args:
-        config: its model is a directory, its data are folders of `materials.prepared`.
+        config: its model is a directory, its data are folders of `dataset.prepared`.
         stop: once it is asked on any rank, all finish the step, save, and return.
     """
     spent = TimeSpent()
@@ -70,24 +70,24 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
         folder, mesh = Path(run.folder), setup.mesh
         state, loader, found = begin(setup, run)
         if mesh.rank == 0:
-            tell_resume(config.run, state, found)
-        sides = 2 if setup.materials.train.kind == "pairs" else 1
+            print_resume(config.run, state, found)
+        sides = 2 if setup.data.train.kind == "pairs" else 1
         report = begin_report(
             "finetune", setup.config, run, setup.step, overrides, int(state.step), found, spent=spent,
             tokens=config.data.rows * loader.loader.width * sides,
         )  # fmt: skip
         if mesh.rank == 0:
             codes = setup.tuning.codes(state.params)
-            shown = setup.materials.shown(colour=sys.stdout.isatty())
+            shown = setup.data.shown(colour=sys.stdout.isatty())
             print(
-                f"{setup.planned.why}\n{codes}data: {setup.materials.train}\n"
+                f"{setup.planned.why}\n{codes}data: {setup.data.train}\n"
                 f"the first of them, what is learned between « and »:\n{shown}\n",
                 flush=True,
             )
             write_plan(setup.planned.plan, folder)
     saver = Saver(config, run.root, mesh.rank)
     with report:
-        before = told_before(setup, state, folder, spent)
+        before = baseline(setup, state, folder, spent)
         training = Training.of(
             config, setup.planned.plan, setup.step, lambda params: held_out_loss(setup, params)[0], loader,
             lambda: begin(setup, run)[:2], report, folder, spent,
@@ -95,9 +95,9 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
         state, held_out = run_steps(training, state, report, saver, stop)
         report.close()
         if held_out is None:
-            tell_stop(config.run, state, run, overrides, report)
+            print_stop(config.run, state, run, overrides, report)
             return
-        after = told(setup, state, spent)
+        after = evaluated(setup, state, spent)
         with spent.on("export"):
             written = export(setup, state, folder)
         with spent.on("saves"):
@@ -109,7 +109,7 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
 def begin(setup: FinetuneSetup, run: RunFolder) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
     config, mesh = setup.config, setup.mesh
-    loader = StepArguments(setup.materials.loader(config, mesh))
+    loader = StepArguments(setup.data.loader(config, mesh))
     state, found = restored(run.root, run.source, setup.step, mesh, loader)
     if state is None:
         specs = setup.planned.plan.specs
@@ -142,9 +142,9 @@ def tell_end(
 def prepare(config: FinetuneConfig) -> FinetuneSetup:
     run = config.run
     mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
-    lm, materials = from_directory(config.model), opened(config)
-    batch = next(StepArguments(materials.loader(config, mesh)))[0]
-    chosen = planned(config, lm, mesh, batch)
+    lm, data = from_directory(config.model), opened(config)
+    batch = next(StepArguments(data.loader(config, mesh)))[0]
+    chosen = choose_method(config, lm, mesh, batch)
     config = replace(config, optimizer=replace(config.optimizer, lr=chosen.rate))
     tuning, plan = chosen.tuning, chosen.plan
     objective = OBJECTIVES[config.objective.name]
@@ -158,14 +158,14 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
 
     choosing = fs.shard_forward(tuning.policy(logprobs), plan.specs, **how)
     count = SHOWN if run.sample_tokens else 0
-    held_out_examples, chat = materials.examples(count), bool(materials.train.chats)
-    examples = examples_of(run, materials.tokenizer, held_out_examples, lm.context, chat)
+    held_out_examples, chat = data.examples(count), bool(data.train.chats)
+    examples = examples_of(run, data.tokenizer, held_out_examples, lm.context, chat)
     generator = Generator.of(
         lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
         wrap=tuning.policy, timeout=run.timeout_s,
     )  # fmt: skip
-    shown = Shown(generator, materials.tokenizer, examples, run.sample_tokens)
-    return FinetuneSetup(config, mesh, chosen, materials, step, held_out, choosing, shown)
+    shown = Shown(generator, data.tokenizer, examples, run.sample_tokens)
+    return FinetuneSetup(config, mesh, chosen, data, step, held_out, choosing, shown)
 
 
 def lean(batch: dict[str, Any], packed: bool) -> dict[str, Any]:
@@ -195,18 +195,18 @@ class StepArguments:
         self.loader.load_state_dict(state)
 
 
-# ------------------------------------------------------------------ what is told of a model
+# ------------------------------------------------------------------ what is measured of a model
 
 
 def held_out_loss(setup: FinetuneSetup, params: Any) -> tuple[float, dict[str, float]]:
-    """The objective's mean over held-out data, and what its `aux` tells; all ranks call it together."""
+    """The objective's mean over held-out data, and the means of its `aux`; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
     rows = config.data.rows // setup.planned.plan.accumulate  # as a training step holds at once
-    batches = held_out_batches(setup.materials.held_out, config.data.held_out_rows, rows, mesh)
+    batches = held_out_batches(setup.data.held_out, config.data.held_out_rows, rows, mesh)
     return mean_over(setup.held_out, params, batches, mesh.device)
 
 
-def told(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> dict[str, Any]:
+def evaluated(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> dict[str, Any]:
     """All that is measured of a model, and its answers; all ranks call it together."""
     with spent.on("evaluation"):
         values = measured(setup, state)
@@ -221,20 +221,20 @@ def measured(setup: FinetuneSetup, state: fs.TrainState) -> dict[str, Any]:
     if setup.config.objective.name == "sft":
         values["perplexity"] = math.exp(min(loss, 700.0))
     values |= {f"held_out_{name}": value for name, value in more.items()}
-    if setup.materials.choices is not None:
+    if setup.data.choices is not None:
         rows = CHOICES * setup.mesh.size
-        values |= accuracy(setup.logprobs, state.params, setup.materials.choices, rows, setup.mesh)
+        values |= accuracy(setup.logprobs, state.params, setup.data.choices, rows, setup.mesh)
     return values
 
 
-def told_before(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: TimeSpent) -> dict[str, Any]:
+def baseline(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: TimeSpent) -> dict[str, Any]:
     """What was measured before the first step: now, or by the process that began the run."""
-    path, of = folder / BEFORE, _asked(setup.config)
+    path, of = folder / BEFORE, _baseline_key(setup.config)
     known = read_json(path)
     known = known if known.get("of") == of else {}  # another configuration's
     fresh = setup.step.gather_text("" if int(state.step) or known else "fresh")[0]
     if fresh:
-        values = {"of": of, **told(setup, state, spent)}
+        values = {"of": of, **evaluated(setup, state, spent)}
         if setup.mesh.rank == 0:
             write_json(path, values)
         return values
@@ -242,7 +242,7 @@ def told_before(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent:
     return known or {"answers": ["-"] * len(setup.shown.examples)}
 
 
-def _asked(config: FinetuneConfig) -> list[Any]:
+def _baseline_key(config: FinetuneConfig) -> list[Any]:
     """What the numbers and answers before the first step depend on."""
     data, run = config.data, config.run
     return [config.model, config.objective.name, data.held_out, data.choices, run.prompt, run.sample_tokens]
@@ -258,17 +258,17 @@ def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str
         What was written, a line each.
     """
     config, tuning, mesh = setup.config, setup.tuning, setup.mesh
-    asked = config.export
-    if asked == AUTO:
-        asked = "merged" if tuning.asked is None else "adapters"
+    kinds = config.export
+    if kinds == AUTO:
+        kinds = "merged" if tuning.lora is None else "adapters"
     lines = []
-    if asked in ("adapters", "both") and tuning.asked is not None:
-        fs.adapters.save(state, folder / ADAPTERS, tuning.asked, base=config.model)
+    if kinds in ("adapters", "both") and tuning.lora is not None:
+        fs.adapters.save(state, folder / ADAPTERS, tuning.lora, base=config.model)
         if mesh.rank == 0:
-            setup.materials.tokenizer.save(folder / ADAPTERS)
+            setup.data.tokenizer.save(folder / ADAPTERS)
         lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
-    if asked in ("merged", "both"):
-        blocks, specs = _whole(setup, state)
+    if kinds in ("merged", "both"):
+        blocks, specs = _merged(setup, state)
         final = folder / WHOLE
         aside = folder / f".{WHOLE}.writing"
         if mesh.rank == 0:  # of an attempt that was cut off
@@ -277,7 +277,7 @@ def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str
         dtype = stored_dtype(config.model)
         fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
         if mesh.rank == 0:
-            setup.materials.tokenizer.save(aside)  # with the chat template that was learned by
+            setup.data.tokenizer.save(aside)  # with the chat template that was learned by
             _take_place(aside, final)
         lines.append(f"the tuned model, as transformers reads it: {final}")
     return lines
@@ -293,15 +293,15 @@ def _take_place(made: Path, final: Path) -> None:
 
 def stored_dtype(directory: str) -> torch.dtype | None:
     """What a model directory's configuration says that its weights are of."""
-    told = read_config(Path(directory))
-    named = getattr(torch, str(told.get("dtype") or told.get("torch_dtype")).removeprefix("torch."), None)
+    config = read_config(Path(directory))
+    named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), None)
     return named if isinstance(named, torch.dtype) else None
 
 
-def _whole(setup: FinetuneSetup, state: fs.TrainState) -> tuple[Any, Any]:
+def _merged(setup: FinetuneSetup, state: fs.TrainState) -> tuple[Any, Any]:
     tuning, specs = setup.tuning, setup.planned.plan.specs
-    if tuning.asked is not None:
-        return fs.adapters.merge(state, tuning.asked)
+    if tuning.lora is not None:
+        return fs.adapters.merge(state, tuning.lora)
     place = tuning.models[0]
     return (state.params[place], specs[place]) if place else (state.params, specs)
 

@@ -53,7 +53,7 @@ EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
 
 
 @dataclass(frozen=True)
-class Planned:
+class MethodPlan:
     """What trains, by which plan, and why; `rate`: the peak, as it was named or by default."""
 
     tuning: Tuning
@@ -63,7 +63,7 @@ class Planned:
     rate: float
 
 
-def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any) -> Planned:
+def choose_method(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any) -> MethodPlan:
     """The configuration's method and strategy; the same on every rank.
 
     Raises:
@@ -74,8 +74,8 @@ def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any
         tuning = tuning_of(config, lm)
         optimizer = _optimizer(config, tuning)
         plan = _plan(config, tuning, mesh, optimizer, batch)
-        told = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
-        return Planned(tuning, optimizer, plan, told, rate_of(config, tuning))
+        why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
+        return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))
     passed: list[str] = []
     for name in METHODS if config.export in (AUTO, "merged", "none") else METHODS[1:]:
         tuning = tuning_of(config, lm, name)
@@ -88,9 +88,9 @@ def planned(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any
         peak = _peak(config, tuning, plan, mesh, optimizer, batch)
         budget = int(config.run.device_gb * 1e9)
         if peak <= budget:
-            told = f"method=auto: {name}, whose step takes {size(peak)} of {size(budget)}; {_counts(tuning)}"
-            told = f"{report(told, passed)}\n{_rate_in_words(config, tuning)}"
-            return Planned(tuning, optimizer, plan, told, rate_of(config, tuning))
+            why = f"method=auto: {name}, whose step takes {size(peak)} of {size(budget)}; {_counts(tuning)}"
+            why = f"{report(why, passed)}\n{_rate_in_words(config, tuning)}"
+            return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))
         passed.append(f"{name}: {config.strategy.name} takes {size(peak)} of {size(budget)}")
     fix = "a larger run.device_gb, a shorter data.context, fewer data.rows, more ranks, or strategy=auto."
     raise BudgetError(report("method=auto: none fits:", passed, fix))
@@ -119,11 +119,11 @@ def _size_of_base(tuning: Tuning) -> int:
 
 
 def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
-    told = f"optimizer.lr={rate_of(config, tuning):g}"
+    text = f"optimizer.lr={rate_of(config, tuning):g}"
     if config.optimizer.lr is not None:
-        return told
+        return text
     what = f"objective={config.objective.name} method={tuning.method.name}"
-    return f"{told}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
+    return f"{text}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
 
 
 def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any, batch: Any) -> Plan:
@@ -149,7 +149,7 @@ def _peak(
 def _counts(tuning: Tuning) -> str:
     named = tree.flatten_with_paths(tuning.params)[0]
     trains = sum(v.numel() for v in named.values() if v.requires_grad)
-    whole = sum(v.numel() for v in named.values())
+    total = sum(v.numel() for v in named.values())
     coded = sum(named[p].numel() for p in tuning.coded)
     kept = f", {coded:,} of them as codes" if coded else ""
-    return f"{trains:,} of {whole:,} parameters train{kept}"
+    return f"{trains:,} of {total:,} parameters train{kept}"

@@ -18,7 +18,7 @@ Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], tuple[Mean, dict[str, Mean]]]
 
 
-def sft(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
+def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
     """-log p of the learned tokens, averaged over all of them exactly.
 
     The batch: int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed.
@@ -39,7 +39,7 @@ def sft(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
     return loss
 
 
-def dpo(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
+def dpo(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
     """Direct preference optimisation; the reference is the same base without its adapters.
 
     The batch: `chosen` and `rejected`, each int64 [B, T] `tokens` and `targets`.
@@ -56,7 +56,7 @@ def dpo(tuning: Tuning, asked: ObjectiveConfig, *, training: bool) -> Loss:
         with torch.no_grad():
             theirs = reference(params, both).chunk(2)
         counted = (batch["chosen"]["targets"] != IGNORE).any(1)
-        how = {"beta": asked.beta, "label_smoothing": asked.label_smoothing, "counted": counted}
+        how = {"beta": config.beta, "label_smoothing": config.label_smoothing, "counted": counted}
         return fs.losses.dpo(*ours, *theirs, **how)
 
     return loss

@@ -37,9 +37,9 @@ class Shown:
         """Prompts with both answers and their authors' own, as people read it."""
         lines = []
         for example, old, new in zip(self.examples, before, after, strict=True):
-            told = self.tokenizer.decode(example.prompt)
+            prompt = self.tokenizer.decode(example.prompt)
             own = self.tokenizer.decode(example.answer) or "-"
-            lines.append(f"{safe(told)}")
+            lines.append(f"{safe(prompt)}")
             lines += [f"  {name:<7} {_line(text)}" for name, text in
                       (("before:", old), ("after:", new), ("author:", own))]  # fmt: skip
             lines.append("")
@@ -61,15 +61,15 @@ def examples_of(
     """
     if not run.sample_tokens:
         return []
-    asked = []
+    extra = []
     if run.prompt is not None:
         begin = [] if tokenizer.bos is None else [TextPiece(tokenizer.bos, False)]
         plain = [*begin, TextPiece(run.prompt, False)]
         pieces = tokenizer.opening([{"role": "user", "content": run.prompt}]) if chat else plain
         ((tokens, _),) = encode_all(tokenizer, [pieces])
-        asked = [Example(tokens.tolist(), [])]
+        extra = [Example(tokens.tolist(), [])]
     most = None if limit is None else max(1, limit - run.sample_tokens)
-    return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in (*held_out, *asked)]
+    return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in (*held_out, *extra)]
 
 
 def generator_size(examples: Sequence[Example], tokens: int) -> int:

@@ -84,8 +84,8 @@ def lowered(tuning: Tuning, case: SizeCase) -> Any:
 def row_of(tuning: Tuning, case: SizeCase) -> dict[str, Any]:
     began = time.perf_counter()
     memory = lowered(tuning, case).memory_analysis()
-    told = {"device GB": memory.peak_bytes / 1e9, "host GB": memory.host_bytes / 1e9}
-    return {**vars(case), **told, "seconds": time.perf_counter() - began}
+    sizes = {"device GB": memory.peak_bytes / 1e9, "host GB": memory.host_bytes / 1e9}
+    return {**vars(case), **sizes, "seconds": time.perf_counter() - began}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -97,24 +97,24 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 8])
-    asked.add_argument("--layers", type=count, default=LLAMA_70B["num_hidden_layers"])
-    asked.add_argument("--lora", type=count, default=64, help="rank of the adapters")
-    asked.add_argument("--base", nargs="+", default=list(METHODS), choices=METHODS, help="how it is kept")
-    asked.add_argument("--json", type=Path, help="write the rows there, too")
-    told = asked.parse_args()
-    lm = model_of({**LLAMA_70B, "num_hidden_layers": told.layers})
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=count, nargs="+", default=[1, 2, 8])
+    parser.add_argument("--layers", type=count, default=LLAMA_70B["num_hidden_layers"])
+    parser.add_argument("--lora", type=count, default=64, help="rank of the adapters")
+    parser.add_argument("--base", nargs="+", default=list(METHODS), choices=METHODS, help="how it is kept")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    args = parser.parse_args()
+    lm = model_of({**LLAMA_70B, "num_hidden_layers": args.layers})
     rows = []
-    for kept in told.base:
-        tuning = tuning_of(lm, kept, told.lora)
-        for ranks in told.ranks:
+    for kept in args.base:
+        tuning = tuning_of(lm, kept, args.lora)
+        for ranks in args.ranks:
             for tier in ("device", "host"):
                 rows.append(row_of(tuning, SizeCase(kept, ranks, tier)))
                 print(table(rows[-1:]).splitlines()[-1], f"{rows[-1]['seconds']:.0f} s", flush=True)
     print(f"\n{table(rows)}")
-    if told.json:
-        told.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,27 +29,27 @@ class Tuning:
     Args:
         params: the tree that the step is of: the model's leaves; or `{"base", "adapters"}`; or, where the
             whole model is tuned against its former self, `{"policy", "reference"}`. On meta, but adapters.
-        asked: of the adapters, if there are any.
+        lora: of the adapters, if there are any.
         coded: paths, in the tree, of leaves that are kept as codes.
     """
 
     lm: LanguageModel
     method: MethodConfig
     params: Any
-    asked: Lora | None = None
+    lora: Lora | None = None
     coded: tuple[str, ...] = ()
 
     @property
     def models(self) -> tuple[str, ...]:
         """Where in the tree the model's leaves are; "" is the tree itself."""
-        if self.asked is not None:
+        if self.lora is not None:
             return ("base",)
         return ("policy", "reference") if "reference" in self.params else ("",)
 
     def policy(self, fn: Fn, *, training: bool = False) -> Fn:
         """`fn(the model's leaves, ...)` as a function of the tree: the model as it is tuned."""
-        if self.asked is not None:
-            return with_adapters(fn, self.asked if training else replace(self.asked, dropout=0.0))
+        if self.lora is not None:
+            return with_adapters(fn, self.lora if training else replace(self.lora, dropout=0.0))
         return _of(fn, self.models[0])
 
     def reference(self, fn: Fn) -> Fn:
@@ -79,11 +79,11 @@ class Tuning:
         """A line on what a rank holds of the coded leaves; nothing where there are none."""
         if not self.coded:
             return ""
-        held = tree.flatten_with_paths(blocks)[0]
-        size = sum(v.nbytes for p, v in held.items() if p.rpartition(".")[0] in self.coded)
+        leaves = tree.flatten_with_paths(blocks)[0]
+        size = sum(v.nbytes for p, v in leaves.items() if p.rpartition(".")[0] in self.coded)
         named = tree.flatten_with_paths(self.params)[0]
-        whole = 2 * sum(named[p].numel() for p in self.coded)
-        return f"codes: {size / 1e6:.1f} MB on this rank, {size / whole:.3f} of bf16 on every rank\n"
+        plain = 2 * sum(named[p].numel() for p in self.coded)
+        return f"codes: {size / 1e6:.1f} MB on this rank, {size / plain:.3f} of bf16 on every rank\n"
 
 
 def _of(fn: Fn, place: str) -> Fn:
@@ -138,6 +138,6 @@ def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str,
             blocks = {**blocks, place: loaded} if place else loaded
     except (StateError, CheckpointError) as error:  # the latter where another rank has found it
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
-    if tuning.asked is not None:
+    if tuning.lora is not None:
         blocks["adapters"] = fs.shard(tuning.params["adapters"], specs["adapters"], mesh)
     return step.adopt(blocks, seed=seed)

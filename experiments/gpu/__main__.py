@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("device=cuda: torch finds no CUDA device here. Fix: --device cpu", file=sys.stderr)
         return 2
     named = {name: getattr(args, name) for name in ("size", "rows", "length", "backend", "rounds", "steps")}
-    given = {name: value for name, value in named.items() if value is not None}
-    setup = GpuSetup(device=args.device, **{**(SMALL if args.device == "cpu" else {}), **given})
+    chosen = {name: value for name, value in named.items() if value is not None}
+    setup = GpuSetup(device=args.device, **{**(SMALL if args.device == "cpu" else {}), **chosen})
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     failures = {}
@@ -86,8 +86,8 @@ def run(name: str, setup: GpuSetup, folder: Path, seconds: float) -> str:
     print(f"{name}: {PARTS[name].about}", flush=True)
     result, log, job = result_of(folder, name), folder / f"{name}.log", folder / f"{name}.job"
     result.unlink(missing_ok=True)
-    told = {"part": name, "setup": asdict(setup), "result": str(result)}
-    job.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    values = {"part": name, "setup": asdict(setup), "result": str(result)}
+    job.write_text(json.dumps(values) + "\n", encoding="utf-8")
     threads = {"OMP_NUM_THREADS": "1"} if setup.device == "cpu" else {}
     began = time.monotonic()
     with log.open("wb") as out:
@@ -127,9 +127,9 @@ def result_of(folder: Path, name: str) -> Path:
 def collect(folder: Path) -> dict[str, Any]:
     """What all parts found, this time and before; with how they were set up it is in `results.json`."""
     there = [name for name in PARTS if result_of(folder, name).exists()]
-    whole = {name: json.loads(result_of(folder, name).read_text(encoding="utf-8")) for name in there}
-    write_json(folder / RESULTS, whole)
-    return {name: each["found"] for name, each in whole.items()}
+    results = {name: json.loads(result_of(folder, name).read_text(encoding="utf-8")) for name in there}
+    write_json(folder / RESULTS, results)
+    return {name: each["found"] for name, each in results.items()}
 
 
 if __name__ == "__main__":

@@ -89,9 +89,9 @@ def work(part: str, setup: GpuSetup, folder: Path) -> dict[str, Any]:
 
 def main(job: Path) -> None:
     """Write the result beside its name, whole or not at all."""
-    told = json.loads(job.read_text(encoding="utf-8"))
-    result = Path(told["result"])
-    found = work(told["part"], GpuSetup(**told["setup"]), result.parent)
+    values = json.loads(job.read_text(encoding="utf-8"))
+    result = Path(values["result"])
+    found = work(values["part"], GpuSetup(**values["setup"]), result.parent)
     write_json(result, found)
 
 

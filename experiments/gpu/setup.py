@@ -1,4 +1,4 @@
-"""What all parts are told: device, model, batch; and a training made of it."""
+"""The settings of all parts: device, model, batch; and a training made of them."""
 
 from __future__ import annotations
 

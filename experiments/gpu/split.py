@@ -62,9 +62,9 @@ def split(events: Iterable[Event], steps: int) -> dict[str, float]:
     for kind, microseconds in parts:
         totals[kind] += microseconds
     of_steps = worked or [e for e in spans if _of_step(e)]
-    whole = max(e["ts"] + e["dur"] for e in of_steps) - min(e["ts"] for e in of_steps)
-    totals["idle"] = whole - _covered(of_steps)
-    return {kind: total / steps / 1e3 for kind, total in totals.items()} | {"step": whole / steps / 1e3}
+    step_us = max(e["ts"] + e["dur"] for e in of_steps) - min(e["ts"] for e in of_steps)
+    totals["idle"] = step_us - _covered(of_steps)
+    return {kind: total / steps / 1e3 for kind, total in totals.items()} | {"step": step_us / steps / 1e3}
 
 
 def kind_of(name: str, span: str) -> str:

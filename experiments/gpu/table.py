@@ -121,8 +121,8 @@ def _kind(kind: str, results: Results) -> str:
 
 
 def _contender(row: Found) -> str:
-    told = f"{row['step_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['peak_bytes'] / 1e9:.2f} GB"
-    return told + (f", MFU {row['mfu']:.1%}" if "mfu" in row else "")
+    text = f"{row['step_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['peak_bytes'] / 1e9:.2f} GB"
+    return text + (f", MFU {row['mfu']:.1%}" if "mfu" in row else "")
 
 
 def _against(part: str, base: str, key: str, results: Results) -> str:
@@ -141,8 +141,8 @@ def _time(source: str, results: Results) -> str:
 
 def _bits(name: str, results: Results) -> str:
     found = results["equal_bits"][name]
-    told = "equal" if found["equal"] else f"{found['leaves_apart']} leaves apart"
-    return f"{told}, {1e3 * found['step_s']:.1f} ms a step"
+    text = "equal" if found["equal"] else f"{found['leaves_apart']} leaves apart"
+    return f"{text}, {1e3 * found['step_s']:.1f} ms a step"
 
 
 def _save(name: str, results: Results) -> str:

@@ -1,4 +1,4 @@
-"""What the memory experiments are told."""
+"""The options of the memory experiments."""
 
 from __future__ import annotations
 

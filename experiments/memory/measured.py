@@ -1,4 +1,4 @@
-"""Measured: start ranks for one job and read what they found; Markdown tables."""
+"""Start ranks for one job and read what they measured; texts about that."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class MemoryPlan:
     Args:
         preset: of `fnshard.presets`, or "ddp": torch's.
         dtype: of compute and of gradients on the wire; parameters and optimizer stay fp32.
-        whole: the whole model is one unit (no wrap policy), not one a block.
+        one_unit: the whole model is one unit (no wrap policy), not one a block.
         clip: gradients' global norm is clipped, so that all of them wait for it.
         fit_share: if not 0, `fnshard.fit` chooses, within this share of the preset's predicted peak.
     """
@@ -63,7 +63,7 @@ class MemoryPlan:
     remat: str | float = "none"
     memory: str = "device"
     optimizer_memory: str = "device"
-    whole: bool = False
+    one_unit: bool = False
     clip: bool = False
     fit_share: float = 0.0
 
@@ -71,7 +71,7 @@ class MemoryPlan:
         """Its spec tree; `policy`: dtypes that go before its own."""
         dtypes = {} if self.dtype == "float32" else {"compute_dtype": getattr(torch, self.dtype)}
         return fs.presets.PRESETS[self.preset](
-            params, mesh, units=_one_unit if self.whole else None, memory=self.memory,
+            params, mesh, units=_one_unit if self.one_unit else None, memory=self.memory,
             optimizer_memory=self.optimizer_memory, **{**dtypes, **policy},
         )  # fmt: skip
 

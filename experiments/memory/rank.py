@@ -36,14 +36,14 @@ def measure(job: MemoryJob, folder: Path) -> None:
         say(world, f"bytes of {plan.name}")
         found[plan.name] = {"seconds": seconds[plan.name], **watch(plan, job, world, folder)}
     if world.rank == 0:
-        told = {
+        values = {
             "job": dataclasses.asdict(job),
             "parameters": job.model.parameters,
             "torch": torch.__version__,
             "load_average": [load, os.getloadavg()[0]],
             "plans": found,
         }
-        write_json(folder / MEASURED, told)
+        write_json(folder / MEASURED, values)
 
 
 def race(job: MemoryJob, world: fs.Mesh) -> dict[str, list[float]]:

@@ -13,13 +13,13 @@ from experiments.memory.measured import giga, measure, mega, setting, step_ratio
 from experiments.memory.plans import LLAMA, MemoryJob, MemoryPlan, on_paper
 from experiments.tables import markdown
 
-DEFAULT = MemoryPlan("default", whole=True)
+DEFAULT = MemoryPlan("default", one_unit=True)
 RANKS, LARGE_RANKS, LARGE_ROWS, LARGE_LENGTH = 2, 8, 1, 4096
 
 
 def plans() -> tuple[MemoryPlan, ...]:
     """The default (sharded as one unit, fp32, everything kept, on the device), and the ingredients added."""
-    wrapped = replace(DEFAULT, name="+ block wrap", whole=False)
+    wrapped = replace(DEFAULT, name="+ block wrap", one_unit=False)
     recomputed = replace(wrapped, name="+ block remat", remat="unit")
     halved = replace(recomputed, name="+ bf16", dtype="bfloat16")
     return (
@@ -56,11 +56,11 @@ def table(found: Mapping[str, Any]) -> str:
     for at, name in enumerate(names):
         plan = seen["plans"][name]
         less = peaks[at - 1] - peaks[at] if at else 0
-        said = plan["predicted"]["peak_bytes"]
+        predicted = plan["predicted"]["peak_bytes"]
         time = f"{step_ratio(seen, name, names[0]):.2f}" if plan["seconds"] else "-"
         rows.append([
             name, mega(peaks[at]), f"{peaks[at] / peaks[0]:.2f}", mega(less) if at else "-",
-            f"{less / saved:.0%}" if at else "-", mega(said), f"{said / peaks[at] - 1:+.1%}", time,
+            f"{less / saved:.0%}" if at else "-", mega(predicted), f"{predicted / peaks[at] - 1:+.1%}", time,
             giga(found["paper"][name]),
         ])  # fmt: skip
     on_paper_saved = 1 - found["paper"][names[-1]] / found["paper"][names[0]]

@@ -54,12 +54,12 @@ def table(found: Mapping[str, Any]) -> str:
 def _plans(seen: Mapping[str, Any]) -> str:
     rows = [["MB", "peak", "predicted", "between steps", "predicted", "optimizer on device", "step s"]]
     for name, plan in seen["plans"].items():
-        said = plan.get("predicted")
+        predicted = plan.get("predicted")
         times = sorted(plan["seconds"])
         rows.append([
-            name, mega(plan["peak_bytes"]), mega(said["peak_bytes"]) if said else "-",
-            mega(plan["between_bytes"]), mega(said["resident_bytes"]) if said else "-",
-            mega(plan["optimizer_device_bytes"]) if said else "-",
+            name, mega(plan["peak_bytes"]), mega(predicted["peak_bytes"]) if predicted else "-",
+            mega(plan["between_bytes"]), mega(predicted["resident_bytes"]) if predicted else "-",
+            mega(plan["optimizer_device_bytes"]) if predicted else "-",
             f"{times[len(times) // 2]:.2f}" if times else "-",
         ])  # fmt: skip
     return markdown(rows)
@@ -74,8 +74,8 @@ def _remat(seen: Mapping[str, Any]) -> list[Row]:
 def _offload(seen: Mapping[str, Any]) -> list[Row]:
     rows = []
     for plan in (OFFLOADED, ALL_OFFLOADED):
-        held = seen["plans"][plan.name]["optimizer_device_bytes"]
-        rows.append((f"offload, {plan.name}: optimizer bytes on the device", float(held), 0.0))
+        size = seen["plans"][plan.name]["optimizer_device_bytes"]
+        rows.append((f"offload, {plan.name}: optimizer bytes on the device", float(size), 0.0))
         rows += _time(seen, plan.name, f"offload, {plan.name}: step time of none's", 1.5)
     return rows
 

@@ -68,12 +68,12 @@ def _measured(seen: Mapping[str, Any]) -> str:
     base = plans[DDP]
     rows = [["MB", "at rest", "of DDP's", "at the peak", "of DDP's", "predicted rest", "predicted peak"]]
     for name, got in plans.items():
-        said = got.get("predicted")
+        predicted = got.get("predicted")
         rows.append([
             "DDP, torch's" if name == DDP else f"fnshard, {LEVELS[name]}",
             mega(got["between_bytes"]), f"{got['between_bytes'] / base['between_bytes']:.2f}",
             mega(got["peak_bytes"]), f"{got['peak_bytes'] / base['peak_bytes']:.2f}",
-            mega(said["resident_bytes"]) if said else "-", mega(said["peak_bytes"]) if said else "-",
+            *(mega(predicted[n]) if predicted else "-" for n in ("resident_bytes", "peak_bytes")),
         ])  # fmt: skip
     return markdown(rows)
 

@@ -39,7 +39,7 @@ class CollectiveCase:
     n: int
     rank: int
     shard: Tensor
-    whole: Tensor
+    full: Tensor
     out: Tensor  # [n * k]
 
 
@@ -48,9 +48,9 @@ Way = Callable[[CollectiveCase], None]
 
 def case(n: int, rank: int, mb: float, dtype: torch.dtype) -> CollectiveCase:
     k = int(mb * 2**20) // dtype.itemsize // n
-    whole = torch.arange(n * k, dtype=torch.float32).remainder_(7).add_(rank).to(dtype)
-    shard = whole[:k].clone()
-    return CollectiveCase(n, rank, shard, whole, torch.empty_like(whole))
+    full = torch.arange(n * k, dtype=torch.float32).remainder_(7).add_(rank).to(dtype)
+    shard = full[:k].clone()
+    return CollectiveCase(n, rank, shard, full, torch.empty_like(full))
 
 
 # ------------------------------------------------------------------ ways
@@ -67,18 +67,18 @@ def gather(by: Collectives, c: CollectiveCase) -> None:
 
 def reduce_scatter(by: Collectives, c: CollectiveCase) -> None:
     sent = by.send_buffer(c.shard.numel(), c.shard.dtype, AXES, rows=c.n)
-    sent.copy_(c.whole)
+    sent.copy_(c.full)
     by.reduce_scatter(sent, AXES).wait()
 
 
 def all_reduce(by: Collectives, c: CollectiveCase) -> None:
-    c.out.copy_(c.whole)
+    c.out.copy_(c.full)
     by.all_reduce(c.out, AXES).wait()
 
 
 def gather_padded(c: CollectiveCase) -> None:
     """Zeros but for the own row, summed."""
-    rows = torch.zeros_like(c.whole)
+    rows = torch.zeros_like(c.full)
     rows.view(c.n, -1)[c.rank].copy_(c.shard)
     dist.all_reduce(rows)
     c.out.copy_(rows)
@@ -86,21 +86,21 @@ def gather_padded(c: CollectiveCase) -> None:
 
 def reduce_all_to_all(c: CollectiveCase) -> None:
     """Every rank gets its row of all ranks, and sums them."""
-    sent, got = c.whole.clone(), torch.empty_like(c.whole)
+    sent, got = c.full.clone(), torch.empty_like(c.full)
     dist.all_to_all_single(got, sent)
     sum_rows(got.view(c.n, -1).unbind(0), torch.empty_like(c.shard))
 
 
 def reduce_by_all_reduce(c: CollectiveCase) -> None:
     """All-reduce and keep a row: sends twice what is needed."""
-    sent = c.whole.clone()
+    sent = c.full.clone()
     dist.all_reduce(sent)
     sent.view(c.n, -1)[c.rank].clone()
 
 
 def all_reduce_in_two(by: Collectives, c: CollectiveCase) -> None:
     """Reduce-scatter, then gather."""
-    c.out.copy_(c.whole)
+    c.out.copy_(c.full)
     shard = by.reduce_scatter(c.out, AXES).wait()
     for to, row in zip(c.out.view(c.n, -1), by.all_gather(shard, AXES).wait(), strict=True):
         to.copy_(row)

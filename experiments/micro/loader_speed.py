@@ -26,7 +26,7 @@ def run(config: TrainConfig, _: object) -> None:
         raise ConfigError("the loader of shards is measured. Fix: data=shards data.root=FOLDER.")
     placed = place(config, accelerators=accelerators())
     alone = dataclasses.replace(placed, mesh=dataclasses.replace(placed.mesh, shard=1, replicate=1))
-    print(told(measure(alone)))
+    print(as_text(measure(alone)))
 
 
 def measure(config: TrainConfig) -> dict[str, float]:
@@ -34,7 +34,7 @@ def measure(config: TrainConfig) -> dict[str, float]:
     spent waiting for the prefetched batch, `waiting`, in one process."""
     setup = prepare(config)
     tokens = config.data.rows * config.model.context
-    loader = dataclasses.replace(setup.reading.loader(setup.mesh), ahead=0)
+    loader = dataclasses.replace(setup.dataset.loader(setup.mesh), ahead=0)
     began, batches = time.perf_counter(), 0
     while time.perf_counter() - began < SECONDS:
         next(loader)
@@ -50,7 +50,7 @@ def measure(config: TrainConfig) -> dict[str, float]:
 
 def _steps(setup: Any, config: TrainConfig) -> tuple[list[float], list[float]]:
     """Seconds of steps, their batches included, and of waiting for these."""
-    loader = setup.reading.loader(setup.mesh)
+    loader = setup.dataset.loader(setup.mesh)
     state = setup.step.init(setup.model, seed=config.run.seed)
     steps, waits = [], []
     for _ in range(STEPS):
@@ -65,10 +65,10 @@ def _steps(setup: Any, config: TrainConfig) -> tuple[list[float], list[float]]:
     return steps[1:], waits[1:]
 
 
-def told(found: dict[str, float]) -> str:
+def as_text(found: dict[str, float]) -> str:
     """The measure in words.
 
-    >>> told({"alone": 3e7, "step": 2e4, "waiting": 0.0005})
+    >>> as_text({"alone": 3e7, "step": 2e4, "waiting": 0.0005})
     'loader 30,000,000 tokens/s, step 20,000 tokens/s: 1500 times; 0.05% of a step waits for its batch'
     """
     return (

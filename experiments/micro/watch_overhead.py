@@ -54,8 +54,8 @@ class Timed:
     def __init__(self, tracker: Tracker):
         self.tracker, self.name, self.seconds = tracker, tracker.name, 0.0
 
-    def start(self, told: RunInfo) -> Any:
-        return self.tracker.start(told)
+    def start(self, info: RunInfo) -> Any:
+        return self.tracker.start(info)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
         began = time.thread_time()
@@ -69,9 +69,9 @@ class Timed:
         self.tracker.finish(status, summary)
 
 
-def measure(asked: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def measure(options: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """On this rank: seconds of a step without and with watching, and of the watching alone."""
-    config = configured(asked)
+    config = configured(options)
     setup = loop.prepare(config)
     mesh, run = setup.mesh, RunFolder(str(folder))
     state, loader, _ = loop.begin(setup, run)
@@ -89,23 +89,23 @@ def measure(asked: Mapping[str, str], folder: Path) -> dict[str, Any]:
     calls = CallCounter(training, report)
     number, seconds = 0, {False: [], True: []}
     order = random.Random(0)  # the same on all ranks
-    for turn in range(int(asked["rounds"]) + 1):
+    for turn in range(int(options["rounds"]) + 1):
         for watched in order.sample((False, True), 2):
             began = time.perf_counter()
-            for _ in range(int(asked["block"])):
+            for _ in range(int(options["block"])):
                 number += watched
                 state = calls.watched(state, number, folder) if watched else calls.plain(state)
             if watched and mesh.rank == 0:
                 calls.flush()
             if turn:  # the first compiles, and trackers start
-                seconds[watched].append((time.perf_counter() - began) / int(asked["block"]))
+                seconds[watched].append((time.perf_counter() - began) / int(options["block"]))
         if not turn:
             calls.seconds = 0.0
             for each in tracked:
                 each.seconds = 0.0
     report.close()
     report.finish("ok")
-    count = int(asked["rounds"]) * int(asked["block"])
+    count = int(options["rounds"]) * int(options["block"])
     return {
         "plain_s": statistics.median(seconds[False]),
         "watched_s": statistics.median(seconds[True]),
@@ -132,12 +132,12 @@ class CallCounter:
         before, began = inside["data"], time.perf_counter()
         timed = Timing(self.training.step)
         state = steps.one_step(timed.of(self.training), state, self.report, number, number, folder)
-        whole = time.perf_counter() - began
-        self.seconds += whole - timed.seconds - (inside["data"] - before)
+        total = time.perf_counter() - began
+        self.seconds += total - timed.seconds - (inside["data"] - before)
         return state
 
     def flush(self) -> None:
-        """Until trackers have heard all."""
+        """Until trackers have logged all."""
         for feed in self.report._feeds:
             feed.flush(time.monotonic() + 60)
 
@@ -160,20 +160,21 @@ class Timing:
         return replace(training, step=self)
 
 
-def configured(asked: Mapping[str, str]) -> Any:
-    given = [f"model={asked['model']}", f"mesh.shard={asked['ranks']}", f"run.backend={asked['backend']}"]
-    config = validate(SPEC, given).config
-    names = [name for name in asked["trackers"].split(",") if name]
-    tracker = TrackerConfig(**dict.fromkeys(names, True), store=str(Path(asked["folder"]) / "mlruns"))
-    return place(replace(config, tracker=tracker), accelerators={}, world=int(asked["ranks"]))
+def configured(options: Mapping[str, str]) -> Any:
+    keys = {"model": "model", "mesh.shard": "ranks", "run.backend": "backend"}
+    overrides = [f"{key}={options[name]}" for key, name in keys.items()]
+    config = validate(SPEC, overrides).config
+    names = [name for name in options["trackers"].split(",") if name]
+    tracker = TrackerConfig(**dict.fromkeys(names, True), store=str(Path(options["folder"]) / "mlruns"))
+    return place(replace(config, tracker=tracker), accelerators={}, world=int(options["ranks"]))
 
 
-def as_text(asked: Mapping[str, str], found: Mapping[str, Any]) -> str:
+def as_text(options: Mapping[str, str], found: Mapping[str, Any]) -> str:
     plain, watched = found["plain_s"], found["watched_s"]
     own = found["calls_s"] + sum(found["trackers_s"].values())
     each = ", ".join(f"{name} {s * 1e6:.0f} us" for name, s in found["trackers_s"].items()) or "none"
     return (
-        f"{asked['model']}, {asked['ranks']} ranks, {asked['backend']}: "
+        f"{options['model']}, {options['ranks']} ranks, {options['backend']}: "
         f"a step {plain * 1e3:.1f} ms, watched "
         f"{watched * 1e3:.1f} ms ({watched / plain - 1:+.2%}; blocks vary {found['spread_s'] / plain:.1%})\n"
         f"by themselves: the loop's calls {found['calls_s'] * 1e6:.0f} us, trackers' threads: {each}; "
@@ -183,23 +184,23 @@ def as_text(asked: Mapping[str, str], found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     if under_launcher():
-        asked = json.loads(os.environ["WATCH_OVERHEAD"])
-        folder = Path(asked["folder"])
+        options = json.loads(os.environ["WATCH_OVERHEAD"])
+        folder = Path(options["folder"])
 
         def rank() -> None:
-            found = measure(asked, folder)
+            found = measure(options, folder)
             if os.environ["RANK"] == "0":
-                print(as_text(asked, found), flush=True)
+                print(as_text(options, found), flush=True)
 
         run_rank(rank, device_type="cpu")
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    if set(given) - set(DEFAULTS) or len(given) < len(sys.argv) - 1:
+    arguments = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    if set(arguments) - set(DEFAULTS) or len(arguments) < len(sys.argv) - 1:
         sys.exit(f"error: takes {', '.join(f'{k}={v}' for k, v in DEFAULTS.items())}")
     with tempfile.TemporaryDirectory() as folder:
-        told = json.dumps({**DEFAULTS, **given, "folder": folder})
+        values = json.dumps({**DEFAULTS, **arguments, "folder": folder})
         command = [sys.executable, "-u", "-m", "experiments.micro.watch_overhead"]
-        ranks = int({**DEFAULTS, **given}["ranks"])
-        launch(command, ranks=ranks, logs=Path(folder, "ranks"), env={"WATCH_OVERHEAD": told})
+        ranks = int({**DEFAULTS, **arguments}["ranks"])
+        launch(command, ranks=ranks, logs=Path(folder, "ranks"), env={"WATCH_OVERHEAD": values})
 
 
 if __name__ == "__main__":

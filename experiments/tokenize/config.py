@@ -1,4 +1,4 @@
-"""What the tokenising job is told."""
+"""The options of the tokenising job."""
 
 from __future__ import annotations
 

@@ -72,15 +72,15 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else byte_tokenizer()
     sides = split(find(config.files), config.held_out_percent, config.held_out)
-    asked = _asked(config, tokenizer, sides)
+    identity = _identity(config, tokenizer, sides)
     out = Path(config.out)
     try:
         _check_free(out)
         for side in SIDES:
             (out / side).mkdir(parents=True, exist_ok=True)
         with alone(out):
-            whole = _whole(out, asked, config.broken)
-            return whole or _write(out, config, tokenizer, sides, asked)
+            finished = _finished(out, identity, config.broken)
+            return finished or _write(out, config, tokenizer, sides, identity)
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
     except CrewError as error:
@@ -93,10 +93,10 @@ def _write(
     config: TokenizeConfig,
     tokenizer: Tokenizer,
     sides: Mapping[str, Sequence[TextFile]],
-    asked: Mapping[str, Any],
+    identity: Mapping[str, Any],
 ) -> list[Shards]:
     began = time.perf_counter()
-    journal = Journal(out / NAME, asked)
+    journal = Journal(out / NAME, identity)
     journal.begin()
     for torn in out.glob(f"*/*{PARTIAL}"):
         torn.unlink()
@@ -121,7 +121,7 @@ def _write(
                 journal.add(place, made)
     if refused:
         raise _refusal(refused)
-    made_from = json.dumps(asked)
+    made_from = json.dumps(identity)
     found = [_header(out / side, recipe, made_from, tasks, journal) for side in SIDES]
     for shards in found:
         write_header(shards)
@@ -134,7 +134,7 @@ def _write(
 # ------------------------------------------------------------------ what is there
 
 
-def _asked(
+def _identity(
     config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[TextFile]]
 ) -> dict[str, Any]:
     """What the shards' bytes hang on."""
@@ -158,12 +158,12 @@ def _check_free(out: Path) -> None:
             raise ConfigError(report(f"out={out} holds something else:", shown, "an empty folder."))
 
 
-def _whole(out: Path, asked: Mapping[str, Any], broken: str) -> list[Shards]:
+def _finished(out: Path, identity: Mapping[str, Any], broken: str) -> list[Shards]:
     """What an earlier command has finished; nothing where something is left to do."""
     headers = [side for side in SIDES if (out / side / HEADER).exists()]
     found = [open_shards(out / side) for side in headers]
     for shards in found:
-        refuse_others(out, json.loads(shards.made_from or "{}"), asked)
+        refuse_others(out, json.loads(shards.made_from or "{}"), identity)
         if shards.broken and broken == "refuse":
             fix = "broken=skip, or mend the text and name another out."
             raise ConfigError(
@@ -243,8 +243,8 @@ def _tell_end(out: Path, found: Sequence[Shards], new: int, seconds: float) -> N
     """Where the shards are, what they hold, and how fast that went."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
-        told = f"{shards.tokens:,} tokens, {shards.documents:,} documents{broken}"
-        print(f"{shards.folder}: {told}, in {len(shards.shards)} shards of {shards.dtype}")
+        text = f"{shards.tokens:,} tokens, {shards.documents:,} documents{broken}"
+        print(f"{shards.folder}: {text}, in {len(shards.shards)} shards of {shards.dtype}")
     speed = (
         f"{new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s" if new else "nothing left to do"
     )

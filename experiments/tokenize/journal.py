@@ -24,23 +24,23 @@ class Journal:
     """A line for each shard that was written; the first says what they are made from."""
 
     path: Path
-    asked: Mapping[str, Any]
+    identity: Mapping[str, Any]
     done: dict[Place, Made] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Take over what stands there, or start."""
         rows = list(_rows(self.path))
         if rows:
-            refuse_others(self.path.parent, rows[0], self.asked)
+            refuse_others(self.path.parent, rows[0], self.identity)
         for row in rows[1:]:
             self.done[row["side"], row["number"]] = Made(**row["made"])
-        whole = [self.asked, *(_row(place, made) for place, made in self.done.items())]
+        rows_now = [self.identity, *(_row(place, made) for place, made in self.done.items())]
         partial = self.path.with_suffix(".partial")  # anew, without the line that a kill has torn
-        partial.write_text("".join(json.dumps(row) + "\n" for row in whole), encoding="utf-8")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows_now), encoding="utf-8")
         partial.replace(self.path)
 
     def add(self, place: Place, made: Made) -> None:
-        """A shard lies under its name."""
+        """A shard has been written under its name."""
         self.done[place] = made
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_row(place, made)) + "\n")
@@ -52,10 +52,10 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def refuse_others(folder: Path, before: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def refuse_others(folder: Path, before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Leave alone what another command wrote."""
-    differ = [f"{k}: {_short(before.get(k))} there, {_short(asked[k])} here" for k in asked
-              if before.get(k) != asked[k]]  # fmt: skip
+    differ = [f"{k}: {_short(before.get(k))} there, {_short(identity[k])} here" for k in identity
+              if before.get(k) != identity[k]]  # fmt: skip
     if differ:
         raise ConfigError(
             report(f"{folder} holds shards of another command:", differ, "another out, or delete that one.")

@@ -1,4 +1,4 @@
-"""Tracker: what all of them are."""
+"""What a tracker is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
 
 @dataclass(frozen=True, order=True)
 class LogPosition:
-    """Up to where rows are told: step `step`'s row, and its held-out loss where `held_out`."""
+    """Up to where rows are logged: step `step`'s row, and its held-out loss where `held_out`."""
 
     step: int = 0
     held_out: bool = True
@@ -20,10 +20,10 @@ class LogPosition:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of a run at its start.
+    """What a tracker gets at the start of a run.
 
     `facts`: of `experiments.training.run_record`. `known`: what the tracker's `start` gave an earlier process
-    of this run, empty in the first. `at`: up to where that process is known to have told it.
+    of this run, empty in the first. `at`: up to where that process is known to have logged.
     """
 
     folder: Path
@@ -37,8 +37,8 @@ class Tracker(Protocol):
 
     name: str
 
-    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
-        """Begin, or go on with the run of `told.known`.
+    def start(self, info: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
+        """Begin, or resume the run of `info.known`.
 
         Returns:
             What the next process must know (JSON); and which rows are there already: the others come again.

@@ -27,7 +27,7 @@ def say(text: str) -> None:
 class Feed:
     """One tracker's thread, from `start` to `close`; dropped, with a line, where the tracker raises or hangs.
 
-    What was told is noted behind each hand-over. A process that goes on tells what is missing, from the
+    What was logged is noted after each batch. A process that resumes logs what is missing, from the
     run's rows, and nothing twice.
     """
 
@@ -67,7 +67,7 @@ class Feed:
             self._artifacts.append(path)
 
     def flush(self, until: float) -> None:
-        """Wait until all rows are told; behind a moment of `time.monotonic` it is dropped."""
+        """Wait until all rows are logged, at most until a moment of `time.monotonic`; then it is dropped."""
         with self._lock:
             self._hurry = True
             self._idle = False
@@ -103,8 +103,8 @@ class Feed:
     def _begin(self, facts: Mapping[str, Any]) -> None:
         known = read_json(self._note)
         at = LogPosition(*known.get("at", (0, True)))
-        told = RunInfo(self.folder, facts, known.get("known", {}), at)
-        self._known, self._at = self.tracker.start(told)
+        info = RunInfo(self.folder, facts, known.get("known", {}), at)
+        self._known, self._at = self.tracker.start(info)
         self._write()
 
     def _hand_over(self) -> bool:
@@ -134,12 +134,12 @@ class Feed:
 
     def _drop(self, why: str) -> None:
         with self._lock:
-            told, self.dropped = self.dropped, True
+            already, self.dropped = self.dropped, True
             self._waiting = []
             self._lock.notify_all()
-        if not told:
+        if not already:
             self.tell(
-                f"tracker {self.tracker.name} is told no more, training goes on: {why} "
+                f"tracker {self.tracker.name} gets no more rows, training goes on: {why} "
                 "(all numbers are in metrics.jsonl)"
             )
 

@@ -27,10 +27,10 @@ class MLflow:
     def __init__(self, experiment: str, store: str):
         self._experiment, self._store = experiment, store
 
-    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
+    def start(self, info: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         """A new run, or the one that is known.
 
-        The store is asked what it holds: nothing is told twice, whenever an earlier process was killed.
+        The store is asked what it holds: nothing is logged twice, whenever an earlier process was killed.
         """
         # MLflow 3 keeps stores of files behind a switch, and would report its use to its makers.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -38,7 +38,7 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         uri = self._store if "://" in self._store else Path(self._store).resolve().as_uri()
-        known = dict(told.known)
+        known = dict(info.known)
         self._client = MlflowClient(tracking_uri=known.get("uri", uri))
         self._last: dict[str, int] = {}
         if known:
@@ -48,13 +48,13 @@ class MLflow:
                 history = self._client.get_metric_history(self._run, key)
                 self._last[key] = max(metric.step for metric in history)
             return known, LogPosition()
-        tags = {"mlflow.source.name": str(told.facts.get("command", ""))}
-        git = told.facts.get("git") or {}
+        tags = {"mlflow.source.name": str(info.facts.get("command", ""))}
+        git = info.facts.get("git") or {}
         if git:
             tags["mlflow.source.git.commit"] = git["revision"]
-        run = self._client.create_run(self._experiment_id(), run_name=told.folder.name, tags=tags)
+        run = self._client.create_run(self._experiment_id(), run_name=info.folder.name, tags=tags)
         self._run = run.info.run_id
-        self._tell_facts(told.facts)
+        self._tell_facts(info.facts)
         return {"run": self._run, "uri": uri}, LogPosition()
 
     def log(self, rows: Sequence[Row]) -> None:

@@ -28,6 +28,6 @@ def check_installed(config: TrackerConfig) -> None:
     """Refuse trackers whose packages are not there, before a rank starts."""
     missing = [n for n in TRACKERS if getattr(config, n) and importlib.util.find_spec(n) is None]
     if missing:
-        asked = [f"tracker={name}: the package {name} is not installed." for name in missing]
+        problems = [f"tracker={name}: the package {name} is not installed." for name in missing]
         fix = f"pip install 'fnshard[{','.join(missing)}]'; metrics.jsonl is written in any case."
-        raise ConfigError(report("trackers are asked for that are not here:", asked, fix))
+        raise ConfigError(report("trackers are asked for that are not here:", problems, fix))

@@ -17,19 +17,19 @@ class TensorBoard:
 
     name = "tensorboard"
 
-    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
-        """A process that goes on purges the last step that was noted, and tells it again with all behind it:
+    def start(self, info: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
+        """A process that goes on purges the last step that was noted, and logs it again with all after it:
         it may have been written in part."""
         from torch.utils.tensorboard import SummaryWriter
 
-        goes_on = bool(told.known)
-        where = str(told.folder / FOLDER)
-        self._writer = SummaryWriter(where, purge_step=told.at.step if goes_on else None)
-        self._step = told.at.step
+        goes_on = bool(info.known)
+        where = str(info.folder / FOLDER)
+        self._writer = SummaryWriter(where, purge_step=info.at.step if goes_on else None)
+        self._step = info.at.step
         if not goes_on:
-            self._text("run", told.facts)
+            self._text("run", info.facts)
             return {"folder": FOLDER}, LogPosition()
-        return told.known, LogPosition(told.at.step - 1) if told.at.step else LogPosition()
+        return info.known, LogPosition(info.at.step - 1) if info.at.step else LogPosition()
 
     def log(self, rows: Sequence[Row]) -> None:
         for row in rows:

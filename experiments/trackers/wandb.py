@@ -27,11 +27,11 @@ class WandB:
     def __init__(self, project: str):
         self._project = project
 
-    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
+    def start(self, info: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
         """A new id, or the one that is known."""
         import wandb
 
-        known = dict(told.known) or {"id": uuid.uuid4().hex[:8]}
+        known = dict(info.known) or {"id": uuid.uuid4().hex[:8]}
         settings = wandb.Settings(
             mode=os.environ.get("WANDB_MODE", "offline"),
             silent=True,
@@ -42,21 +42,21 @@ class WandB:
             x_disable_stats=True,
             x_disable_machine_info=True,
             symlink=False,  # files are copied
-            root_dir=str(told.folder),
+            root_dir=str(info.folder),
         )
-        facts = dict(told.facts)
+        facts = dict(info.facts)
         self._run = wandb.init(
             project=self._project,
             id=known["id"],
-            name=told.folder.name,
-            dir=str(told.folder),
+            name=info.folder.name,
+            dir=str(info.folder),
             resume="allow",
             reinit="create_new",
             config={**facts.pop("config", {}), "facts": facts},
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
-        return known, told.at
+        return known, info.at
 
     def log(self, rows: Sequence[Row]) -> None:
         """`step` is a number among the others: a row of a held-out loss has the step of the row before."""

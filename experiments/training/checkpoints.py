@@ -1,4 +1,4 @@
-"""Saver: when a run's checkpoints are written, which of them stay, and what happens when one cannot be."""
+"""When a run's checkpoints are written, which are kept, and what follows when one cannot be written."""
 
 from __future__ import annotations
 

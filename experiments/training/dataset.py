@@ -1,4 +1,4 @@
-"""Reading: what a run trains on and what its held-out loss is measured on: text as bytes, or token shards."""
+"""What a run trains on and what its held-out loss is measured on: text as bytes, or token shards."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Dataset(Protocol):
         """Tokens as text that is safe to show."""
 
 
-def reading_of(config: TrainConfig) -> Dataset:
+def open_dataset(config: TrainConfig) -> Dataset:
     """What a configuration names.
 
     Raises:

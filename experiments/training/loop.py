@@ -16,7 +16,7 @@ from experiments.configs.plan import Plan, dtypes_of, plan_of, write_plan
 from experiments.configs.train import TrainConfig
 from experiments.data.files import read_json, write_json, write_text
 from experiments.training.checkpoints import Saver, restored
-from experiments.training.dataset import Dataset, reading_of
+from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.report import Report, comparison, plot_losses
 from experiments.training.resume import RunFolder
@@ -27,9 +27,9 @@ from experiments.training.steps import (
     begin_report,
     finish_run,
     make_optimizer,
+    print_resume,
+    print_stop,
     run_steps,
-    tell_resume,
-    tell_stop,
 )
 from fnshard.launcher.rank import Stop
 
@@ -41,7 +41,7 @@ class TrainSetup:
     config: TrainConfig
     mesh: fs.Mesh
     plan: Plan
-    reading: Dataset
+    dataset: Dataset
     model: Decoder
     step: Any
     forward: Any
@@ -50,7 +50,7 @@ class TrainSetup:
 
 def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
     """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
-    prints where it lies.
+    prints its path.
     """
     spent = TimeSpent()
     with spent.on("start"):
@@ -58,7 +58,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
         folder, mesh = Path(run.folder), setup.mesh
         state, loader, found = begin(setup, run)
         if mesh.rank == 0:
-            tell_resume(config.run, state, found)
+            print_resume(config.run, state, found)
         report = begin_report(
             "train", config, run, setup.step, overrides, int(state.step), found, spent=spent,
             tokens=config.data.rows * config.model.context, tables=lambda: known_tables(setup, folder),
@@ -74,7 +74,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
         state, held_out = run_steps(training, state, report, saver, stop)
         report.close()
         if held_out is None:
-            tell_stop(config.run, state, run, overrides, report)
+            print_stop(config.run, state, run, overrides, report)
             return
         seed = config.run.seed + mesh.rank
         with spent.on("samples"):
@@ -88,7 +88,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
 
 def begin(setup: TrainSetup, run: RunFolder) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
-    loader = setup.reading.loader(setup.mesh)
+    loader = setup.dataset.loader(setup.mesh)
     state, found = restored(run.root, run.source, setup.step, setup.mesh, loader)
     if state is None:
         state = setup.step.init(setup.model, seed=setup.config.run.seed)
@@ -99,13 +99,13 @@ def tell_end(
     report: Report, setup: TrainSetup, run: RunFolder, overrides: list[str], held_out: float, sampled: str
 ) -> None:
     """What is left of a finished run."""
-    folder, unit = Path(run.folder), setup.reading.unit
+    folder, unit = Path(run.folder), setup.dataset.unit
     with report.record.spent.on("reports"):
         plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
     measured = {"held_out_loss": held_out, **report.tables}
     closing = finish_run(report, run, overrides, measured, sample="sample.txt")
-    said = comparison(held_out, report.tables, unit=unit)
-    print(f"\n{said}\n\n{sampled}\n\n{closing}\nresults: {folder}", flush=True)
+    text = comparison(held_out, report.tables, unit=unit)
+    print(f"\n{text}\n\n{sampled}\n\n{closing}\nresults: {folder}", flush=True)
 
 
 def prepare(config: TrainConfig) -> TrainSetup:
@@ -132,26 +132,26 @@ def prepare(config: TrainConfig) -> TrainSetup:
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {"mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s}
     forward = fs.shard_forward(loss_fn, plan.specs, **how)
-    reading = reading_of(config)
+    dataset = open_dataset(config)
     sampler = Sampler(
         fs.shard_forward(last_logits(apply), plan.specs, **how),
         config.model.context,
         mesh.device,
-        encode=reading.encode,
-        decode=reading.decode,
+        encode=dataset.encode,
+        decode=dataset.decode,
     )
-    return TrainSetup(config, mesh, plan, reading, model, step, forward, sampler)
+    return TrainSetup(config, mesh, plan, dataset, model, step, forward, sampler)
 
 
 def evaluate(setup: TrainSetup, params: Any) -> float:
     """Mean loss over all held-out windows, nats per token; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
-    mine = setup.reading.starts.chunk(mesh.size)[mesh.rank]
+    mine = setup.dataset.starts.chunk(mesh.size)[mesh.rank]
     # As many rows at once as a training step holds: that much memory there is.
     rows = math.gcd(len(mine), config.data.rows // mesh.size // setup.plan.accumulate)
     losses = []
     for starts in mine.split(rows):
-        batch = setup.reading.held_out(starts)
+        batch = setup.dataset.held_out(starts)
         losses.append(setup.forward(params, *batch))  # which sends it to the device
     mean = torch.stack(losses).double().mean().cpu()
     if dist.is_initialized():  # every rank's mean is over equally many tokens
@@ -160,11 +160,11 @@ def evaluate(setup: TrainSetup, params: Any) -> float:
 
 
 def known_tables(setup: TrainSetup, folder: Path) -> dict[str, float]:
-    """The reading's tables, counted once for a run: a restart is not to wait for it."""
+    """Losses of the dataset's n-gram tables, counted once for a run: a restart is not to wait for it."""
     path, config = folder / TABLES, setup.config
-    of = [setup.reading.checksum, config.data.held_out_rows, config.model.context]
+    of = [setup.dataset.checksum, config.data.held_out_rows, config.model.context]
     before = read_json(path)
     if before.get("of") != of:
-        before = {"of": of, "losses": setup.reading.tables()}
+        before = {"of": of, "losses": setup.dataset.tables()}
         write_json(path, before)
     return before["losses"]

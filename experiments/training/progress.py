@@ -38,8 +38,8 @@ class Progress:
             self._around.enter_context(_printing_around(self._bar))
 
     def step(self, number: int, text: str) -> None:
-        """Step `number` is done, `text` tells of it; of plain lines only some are printed."""
-        first = number == self.made + 1  # it compiles, and tells nothing of those to come
+        """Step `number` is done, `text` describes it; of plain lines only some are printed."""
+        first = number == self.made + 1  # it compiles: its time says nothing of later ones
         if first:
             self._after_first = time.perf_counter()
         if self._bar is not None:
@@ -90,12 +90,12 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def _listening(hear: Callable[[str], None]) -> Iterator[None]:
-    """In here `hear` is told what fnshard logs: a first step takes a while to be lowered and compiled."""
+    """In here `hear` gets what fnshard logs: a first step takes a while to be lowered and compiled."""
     logger, listener = logging.getLogger("fnshard"), _Listener(hear)
     before = logger.level, logger.propagate
     logger.addHandler(listener)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # else it would be told twice where logging is set up
+    logger.propagate = False  # else it would be printed twice where logging is set up
     try:
         yield
     finally:
@@ -128,10 +128,10 @@ class _Above:
         self._stream, self._bar, self._begun = stream, bar, ""
 
     def write(self, text: str) -> int:
-        whole, newline, self._begun = (self._begun + text).rpartition("\n")
+        lines, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
             with self._bar.external_write_mode(file=self._bar.fp):
-                self._stream.write(whole + newline)
+                self._stream.write(lines + newline)
                 self._stream.flush()
         return len(text)
 

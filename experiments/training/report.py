@@ -60,11 +60,11 @@ class Report:
         steps: in the run.
         tokens: per step, of all ranks.
         tables: n-gram losses, nats per byte, to compare with.
-        made: steps that were made before; what an earlier process told of later ones is forgotten.
-        earlier: the file that tells of them.
-        record: `run.json`; it knows the facts that trackers are told.
-        trackers: who is told of all rows, too.
-        spikes: looks at every loss; what it finds is told, and in the row.
+        made: steps that were made before; rows of later ones, by an earlier process, are dropped.
+        earlier: the file with their rows.
+        record: `run.json`; it has the facts that trackers get.
+        trackers: get all rows, too.
+        spikes: looks at every loss; what it finds is printed, and in the row.
         device_type: whose memory is measured.
     """
 
@@ -103,7 +103,7 @@ class Report:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        """A run that breaks off has failed; an error of the system is told with its step."""
+        """A run that breaks off has failed; an error of the system names its step."""
         _note_step(error, self._reached())
         with (
             suppress(OSError) if error is not None else nullcontext()
@@ -118,9 +118,9 @@ class Report:
         spike = self.spikes.look(number, values["loss"]) if self.spikes is not None else None
         marks = {} if spike is None else {"spike": spike.deviations}
         self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"), **marks)
-        if spike is not None and spike.told:
+        if spike is not None and spike.is_first:
             self.say(str(spike))
-        first = number == self.made + 1  # it compiles, and tells nothing of those to come
+        first = number == self.made + 1  # it compiles: its time says nothing of later ones
         self._recent.append(seconds)
         self._seconds.append(seconds)
         self._progress.step(number, self._text(values))
@@ -154,7 +154,7 @@ class Report:
 
         Args:
             artifacts: files that trackers are given.
-            summary: numbers that they are told beside the totals.
+            summary: numbers for them beside the totals.
 
         Returns:
             What `run.json` says in total.
@@ -282,10 +282,10 @@ def comparison(held_out_loss: float, tables: Mapping[str, float], *, unit: str =
     >>> comparison(2.0, {"bigram": 2.4, "trigram": 1.8})
     'held-out loss, nats per byte: model 2.000 (below the bigram table); bigram 2.400, trigram 1.800'
     """
-    told = f"held-out loss, nats per {unit}: model {held_out_loss:.3f}"
+    text = f"held-out loss, nats per {unit}: model {held_out_loss:.3f}"
     if not tables:
-        return told
+        return text
     below = [name for name, loss in tables.items() if held_out_loss < loss]
-    said = f"below the {' and the '.join(below)} table" if below else "above every table"
+    verdict = f"below the {' and the '.join(below)} table" if below else "above every table"
     others = ", ".join(f"{name} {loss:.3f}" for name, loss in tables.items())
-    return f"{told} ({said}); {others}"
+    return f"{text} ({verdict}); {others}"

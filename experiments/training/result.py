@@ -8,7 +8,7 @@ from typing import Any
 from experiments.data.files import read_json, write_json
 
 RESULT = "result.json"
-STOPPED = "stopped"  # the status of a run that can be gone on with
+STOPPED = "stopped"  # the status of a run that can be resumed
 
 
 def write_result(folder: Path, **values: Any) -> None:

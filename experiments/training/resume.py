@@ -56,7 +56,7 @@ class RunFolder:
         return Path(self.folder, CHECKPOINTS)
 
     def finish(self) -> None:
-        """It will not be gone on with."""
+        """It will not be resumed."""
         if self.note is not None and _noted(Path(self.note)) == Path(self.folder):
             _forget(Path(self.note))
 
@@ -65,12 +65,12 @@ class RunFolder:
 
 
 @contextmanager
-def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
+def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
     """The run that this configuration is about, this process's alone until the block is left.
 
     Args:
-        asked: the configuration as the command says it, before it was placed on a machine: on another one it
-            is the same run.
+        requested: the configuration of the command, before it was placed on a machine: on another one it is
+            the same run.
         fresh: the folder of a new run.
         chosen: the command names `fresh` itself.
 
@@ -78,9 +78,9 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
         ConfigError: the folder is another process's, or holds another run's checkpoints; or there is nothing
             where `run.resume` says.
     """
-    resume = asked.run.resume
-    given = None if resume in (AUTO, NEVER) else str(Path(resume).resolve())
-    identity = identity_of(asked, given)
+    resume = requested.run.resume
+    source_path = None if resume in (AUTO, NEVER) else str(Path(resume).resolve())
+    identity = identity_of(requested, source_path)
     with ExitStack() as stack:
         folder, note, found = fresh, None, None
         if not chosen:
@@ -93,39 +93,39 @@ def taken(asked: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
                 _remove_unused(fresh)
         if folder == fresh and found != fresh:  # else it is held already
             make_directory(fresh)
-            if not stack.enter_context(held(fresh)):
+            if not stack.enter_context(locked(fresh)):
                 raise ConfigError(
                     f"another process is at work in {fresh}. Fix: end it, or another hydra.run.dir."
                 )
             _check_chosen(fresh, identity, resume)
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
-        source = None if given is None or has_own else source_of(resume)
+        source = None if source_path is None or has_own else source_of(resume)
         write_json(folder / IDENTITY, identity, durable=True)
         if note is not None:
             write_json(note, {"folder": str(folder)}, durable=True)
         yield RunFolder(str(folder), source, None if note is None else str(note))
 
 
-def identity_of(asked: Any, source: str | None = None) -> dict[str, Any]:
+def identity_of(requested: Any, source: str | None = None) -> dict[str, Any]:
     """What a run's results depend on, as JSON has it."""
-    values = dataclasses.asdict(asked)
+    values = dataclasses.asdict(requested)
     values["run"] = {k: v for k, v in values["run"].items() if k not in FREE}
-    values["hardware"] = asked.hardware.name  # prices change no results
-    values.pop("tracker", None)  # who is told of a run does not change it
+    values["hardware"] = requested.hardware.name  # prices change no results
+    values.pop("tracker", None)  # trackers do not change a run
     return json.loads(json.dumps(values | {"starts_from": source}))
 
 
-def finished(folder: Path, asked: Any) -> bool:
+def finished(folder: Path, requested: Any) -> bool:
     """Whether a run of this configuration has left its result there."""
-    before, here = read_json(folder / IDENTITY), identity_of(asked)
+    before, here = read_json(folder / IDENTITY), identity_of(requested)
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
     return same and read_result(folder)["status"] == "ok"
 
 
 def source_of(resume: str) -> str:
     """The checkpoint, or the directory of checkpoints, that `run.resume=PATH` means."""
-    given = Path(resume).resolve()
-    path = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
+    folder = Path(resume).resolve()
+    path = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     if fs.checkpoint.latest(path) is None:
         raise ConfigError(
             f"run.resume={resume}: no whole checkpoint is there. Fix: the folder of a run, one of its "
@@ -135,7 +135,7 @@ def source_of(resume: str) -> str:
 
 
 def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
-    """A folder that holds checkpoints is gone on with, or left alone."""
+    """A folder that holds checkpoints is resumed, or left alone."""
     steps = fs.checkpoint.all_steps(folder / CHECKPOINTS)
     if not steps:
         return
@@ -181,14 +181,14 @@ def unfinished(note: Path, stack: ExitStack, *, has: str = CHECKPOINTS) -> Path 
         return None
     if has and fs.checkpoint.latest(folder / has) is None:
         return None
-    if stack.enter_context(held(folder)):
+    if stack.enter_context(locked(folder)):
         return folder
     print(f"resume: {folder} is still at work; this is another run beside it", file=sys.stderr, flush=True)
     return Path()
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Whether this process holds the folder, as long as the block runs."""
     with (folder / LOCK).open("a") as file:
         free = True
@@ -216,7 +216,7 @@ def _forget(note: Path) -> None:
 
 
 @contextmanager
-def sweep_taken(arguments: Sequence[str], job: str = "train") -> Iterator[list[str]]:
+def claimed_sweep(arguments: Sequence[str], job: str = "train") -> Iterator[list[str]]:
     """The arguments of a `--multirun`, with the folder of the same sweep that was cut off, if there is one.
 
     A sweep is finished when it has written its table. Anything else is handed through.
@@ -242,7 +242,7 @@ def sweep_taken(arguments: Sequence[str], job: str = "train") -> Iterator[list[s
             folder = _unused(SWEEPS.resolve() / time.strftime("%Y-%m-%d/%H-%M-%S"))
             folder.mkdir(parents=True)
         if found is None:
-            stack.enter_context(held(folder))
+            stack.enter_context(locked(folder))
             write_json(note, {"folder": str(folder)}, durable=True)
         elif found != Path():
             print(f"resume: the sweep in {folder}", flush=True)

@@ -1,4 +1,4 @@
-"""Record: what a run is and what it took, in `run.json`; written at every checkpoint and at the end."""
+"""What a run is and what it took, in `run.json`; written at every checkpoint and at the end."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class StepWork:
         paper = lowered.timeline(hardware or "cpu")
         peak = paper.peak_flops if hardware else None
         named = hardware.name if hardware else ""
-        held = lowered.memory_analysis().peak_bytes
-        return StepWork(paper.model_flops, paper.ranks, held, named, peak, lowered.attention)
+        peak_bytes = lowered.memory_analysis().peak_bytes
+        return StepWork(paper.model_flops, paper.ranks, peak_bytes, named, peak, lowered.attention)
 
     def mfu(self, seconds: float) -> float | None:
         """Of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
@@ -222,7 +222,7 @@ class RunRecord:
         step: int,
         compile_s: float,
         attention: Mapping[str, int] | None = None,
-        **told: Any,
+        **measured: Any,
     ) -> dict[str, Any]:
         """How the run stands behind step `step`; what is None is not known, and what was known before stays.
 
@@ -245,7 +245,7 @@ class RunRecord:
             "spent_s": {name: round(seconds, 4) for name, seconds in parts.items()},
         }
         attempts = [*self._attempts, attempt]
-        known = {n: v for n, v in told.items() if v is not None and math.isfinite(v)}  # JSON has no NaN
+        known = {n: v for n, v in measured.items() if v is not None and math.isfinite(v)}  # JSON has no NaN
         totals = {**self._totals, "steps": step, "seconds": round(sum(a["seconds"] for a in attempts), 4)}
         each = [attempt.get("spent_s", {}) for attempt in attempts]
         totals |= {f"{name}_s": round(sum(spent.get(name, 0.0) for spent in each), 4) for name in PARTS}
@@ -283,5 +283,5 @@ def in_words(totals: Mapping[str, Any], told_of: str = "") -> str:
     speed = [f"{totals['tokens_per_s']:,.0f} tokens/s, {mfu}"] if "tokens_per_s" in totals else []
     head = ", ".join([f"{totals['steps']} steps in {seconds:.1f} s", *speed])
     parts = [(name, totals.get(f"{name}_s", 0.0)) for name in PARTS]
-    told = ", ".join(f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
-    return f"{head}; peak memory {', '.join(memory)}\nspent on: {told}"
+    shares = (f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
+    return f"{head}; peak memory {', '.join(memory)}\nspent on: {', '.join(shares)}"

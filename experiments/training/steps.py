@@ -110,7 +110,7 @@ def run_steps(
             state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
             stops, saves = training.step.heard("stop"), saver.due(number)
             if stops or saves or _measures(training, number):
-                tell(training, report, read(training))
+                report_rows(training, report, read(training))
             if (stops or saves) and not training.watch.fault:
                 with training.spent.on("saves"):
                     training.watch.before_save(state, number)
@@ -129,7 +129,7 @@ def run_steps(
                     saver.save(number, state, training.loader, held_out)
     finally:  # a run that breaks off has a row for every step whose numbers have arrived
         with suppress(RuntimeError, OSError):
-            tell(training, report, read(training, wait=False))
+            report_rows(training, report, read(training, wait=False))
     training.tracer.close()
     return state, held_out
 
@@ -137,9 +137,9 @@ def run_steps(
 def one_step(
     training: Training, state: fs.TrainState, report: Report | Silent, number: int, here: int, folder: Path
 ) -> fs.TrainState:
-    """Step `number` of the run, the `here`th of this process; tells the numbers of the step before.
+    """Step `number` of the run, the `here`th of this process; reports the numbers of the step before.
 
-    The device has this step to go on with while the host reads those, so it never waits for the host. The
+    The device works on this step while the host reads those, so it never waits for the host. The
     seconds are those from the call of a step until the one before it is done: on a device that is behind,
     what a step takes there.
     """
@@ -167,7 +167,7 @@ def one_step(
             metrics.numbers()
         before = read(training)
         seconds = time.perf_counter() - began
-    tell(training, report, before)
+    report_rows(training, report, before)
     training.unread.append(Launched(number, metrics, seconds))
     training.watch.after(here, seconds, waited)
     if tells:
@@ -188,7 +188,7 @@ def read(training: Training, *, wait: bool = True) -> list[Row]:
     return rows
 
 
-def tell(training: Training, report: Report | Silent, rows: list[Row]) -> None:
+def report_rows(training: Training, report: Report | Silent, rows: list[Row]) -> None:
     """What was read, to the report and to the watch."""
     for launched, values in rows:
         with training.spent.on("reports"):
@@ -212,9 +212,9 @@ def _held_out(training: Training, state: fs.TrainState, report: Report | Silent,
 
 def _tell_peak(measured_bytes: int, folder: Path) -> None:
     """What the allocator of rank 0's device saw of a step, beside the prediction."""
-    said = f"measured peak of a step: {measured_bytes / 1e6:.1f} MB"
-    append(folder / MEMORY, f"\n{said}\n")
-    print(said, flush=True)
+    text = f"measured peak of a step: {measured_bytes / 1e6:.1f} MB"
+    append(folder / MEMORY, f"\n{text}\n")
+    print(text, flush=True)
 
 
 # ------------------------------------------------------------------ the optimizer
@@ -265,7 +265,7 @@ def begin_report(
     spent: TimeSpent,
     tables: Callable[[], Mapping[str, float]] = dict,
 ) -> Report | Silent:
-    """A run's folder and what is told in it, on rank 0; all ranks call it together.
+    """A run's folder and its report, on rank 0; all ranks call it together.
 
     Args:
         job: the module of `experiments` that was started.
@@ -296,7 +296,7 @@ def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
     return fs.Hardware.of_gpu(torch.cuda.get_device_name())
 
 
-def tell_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
+def print_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
     """Where the run goes on from."""
     if found:
         print(f"resume: step {int(state.step)} of {found}", flush=True)
@@ -314,7 +314,7 @@ def finish_run(
         sample: the name of the file of samples, which trackers are given.
 
     Returns:
-        What a person is told of its time and memory.
+        Its time and memory, as text.
     """
     folder = Path(run.folder)
     losses = [row["loss"] for row in report.rows if "loss" in row]
@@ -333,10 +333,10 @@ def finish_run(
     return report.closing(totals)
 
 
-def tell_stop(
+def print_stop(
     run: RunConfig, state: fs.TrainState, where: RunFolder, overrides: list[str], report: Report | Silent
 ) -> None:
-    """That the run has stopped before its end, and how it is gone on with."""
+    """Report that the run has stopped before its end, and how to resume it."""
     if not isinstance(report, Report):
         return
     number = int(state.step)

@@ -1,4 +1,4 @@
-"""Tracing: `run.profile=N`: N steps of rank 0 as a trace, beside what was foretold of them, in `profile/`."""
+"""`run.profile=N`: N steps of rank 0 as a trace, beside what was predicted of them, in `profile/`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tracer:
         return range(FIRST, FIRST + self.steps)
 
     def know(self, lowered: Any, hardware: fs.Hardware) -> None:
-        """What runs, and what it is foretold for: before it is compiled, as it is counted then."""
+        """The step and the hardware of the prediction; called before the step is compiled."""
         if self.steps:
             self._paper, self._hardware = (lowered, lowered.timeline(hardware)), hardware
 
@@ -64,10 +64,10 @@ class Tracer:
         (lowered, predicted), folder = self._paper, self.folder / FOLDER
         self._paper = None
         measured = fs.profile.measured(folder / TRACE, lowered, self._hardware)
-        told = fs.profile.table(lowered, predicted, measured)
+        table = fs.profile.table(lowered, predicted, measured)
         text = [
             f"{self._made} steps traced, medians",
-            told,
+            table,
             f"predicted:\n{predicted}",
             f"measured:\n{measured}",
         ]

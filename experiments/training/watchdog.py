@@ -34,14 +34,14 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss far above those before it. `told`: whether it is the first of a row of them."""
+    """A loss far above those before it. `is_first`: no spike was reported shortly before."""
 
     step: int
     loss: float
     median: float
     deviations: float
     window: int
-    told: bool
+    is_first: bool
 
     def __str__(self) -> str:
         return (
@@ -88,9 +88,9 @@ class Spikes:
                 spread = 1.4826 * statistics.median(abs(x - middle) for x in before)
                 far = (loss - middle) / max(spread, self.least * abs(middle), 1e-12)
                 if far > self.threshold:
-                    told = step >= self._quiet_until
+                    is_first = step >= self._quiet_until
                     self._quiet_until = step + self.window // 2
-                    found = Spike(step, loss, middle, round(far, 2), len(before), told)
+                    found = Spike(step, loss, middle, round(far, 2), len(before), is_first)
         return found
 
 
@@ -177,7 +177,7 @@ class Stragglers:
         return self.step.watching(self._stalls.watch) if self.samples(here) else nullcontext()
 
     def after(self, here: int, step_s: float, data_s: float) -> str:
-        """What is to be told behind that step; the same on all ranks, which call it together."""
+        """What to report after that step; the same on all ranks, which call it together."""
         if not self.samples(here):
             return ""
         self._own.append((step_s - self._stalls.take() + data_s, data_s))
@@ -185,8 +185,8 @@ class Stragglers:
             return ""
         mine = [statistics.median(each) for each in zip(*self._own, strict=True)]
         self._own.clear()
-        told = [json.loads(text) for text in self.step.gather_text(json.dumps(mine))]
-        return slowest([(own, data) for own, data in told], self.ratio, self.least_s)
+        medians = [json.loads(text) for text in self.step.gather_text(json.dumps(mine))]
+        return slowest([(own, data) for own, data in medians], self.ratio, self.least_s)
 
 
 def slowest(own: Sequence[tuple[float, float]], ratio: float, least_s: float) -> str:
@@ -251,10 +251,10 @@ def hunt(step: Any, begin: Begin, number: int, say: Callable[[str], None]) -> st
 
     Args:
         begin: the state to go on from, and a loader that stands there.
-        say: told what is done, and how long it took.
+        say: takes lines on what is done, and how long it took.
     """
     began = time.perf_counter()
-    with suppress(CheckpointError):  # one that failed was told of; older ones are there
+    with suppress(CheckpointError):  # a failed save was reported; older ones are there
         fs.checkpoint.wait()
     try:
         state, loader = begin()
@@ -262,10 +262,10 @@ def hunt(step: Any, begin: Begin, number: int, say: Callable[[str], None]) -> st
         again = number - at - 1
         some = "1 step is" if again == 1 else f"{again} steps are"
         say(f"looking for where it arose: from step {at}, {some} made again")
-        told = _replay(step, state, loader, number)
+        where = _replay(step, state, loader, number)
     except FnshardError as error:
-        told = f"where it arose could not be found: {error}"
-    return f"{told}\n(looked for in {time.perf_counter() - began:.1f} s)"
+        where = f"where it arose could not be found: {error}"
+    return f"{where}\n(looked for in {time.perf_counter() - began:.1f} s)"
 
 
 def _replay(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, ...]], number: int) -> str:
@@ -339,10 +339,10 @@ class Watchdog:
         number = self._number
         head = f"step {number}: {self.fault}; nothing of it is saved."
         self.say(head)
-        told = hunt(self.step, self.begin, number, self.say) if self.how == "hunt" else ""
+        where = hunt(self.step, self.begin, number, self.say) if self.how == "hunt" else ""
         fix = (
             "Fix: a lower optimizer.lr, optimizer.clip=1, a longer schedule.warmup, or precision=fp32; with "
             "run.resume=FOLDER a new run starts from this one's newest checkpoint. run.watch=off goes on in "
             "spite of it."
         )
-        return DivergedError("\n".join(filter(None, [head, told, fix])))
+        return DivergedError("\n".join(filter(None, [head, where, fix])))

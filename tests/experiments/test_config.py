@@ -22,13 +22,15 @@ from experiments.cli import job, provenance, validation
 from experiments.cli.command_spec import CONF
 from experiments.cli.main import main
 from experiments.cli.validation import validate
-from experiments.configs.train import HARDWARE, ConfigError
+from experiments.configs.train import HARDWARE, SCHEDULES, STRATEGIES, ConfigError
 from experiments.finetune.job import JOB as FINETUNE
 from experiments.memory.config import SPEC as MEMORY
 from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.train import JOB as TRAIN
 from fnshard.analysis.hardware import TABLE
 from fnshard.launcher.local import LaunchError
+from fnshard.layout.presets import PRESETS
+from fnshard.optim.schedules import SCHEDULES as RATES
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_HAS = r"run has steps, accumulate, "
@@ -310,7 +312,8 @@ def test_an_error_of_the_preparation_or_of_a_rank(monkeypatch, tmp_path, capfd, 
 
 def test_hardware_has_a_file_for_each_name():
     assert {path.stem for path in (CONF / "shared" / "hardware").glob("*.yaml")} == set(HARDWARE)
-    assert set(HARDWARE) == {*TABLE, "auto", "measure"}
+    assert set(HARDWARE) == {*TABLE, "auto", "measure"}  # read from the source, without torch
+    assert (*PRESETS, "auto") == STRATEGIES and tuple(RATES) == SCHEDULES
     for name in HARDWARE:
         hardware = validate(TRAIN.spec, [f"hardware={name}", "hardware.price_per_hour=2.5"]).config.hardware
         assert (hardware.name, hardware.price_per_hour) == (name, 2.5)

@@ -63,7 +63,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def test_everything_asked_for_is_said(paper: Paper) -> None:
-    told = words.told(paper)
+    told = words.as_text(paper)
     for wanted in (
         f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
         "MFU", "tokens a day", "at $3 an hour", "saved activations", "reduce scatter",
@@ -89,7 +89,7 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> None:
     if "strategy=hybrid_shard" in overrides:
         overrides = [*overrides, "mesh.shard=4"]
-    told = words.told(explain(config_of(*overrides)))
+    told = words.as_text(explain(config_of(*overrides)))
     assert wanted in told
     assert ("$" in told) == ("an hour" in told)
     assert ("an hour" in told) == ("hardware.price_per_hour=null" not in overrides)
@@ -99,11 +99,11 @@ def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> N
 def test_what_does_not_fit_says_so_and_what_would() -> None:
     little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.013"]
     bare = explain(config_of(*little))
-    assert not bare.fits and "does not fit" in words.told(bare) and "fit=true" in words.advice(bare)
+    assert not bare.fits and "does not fit" in words.as_text(bare) and "fit=true" in words.advice(bare)
     asked = explain(config_of(*little, "fit=true"))
     assert "<- chosen" in words.advice(asked)
     found = explain(config_of(*little, "strategy=auto"))
-    assert found.fits and "strategy=auto:" in words.told(found) and "does not" not in words.told(found)
+    assert found.fits and "strategy=auto:" in words.as_text(found) and "does not" not in words.as_text(found)
     nothing = ["mesh.shard=2", "run.device_gb=0.0001"]
     assert "nothing fits" in words.advice(explain(config_of(*nothing, "fit=true")))
     with pytest.raises(BudgetError, match="nothing fits"):

@@ -28,7 +28,7 @@ from experiments.data.tokenizer import load_tokenizer
 from experiments.finetune import base_models, dataset, evaluate, job, loop, sizes
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
-from experiments.finetune.method import default_rate, planned
+from experiments.finetune.method import choose_method, default_rate
 from experiments.finetune.tuning import Tuning
 from experiments.training import steps
 from experiments.training.report import METRICS
@@ -229,7 +229,7 @@ def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *override
     mesh = fs.make_mesh(shard=1, device="cpu")
     config = config_of(model, data, where, "method=auto", f"run.device_gb={gb}", *overrides)
     batch = next(dataset.opened(config).loader(config, mesh))
-    return planned(config, from_directory(model), mesh, batch)
+    return choose_method(config, from_directory(model), mesh, batch)
 
 
 def test_auto_takes_the_first_method_that_fits(model, data, tmp_path):
@@ -486,7 +486,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     config = config_of(bare, data | {"samples": path}, tmp_path, "export=both", "run.prompt='1+1='")
     setup = loop.prepare(config)
-    trained = [setup.materials.train.sample(n)[0].tolist() for n in range(setup.materials.train.samples)]
+    trained = [setup.data.train.sample(n)[0].tolist() for n in range(setup.data.train.samples)]
     asked = setup.shown.examples[-1].prompt
     assert any(tokens[: len(asked)] == asked for tokens in trained)
     state, _, _ = loop.begin(setup, run_in(tmp_path / "run"))

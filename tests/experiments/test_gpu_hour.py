@@ -34,7 +34,7 @@ from importlib.machinery import PathFinder
 class Bare(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        absent = "hydra omegaconf antlr4 tqdm matplotlib einops yaml safetensors"
+        absent = "hydra omegaconf antlr4 tqdm matplotlib einops yaml"
         return None if name.split(".")[0] in absent.split() else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Bare

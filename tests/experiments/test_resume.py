@@ -31,12 +31,12 @@ from experiments.training.resume import (
     CHECKPOINTS,
     IDENTITY,
     RunFolder,
+    claimed,
+    claimed_sweep,
     finished,
-    held,
     identity_of,
+    locked,
     source_of,
-    sweep_taken,
-    taken,
 )
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
@@ -226,7 +226,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(unbroken, tmp_path, monk
 def test_a_last_save_that_fails_fails_the_run(here, how):
     """Nobody would write it again; the run stays unfinished."""
     config = config_of("run.save_every=0", f"run.async_save={str(how == 'async').lower()}")
-    with taken(config, here / "r", chosen=False) as run:
+    with claimed(config, here / "r", chosen=False) as run:
         (here / "r" / CHECKPOINTS).touch()
         with pytest.raises(
             CheckpointError, match=rf"cannot save {here}/r/{CHECKPOINTS}/{STEPS}:\n  rank 0: "
@@ -371,35 +371,35 @@ def leave_checkpoint(folder: Path, number: int = 4) -> None:
 
 def test_the_same_configuration_goes_on_in_its_folder(here):
     asked = config_of()
-    with taken(asked, here / "first", chosen=False) as run:
+    with claimed(asked, here / "first", chosen=False) as run:
         assert (run.folder, run.source) == (str(here / "first"), None)
         leave_checkpoint(here / "first")
     free = ("timeout_s=9", "save_every=7", "async_save=true", "keep=5", "max_restarts=0", "stop_grace_s=3")
     (here / "second" / ".hydra").mkdir(parents=True)
-    with taken(config_of(*(f"run.{f}" for f in free)), here / "second", chosen=False) as run:
+    with claimed(config_of(*(f"run.{f}" for f in free)), here / "second", chosen=False) as run:
         assert run.folder == str(here / "first") and not (here / "second").exists()
     for other in ("optimizer.lr=0.1", "run.seed=1", "run.steps=99", "mesh.shard=2"):
-        with taken(config_of(other), here / "other", chosen=False) as run:
+        with claimed(config_of(other), here / "other", chosen=False) as run:
             assert run.folder == str(here / "other")
-    with taken(asked, here / "third", chosen=False) as run:
+    with claimed(asked, here / "third", chosen=False) as run:
         assert run.folder == str(here / "first")
         run.finish()
-    with taken(asked, here / "fourth", chosen=False) as run:
+    with claimed(asked, here / "fourth", chosen=False) as run:
         assert run.folder == str(here / "fourth")
 
 
 def test_never_begins_anew_and_is_gone_on_with_itself(here):
     for name in ("first", "second"):
-        with taken(config_of("run.resume=never"), here / name, chosen=False) as run:
+        with claimed(config_of("run.resume=never"), here / name, chosen=False) as run:
             assert run.folder == str(here / name)
             leave_checkpoint(here / name)
-    with taken(config_of(), here / "third", chosen=False) as run:
+    with claimed(config_of(), here / "third", chosen=False) as run:
         assert run.folder == str(here / "second")
 
 
 def test_nothing_saved_is_nothing_to_go_on_from(here):
     for name in ("first", "second"):
-        with taken(config_of(), here / name, chosen=False) as run:
+        with claimed(config_of(), here / name, chosen=False) as run:
             assert run.folder == str(here / name)
             (here / name / CHECKPOINTS / ".4.saving").mkdir(parents=True)
 
@@ -421,7 +421,7 @@ def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(here, monkeypat
     noted("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
     noted("replace", lambda _, to: to)
     noted("mkdir", lambda path, *_: path)
-    with taken(config_of(), here / "day" / "time", chosen=False) as run:
+    with claimed(config_of(), here / "day" / "time", chosen=False) as run:
         leave_checkpoint(Path(run.folder))
         for path in (Path(run.note), Path(run.folder, IDENTITY)):
             at = done.index(("replace", str(path)))
@@ -433,40 +433,40 @@ def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(here, monkeypat
 
 
 def test_a_run_that_is_still_at_work_is_left_alone(here, capfd):
-    with taken(config_of(), here / "first", chosen=False):
+    with claimed(config_of(), here / "first", chosen=False):
         leave_checkpoint(here / "first")
-        with taken(config_of(), here / "second", chosen=False) as run:
+        with claimed(config_of(), here / "second", chosen=False) as run:
             assert run.folder == str(here / "second") and run.note is None
         assert f"{here / 'first'} is still at work" in capfd.readouterr().err
         with (
             pytest.raises(
                 ConfigError, match=r"another process is at work in .*first. Fix: end it, or another"
             ),
-            taken(config_of(), here / "first", chosen=True),
+            claimed(config_of(), here / "first", chosen=True),
         ):
             pass
-    with taken(config_of(), here / "third", chosen=False) as run:
+    with claimed(config_of(), here / "third", chosen=False) as run:
         assert run.folder == str(here / "first")
 
 
 def test_a_folder_that_the_command_names(here):
     for _ in range(2):
-        with taken(config_of(), here / "named", chosen=True) as run:
+        with claimed(config_of(), here / "named", chosen=True) as run:
             assert run.folder == str(here / "named") and run.note is None
     leave_checkpoint(here / "named", 40)
-    with taken(config_of("run.save_every=1"), here / "named", chosen=True) as run:
+    with claimed(config_of("run.save_every=1"), here / "named", chosen=True) as run:
         assert run.folder == str(here / "named")
     with (
         pytest.raises(ConfigError, match=r"(?s)of another configuration, the newest of step 40:\n"
                       r"  optimizer.lr: 0.004 there, 0.1 here\nFix: another hydra.run.dir"),
-        taken(config_of("optimizer.lr=0.1"), here / "named", chosen=True),
+        claimed(config_of("optimizer.lr=0.1"), here / "named", chosen=True),
     ):  # fmt: skip
         pass
     with (
         pytest.raises(
             ConfigError, match=r"run.resume=never: .*named holds checkpoints, the newest of step 40"
         ),
-        taken(config_of("run.resume=never"), here / "named", chosen=True),
+        claimed(config_of("run.resume=never"), here / "named", chosen=True),
     ):
         pass
 
@@ -474,51 +474,51 @@ def test_a_folder_that_the_command_names(here):
 def test_a_path_is_where_a_new_run_starts_and_its_own_checkpoints_come_first(here):
     leave_checkpoint(here / "source")
     asked = config_of("run.resume=source")
-    with taken(asked, here / "first", chosen=False) as run:
+    with claimed(asked, here / "first", chosen=False) as run:
         assert (run.folder, run.source) == (str(here / "first"), str(here / "source" / CHECKPOINTS))
         leave_checkpoint(here / "first")
-    with taken(config_of(), here / "other", chosen=False) as run:
+    with claimed(config_of(), here / "other", chosen=False) as run:
         assert (run.folder, run.source) == (str(here / "other"), None)
     (here / "source").rename(here / "gone")
-    with taken(asked, here / "second", chosen=False) as run:
+    with claimed(asked, here / "second", chosen=False) as run:
         assert run.folder == str(here / "first")
         run.finish()
     with (
         pytest.raises(
             ConfigError, match=r"run\.resume=source: no whole checkpoint is there\. Fix: the folder"
         ),
-        taken(asked, here / "third", chosen=False),
+        claimed(asked, here / "third", chosen=False),
     ):
         pass
 
 
 def test_a_folder_is_held_by_one(tmp_path):
-    with held(tmp_path) as first, held(tmp_path) as second:
+    with locked(tmp_path) as first, locked(tmp_path) as second:
         assert (first, second) == (True, False)
-    with held(tmp_path) as again:
+    with locked(tmp_path) as again:
         assert again
 
 
 def test_a_sweep_goes_on_in_its_folder(here):
     arguments = ["--multirun", "strategy=full_shard,no_shard", "run.keep=3"]
-    with sweep_taken(arguments) as first:
+    with claimed_sweep(arguments) as first:
         folder = first[-1].removeprefix("hydra.sweep.dir=").strip("'")
         assert first[:-1] == arguments and Path(folder).parent.parent == here / "multirun"
-    with sweep_taken(["--multirun", "run.keep=4", arguments[1]]) as again:
+    with claimed_sweep(["--multirun", "run.keep=4", arguments[1]]) as again:
         assert again[-1] == first[-1]
-        with sweep_taken(arguments) as beside:  # the first is at work
+        with claimed_sweep(arguments) as beside:  # the first is at work
             assert beside[-1] != first[-1]
         Path(folder, TABLE).write_text("done")
-    with sweep_taken(arguments) as anew, ExitStack():
+    with claimed_sweep(arguments) as anew, ExitStack():
         assert anew[-1] != first[-1]
     for others in (["strategy=no_shard"], ["-m", "a=1,2", "hydra.sweep.dir=x"]):
-        with sweep_taken(others) as same:
+        with claimed_sweep(others) as same:
             assert same == others
 
 
 def test_a_finished_run_of_a_sweep_is_known(tmp_path):
     config = config_of()
-    with taken(config, tmp_path, chosen=True):
+    with claimed(config, tmp_path, chosen=True):
         assert not finished(tmp_path, config)
         write_result(tmp_path, status="ok", overrides=[])
     assert finished(tmp_path, config) and finished(tmp_path, config_of("run.keep=9"))

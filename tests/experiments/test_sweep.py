@@ -32,7 +32,7 @@ from experiments.configs.train import ConfigError
 from experiments.train import JOB
 from experiments.training.report import METRICS
 from experiments.training.result import read_result, write_result
-from experiments.training.resume import sweep_taken
+from experiments.training.resume import claimed_sweep
 from fnshard.errors import MissingExtraError
 from fnshard.launcher.local import LaunchError
 
@@ -306,9 +306,9 @@ def test_a_launcher_without_a_sweep_is_refused():
 
 def test_another_launcher_goes_on_with_the_same_sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with sweep_taken(["--multirun", "run.seed=1,2"]) as first:
+    with claimed_sweep(["--multirun", "run.seed=1,2"]) as first:
         pass
-    with sweep_taken(["--multirun", "run.seed=1,2", "launcher=joblib", "hydra.launcher.n_jobs=3"]) as again:
+    with claimed_sweep(["--multirun", "run.seed=1,2", "launcher=joblib", "hydra.launcher.n_jobs=3"]) as again:
         assert again[-1] == first[-1]
 
 

@@ -241,7 +241,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_dropped(tmp_path: Path) -> Non
     report.finish("ok")
     lines = [line for line in shown.getvalue().splitlines() if "tracker" in line]
     assert lines == [
-        "tracker kept is told no more, training goes on: OSError: [Errno 28] No space left on device "
+        "tracker kept gets no more rows, training goes on: OSError: [Errno 28] No space left on device "
         "(all numbers are in metrics.jsonl)"
     ]
     assert [row["step"] for row in fine.rows] == list(range(1, 7)) and fine.ended == "ok"
