@@ -1,4 +1,4 @@
-"""hf: weights in and out of the Hugging Face format, leaf by leaf; no rank ever holds the whole model.
+"""hf: weights in and out of the Hugging Face format, leaf by leaf; no rank ever holds the full model.
 
     with fs.deferred():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
@@ -113,7 +113,7 @@ def load(
             unfit.refuse()
         return tree.unflatten(blocks, resolved.leaf_structure)
 
-    if mesh.kind == "abstract":  # there is nobody to tell
+    if mesh.kind == "abstract":  # no other rank is there
         return read()
     return all_or_none(connection(mesh).gather_object, f"loading {str(path)!r}", read)
 
@@ -133,7 +133,7 @@ def save(
     """Stored blocks -> a model directory that `transformers` opens. A collective: all ranks fail, or none.
 
     Leaves are gathered a bounded piece at a time and written by rank 0, to another name, which is flushed to
-    the disk and renamed when it is whole.
+    the disk and renamed when it is complete.
 
     Args:
         params: a tree of stored blocks, or a `TrainState`.
@@ -150,16 +150,16 @@ def save(
         StateError: blocks of another tree, mesh or spec; a name for two leaves; a dtype that such files have
             not; there is something by that name.
         CheckpointError: it could not be written (no room, no permission); nothing has the name then.
-        AgreementError: ranks asked for different things.
+        AgreementError: ranks called it with different arguments.
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
     final = Path(path).absolute()
 
     def planned() -> tuple[ExportPlan, LeafWriter]:
         source = _config(config)
-        told = read_config(source) if isinstance(source, Path) else source or config_of_module(model)
+        known = read_config(source) if isinstance(source, Path) else source or config_of_module(model)
         named = _checked(blocks, specs, mesh)
-        plan = ExportPlan.of(blocks, named, names, family_of(told, model, named), dtype)
+        plan = ExportPlan.of(blocks, named, names, family_of(known, model, named), dtype)
         plan.check_dtypes()
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
@@ -209,7 +209,7 @@ def export(
 
     def planned() -> tuple[ExportPlan, LeafWriter]:
         named = _checked(blocks, specs, mesh)
-        # Without the module nobody knows which leaves its state_dict leaves out.
+        # Only the module knows which leaves its state_dict leaves out.
         family = Family() if model is None else family_of({}, model, named)
         plan = ExportPlan.of(blocks, named, None, family, dtype)
         if mesh.rank == 0 and final.is_dir():
@@ -226,7 +226,7 @@ def export(
     export_leaves(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
 
 
-# ------------------------------------------------------------------ what is given
+# ------------------------------------------------------------------ arguments
 
 
 def _resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:

@@ -113,7 +113,7 @@ def _surplus(
     family: Family,
     ignore: Sequence[str],
 ) -> tuple[list[str], dict[str, str]]:
-    """Tensors that nobody wants, and `{tensor: the leaf it repeats}` of tied ones that are saved twice."""
+    """Tensors that no leaf takes, and `{tensor: the leaf it repeats}` of tied ones that are saved twice."""
     taken = {source.name for source in sources.values()}
     globs = [*ignore, *family.ignored]
     again = {name: path for path in sources for name in possible_names(path, family)}
@@ -156,14 +156,14 @@ def _unfit(
     return wrong
 
 
-def _castable(given: torch.dtype, wanted: torch.dtype) -> bool:
+def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
     """Between floats of two bytes or more; one-byte floats are codes that need a scale."""
 
     def kind(dtype: torch.dtype) -> str:
         wide = dtype.is_floating_point and dtype.itemsize > 1
         return "float" if wide else "complex" if dtype.is_complex else str(dtype)
 
-    return kind(given) == kind(wanted)
+    return kind(saved) == kind(stored)
 
 
 def _untied(
@@ -203,7 +203,7 @@ def load_block(
     """This rank's stored block (or its parts), where it rests, from its slice of a file, or of a full value.
 
     Args:
-        unfit: told of rows that cannot be coded.
+        unfit: collects rows that cannot be coded.
 
     Raises:
         StateError: the file cannot be read any more, or there is no room.

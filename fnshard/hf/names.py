@@ -174,7 +174,7 @@ def computed_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, 
 
     Args:
         model: with values; or built under `deferred`, which says how its buffers are made.
-        paths: the buffers that are wanted.
+        paths: of the buffers.
     """
     values: dict[str, Tensor] = {}
     problems: list[str] = []

@@ -149,23 +149,23 @@ def export_leaves(
 
 def _send(part: ExportedLeaf, mesh: Mesh, comm: Collectives, put: Put | None) -> None:
     """One leaf to the rank that writes. What fails there is raised when the collectives are through."""
-    failure, whole = None, None
+    failure, full = None, None
     for first, rows in gather_rows(part.make(), part.spec, mesh, comm, receives=put is not None):
         if failure is not None:
             continue
         try:
             cast = rows.to(part.dtype)
             if part.transposed:
-                whole = torch.empty(part.spec.shape, dtype=part.dtype) if whole is None else whole
-                whole[first : first + rows.shape[0]] = cast
+                full = torch.empty(part.spec.shape, dtype=part.dtype) if full is None else full
+                full[first : first + rows.shape[0]] = cast
             else:
                 _put(put, part, first, cast)
         except Exception as error:
             failure = error
     if failure is not None:
         raise failure
-    if whole is not None:
-        _put(put, part, 0, whole.t())
+    if full is not None:
+        _put(put, part, 0, full.t())
 
 
 def _put(put: Put, part: ExportedLeaf, first: int, rows: Tensor) -> None:
@@ -181,7 +181,7 @@ def gather_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """A leaf in runs of whole rows, (index along dim 0, rows), in any order. A collective, to be run dry.
 
-    The rows are to be read before the next are asked for. A leaf without dims is one row.
+    The rows must be read before the next ones are requested. A leaf without dims is one row.
 
     Args:
         block: what this rank stores of it.

@@ -1,4 +1,4 @@
-"""Write: safetensors files that are filled run by run, and named when they are whole."""
+"""Write: safetensors files that are filled run by run, and named when they are complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LeafWriter = AbstractContextManager[Put]
 
 
 def staging_path(final: Path) -> Path:
-    """The name of what is not whole yet."""
+    """The name of what is not complete yet."""
     return final.with_name(f".{final.name}.writing")
 
 
@@ -84,7 +84,7 @@ def state_dict_writer(
 ) -> Iterator[Put]:
     """A `state_dict` as `torch.save` writes it, replaced if there is one.
 
-    Until then its tensors are in mapped files beside it, so that nobody's memory need hold them all.
+    Until then its tensors are in mapped files beside it, so that memory need not hold them all.
 
     Args:
         tied: `{other name: name}`.
@@ -189,7 +189,7 @@ def flush_file(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """As far as that goes: whoever comes here has a better error to tell."""
+    """As far as possible: the caller raises a better error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

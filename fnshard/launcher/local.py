@@ -174,7 +174,7 @@ class _Team:
         return range(self.node * self.ranks, (self.node + 1) * self.ranks)
 
 
-# ------------------------------------------------------------------ what this process is told
+# ------------------------------------------------------------------ signals
 
 
 @dataclass
@@ -184,7 +184,7 @@ class _Notice:
     grace_s: float
     asked_at: float | None = None  # SIGTERM
     end: int | None = None  # the signal that ends everything now
-    told: bool = False  # whether the ranks know of SIGTERM
+    forwarded: bool = False  # whether the ranks got SIGTERM
 
     def take(self, number: int, _: Any) -> None:
         """The handler."""
@@ -199,8 +199,8 @@ class _Notice:
             raise SystemExit(128 + self.end)
         if self.asked_at is None:
             return
-        if not self.told:
-            self.told = True
+        if not self.forwarded:
+            self.forwarded = True
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         if time.monotonic() - self.asked_at > self.grace_s:
@@ -265,7 +265,7 @@ def _attempt(
     """Start all ranks and wait: until all have ended well, or one, here or on another node, has not."""
     errors = {rank: meeting / f"error-{number}-{rank}.json" for rank in team.members}
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    notice.told = False
+    notice.forwarded = False
     try:
         for local, rank in enumerate(team.members):
             own = {
@@ -327,7 +327,7 @@ def _stands_still(pid: int) -> bool:
         return False
 
 
-# ------------------------------------------------------------------ what to tell
+# ------------------------------------------------------------------ the message of a failure
 
 
 def _failure(rank: int, process: subprocess.Popen[bytes], error: Path) -> ProcessFailure:
@@ -351,12 +351,14 @@ def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
 
 
 def _describe(ended: _Ended, ranks: int, logs: Path) -> str:
-    """The failure, and before it those who never said anything: they are what the others waited for."""
-    told = describe_failure(ended.failures, ranks, logs, ended.memory)
+    """The failure, and the ranks without one that the others waited for."""
+    message = describe_failure(ended.failures, ranks, logs, ended.memory)
     if ended.stopped:
         named = ", ".join(map(str, ended.stopped))
-        return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {told}"
+        return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {message}"
     if ended.killed and echo_level(ended.failures[ended.cause]) > 1:
         named = ", ".join(map(str, ended.killed))
-        return f"{told}\nStill at work, and killed: rank {named} (log: {logs / f'rank{ended.killed[0]}.log'})"
-    return told
+        return (
+            f"{message}\nStill at work, and killed: rank {named} (log: {logs / f'rank{ended.killed[0]}.log'})"
+        )
+    return message

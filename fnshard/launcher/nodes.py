@@ -2,7 +2,7 @@
 
 On every machine one process, the agent, starts the ranks of its machine:
 `fnshard.launcher.local.launch(nodes=)`.
-Agents meet in a folder that all machines see and that nobody but their user may enter: every second each of
+Agents meet in a folder that all machines see and that only their user may enter: every second each of
 them writes a file of JSON there, the first one reads those of all others, the others its. So all restart, or
 end, together, with the same words. A machine that dies is noticed within `silent_s`, whatever the ranks are
 waiting for. Agents listen on no network and unpickle nothing; their ranks meet by a file in the same folder.
@@ -64,7 +64,7 @@ class Nodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks are told of the network: nothing, unless all machines are this one."""
+        """The ranks' variables for the network; none, unless all machines are this one."""
         return {"GLOO_SOCKET_IFNAME": "lo"} if self.head in LOOPBACK else {}
 
 
@@ -113,7 +113,7 @@ class Ending:
     """How one node's ranks ended.
 
     Args:
-        message: what to tell a person of it; empty: well.
+        message: for a person; empty: it ended well.
         may_go_on: whether this node would start its ranks anew.
         echo: the more, the less it is the cause.
     """
@@ -176,7 +176,7 @@ def _write(folder: Path, name: str, values: Mapping[str, Any]) -> None:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    """What an agent wrote; empty where nothing is, or nothing whole."""
+    """What an agent wrote; empty where there is no file, or no complete one."""
     with _entered(folder) as inside, suppress(OSError, ValueError):
         number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
         with open(number, "rb") as file:
@@ -219,7 +219,7 @@ def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
 
 
 class Peers:
-    """The other agents in one attempt; a thread reads their files, so that nobody waits for a dead disk.
+    """The other agents in one attempt; a thread reads their files, so that nothing waits for a dead disk.
 
     Each agent writes a `token` of its own, `first` (the first agent's token), `beat` (it counts up), and
     `ended`, its `Ending` once there is one; the first one also `tokens` (the others', once all are there),
@@ -249,7 +249,7 @@ class Peers:
         return {RENDEZVOUS: str(self._nodes.folder / self._first)}
 
     def missing(self) -> list[int]:
-        """Whom this agent has not met yet, of those that it listens to."""
+        """The agents that this one listens to and has not met yet."""
         number, found = self._nodes.number, {other: self._read(other) for other in self._others}
         if self._leads:
             self._tokens = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
@@ -284,7 +284,7 @@ class Peers:
         return self._verdict
 
     def leave(self) -> None:
-        """Say no more."""
+        """Stop writing and listening."""
         self._closed.set()
         self._ends.set()
         self._thread.join(CLOSE_S)
@@ -317,7 +317,7 @@ class Peers:
     def _keep(self) -> None:
         while not self._closed.is_set():
             for work in (self._listen, self._tell):
-                with suppress(Exception):  # of a disk, or of a file that somebody damaged: it goes unheard
+                with suppress(Exception):  # of a disk, or of a damaged file: it counts as silence
                     work()
             if self._ends.wait(BEAT_S):
                 self._closed.wait(SETTLE_S)
@@ -347,4 +347,4 @@ class Peers:
         try:
             self._write(tokens=self._tokens, failed=failed, verdict=found and asdict(found))
         finally:
-            self._verdict = found  # once it was told, or cannot be
+            self._verdict = found  # once it was written, or cannot be

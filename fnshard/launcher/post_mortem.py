@@ -12,14 +12,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.analysis.measure import control_groups
 
-# What a rank says when *another* one died: never the cause of a failure, always its echo.
+# What a rank raises when *another* one died: never the cause of a failure, always its echo.
 ECHOES = (
     "CollectiveError",
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Timed out",
-    "DistStoreError",  # somebody never came to the meeting
+    "DistStoreError",  # a rank never came to the meeting
     "NCCL communicator was aborted",
     "ncclRemoteError",
     "unexpected exit of a remote peer",
@@ -41,18 +41,18 @@ class HostMemory:
             self.least_free = free if self.least_free is None else min(free, self.least_free)
 
     def read(self, errors: Iterable[Path]) -> None:
-        """What ranks have said by `fnshard.launcher.rank.expect_memory`."""
+        """Read what ranks wrote by `fnshard.launcher.rank.expect_memory`."""
         for path in errors:
             with suppress(OSError, ValueError):
                 self.predicted = max(int(path.with_suffix(PEAK).read_text()), self.predicted or 0)
 
     def __str__(self) -> str:
-        said = []
+        parts = []
         if self.predicted is not None:
-            said.append(f"peak predicted {self.predicted / 1e9:.3g} GB a rank")
+            parts.append(f"peak predicted {self.predicted / 1e9:.3g} GB a rank")
         if self.least_free is not None:
-            said.append(f"free at the least {self.least_free / 1e9:.3g} GB")
-        return f" ({', '.join(said)})" if said else ""
+            parts.append(f"free at the least {self.least_free / 1e9:.3g} GB")
+        return f" ({', '.join(parts)})" if parts else ""
 
 
 PEAK = ".peak"  # of the file beside a rank's error file
@@ -72,20 +72,20 @@ def free_bytes() -> int | None:
 def describe_failure(
     failures: Mapping[int, ProcessFailure], ranks: int, logs: Path, memory: HostMemory | None = None
 ) -> str:
-    """What to tell a person: the rank that caused the failure, its traceback, its log.
+    """The message for a person: the rank that caused the failure, its traceback, its log.
 
-    A rank whose peer died, or that was told to end, is an echo and comes last.
+    A rank whose peer died, or that was asked to end, is an echo and comes last.
 
     Args:
         memory: what was seen of it while they ran.
     """
     rank = min(failures, key=lambda r: (echo_level(failures[r]), failures[r].timestamp))
     failure, log = failures[rank], logs / f"rank{rank}.log"
-    said = _said(failure)
-    if said:
-        raised = _raised(said)[0]
+    text = _traceback_of(failure)
+    if text:
+        raised = _exception_lines(text)[0]
         head = f"rank {rank} of {ranks} failed: {raised}"
-        body = said.rstrip().removeprefix(raised).lstrip("\n")  # of `sys.exit(message)` there is no traceback
+        body = text.rstrip().removeprefix(raised).lstrip("\n")  # of `sys.exit(message)` there is no traceback
     else:
         ended = f"ended with exit code {failure.exitcode}, without a traceback."
         if failure.exitcode < 0:
@@ -98,15 +98,15 @@ def describe_failure(
 
 def echo_level(failure: ProcessFailure) -> int:
     """The more, the less a rank's end is the cause of the others'."""
-    said = _said(failure)
-    if said:
-        return 3 if any(sign in line for sign in ECHOES for line in _raised(said)) else 0
+    text = _traceback_of(failure)
+    if text:
+        return 3 if any(sign in line for sign in ECHOES for line in _exception_lines(text)) else 0
     if failure.exitcode < 0:  # NCCL ends a process that has waited too long by SIGABRT
         return {signal.SIGABRT: 2, signal.SIGTERM: 4}.get(-failure.exitcode, 0)
     return 1
 
 
-def _said(failure: ProcessFailure) -> str:
+def _traceback_of(failure: ProcessFailure) -> str:
     """A rank's traceback, or its message alone."""
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
@@ -114,9 +114,9 @@ def _said(failure: ProcessFailure) -> str:
     return ""
 
 
-def _raised(said: str) -> list[str]:
+def _exception_lines(text: str) -> list[str]:
     """A traceback's last lines: the exception's type and message, which may be of several lines."""
-    lines = said.rstrip().splitlines()
+    lines = text.rstrip().splitlines()
     frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     return [line for i, line in enumerate(lines) if i > frame and not line.startswith("    ")]
 

@@ -41,7 +41,7 @@ ERRORS = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves why it failed
 
 @dataclass
 class Stop:
-    """Whether somebody asked this process to end (SIGTERM): `main` does so when it is ready to.
+    """Whether this process was asked to end (SIGTERM): `main` does so when it is ready to.
 
     Asking again changes nothing: a cluster may tell a rank and its launcher, and the launcher passes it on.
     """
@@ -63,8 +63,8 @@ def run_rank(
     """Be one rank: join the others, run `main`, leave together, end this process.
 
     Ends with exit code 0 after `main` returned on all ranks; with 1 after an exception, whose
-    traceback is printed and handed to the launcher, or after `sys.exit(message)`: then it is told the message
-    alone. A world of one, or no launcher at all, joins nothing.
+    traceback is printed and handed to the launcher, or after `sys.exit(message)`, of which the launcher gets
+    the message alone. A world of one, or no launcher at all, joins nothing.
 
     Args:
         main: called with the process group ready and the device set.
@@ -78,7 +78,7 @@ def run_rank(
         _end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stop is None else stop.ask)
     log = redirect_output()
-    # From here on a SIGTERM is heard, one that the launcher held back during the imports, too.
+    # From here on a SIGTERM is handled, one that the launcher held back during the imports, too.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def joined() -> None:
@@ -99,7 +99,7 @@ def run_rank(
         record(joined)()
         code = 0
     except SystemExit as stopped:
-        code = _code_of(stopped.code, log)
+        code = _exit_code(stopped.code, log)
     except BaseException:
         with suppress(OSError):  # the disk of the logs may be full
             traceback.print_exc(file=log)  # the launcher shows it on the console
@@ -160,17 +160,17 @@ def import_function(command: Mapping[str, Any]) -> Callable[[], Any]:
     return operator.attrgetter(command["function"])(module)
 
 
-def _code_of(asked: object, log: TextIO | None) -> int:
-    """The exit code of `sys.exit(asked)`; a message goes to the log and to the launcher, as an exception's
+def _exit_code(code: object, log: TextIO | None) -> int:
+    """The exit code of `sys.exit(code)`; a message goes to the log and to the launcher, as an exception's
     traceback would."""
-    if asked is None or isinstance(asked, int):
-        return int(asked or 0)
+    if code is None or isinstance(code, int):
+        return int(code or 0)
     with suppress(OSError):
-        print(asked, file=log or sys.stderr)
+        print(code, file=log or sys.stderr)
     if ERRORS in os.environ:
-        told = {"message": str(asked), "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": str(code), "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            Path(os.environ[ERRORS]).write_text(json.dumps({"message": told}), encoding="utf-8")
+            Path(os.environ[ERRORS]).write_text(json.dumps({"message": message}), encoding="utf-8")
     return 1
 
 

@@ -6,9 +6,8 @@ display.
 """
 
 from fnshard.plot import text
-from fnshard.plot.lanes import timeline
 from fnshard.plot.sharding import leaf, mesh
-from fnshard.plot.steps import memory, traffic
+from fnshard.plot.steps import memory, timeline, traffic
 from fnshard.plot.treemap import tree
 
 __all__ = ["leaf", "memory", "mesh", "text", "timeline", "traffic", "tree"]

@@ -114,25 +114,25 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
             f"a leaf's layout is a LayoutSpec or a P, not {type(spec).__name__}.",
             fix='pass one leaf of the spec tree, such as specs["layers.0.attn.wq.weight"].',
         )
-    whole = getattr(spec, "shape", None) if shape is None else shape
-    if whole is None:
+    full = getattr(spec, "shape", None) if shape is None else shape
+    if full is None:
         raise SpecError(
             f"{spec!r} knows no shape.",
             fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
         )
     if (
-        isinstance(whole, str)
-        or not isinstance(whole, Sequence)
-        or not all(isinstance(size, int) and size >= 0 for size in whole)
+        isinstance(full, str)
+        or not isinstance(full, Sequence)
+        or not all(isinstance(size, int) and size >= 0 for size in full)
     ):
-        raise SpecError(f"shape={whole!r}: a leaf's shape is its sizes, such as (4096, 64).")
+        raise SpecError(f"shape={full!r}: a leaf's shape is its sizes, such as (4096, 64).")
     if isinstance(spec, P):
-        return {spec: "layout"}, tuple(whole)
+        return {spec: "layout"}, tuple(full)
     named: dict[P, list[str]] = {}
     for field in FIELDS if spec.trainable is not False else FIELDS[:1]:
         value = getattr(spec, field)
         named.setdefault(spec.storage if value is None else value, []).append(field)
-    return {layout: ", ".join(fields) for layout, fields in named.items()}, tuple(whole)
+    return {layout: ", ".join(fields) for layout, fields in named.items()}, tuple(full)
 
 
 def padding_text(grid: Grid) -> str:

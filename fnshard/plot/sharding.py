@@ -18,7 +18,7 @@ TICKS = 12  # block borders that are numbered
 BY_RANK = 64  # ranks that have a box each; of larger meshes every node has one
 MOST = 4096  # boxes; more rows than these are stripes
 HIGHEST = 24.0  # inches
-FEW = 16  # blocks that are told apart by hue; more are a gradient
+FEW = 16  # blocks that differ in hue; more are a gradient
 
 
 def mesh(mesh: Mesh, path: str | Path, *, ranks_per_node: int = 8) -> Path:
@@ -59,7 +59,7 @@ def mesh(mesh: Mesh, path: str | Path, *, ranks_per_node: int = 8) -> Path:
         for place, rank in enumerate(row):
             _box(axes, (place, down, 1, 1), shades[down])
             named = _box_text(rank, per_box, mesh.size) if size >= 5 else ""
-            _say(axes, (place, down, 1, 1), shades[down], named, size)
+            _write(axes, (place, down, 1, 1), shades[down], named, size)
     high = min(max(cell * len(rows), 0.5), HIGHEST)
     step = max(1, round(len(rows) * 0.18 / high))  # rows to a readable name
     axes.set_yticks([i + 0.5 for i in range(0, len(rows), step)], [n for n, _ in rows[::step]])
@@ -91,10 +91,10 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[
     Raises:
         SpecError: no layout, no shape, or they do not fit each other and the mesh.
     """
-    layouts, whole = layouts_of(spec, shape)
+    layouts, full = layouts_of(spec, shape)
     figure, panels = figure_of(1.2 + 5.4 * len(layouts), 5.2, 1, len(layouts), squeeze=False)
     for axes, (layout, fields) in zip(panels.flat, layouts.items(), strict=True):
-        grid = grid_of(layout, whole, mesh)
+        grid = grid_of(layout, full, mesh)
         named = _draw(axes, grid)
         axes.set_title(f"{fields}: {layout!r}", fontsize=11, loc="left")
         notes = [padding_text(grid), "" if named else "ranks rise from dark to bright"]
@@ -102,18 +102,18 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[
         across = "" if grid.dims[1] is None else f"dim {grid.dims[1]}"
         axes.set_xlabel("\n".join(filter(None, [across, *notes])))
         axes.set_ylabel("" if grid.dims[0] is None else f"dim {grid.dims[0]}")
-    figure.suptitle(f"{list(whole)} on {mesh}: which rank holds what", fontsize=12)
+    figure.suptitle(f"{list(full)} on {mesh}: which rank holds what", fontsize=12)
     return save(figure, path)
 
 
 def _draw(axes: Any, grid: Grid) -> bool:
     """Draw the blocks of a padded leaf; return whether there was room for the names of their ranks."""
     down, across = grid.block
-    whole, inches = grid.padded, (3.9, 4.6)  # about what the axes have
+    full, inches = grid.padded, (3.9, 4.6)  # about what the axes have
     shades = _shades(len(grid.ranks))
     # What a block has of the picture, in points; its border must leave most of it.
     high, wide = (
-        72 * n * edge / (total or 1) for n, edge, total in zip(grid.block, inches, whole, strict=True)
+        72 * n * edge / (total or 1) for n, edge, total in zip(grid.block, inches, full, strict=True)
     )
     border = min(0.8, 0.1 * min(high, wide))
     texts = {place: ranks_text(ranks) for place, ranks in grid.ranks.items()}
@@ -121,10 +121,10 @@ def _draw(axes: Any, grid: Grid) -> bool:
     size = min(11.0, wide / (0.68 * max(letters, 1)), high / 1.3)
     for shade, (i, j) in zip(shades, sorted(grid.ranks), strict=True):
         box = (j * across, i * down, across, down)
-        held = (grid.rows[i][1] - grid.rows[i][0], grid.columns[j][1] - grid.columns[j][0])
+        valid = (grid.rows[i][1] - grid.rows[i][0], grid.columns[j][1] - grid.columns[j][0])
         _box(axes, box, shade, border)
-        _hatch(axes, box, held)
-        _say(axes, box, shade if all(held) else PALE, texts[i, j] if size >= 5 else "", size)
+        _hatch(axes, box, valid)
+        _write(axes, box, shade if all(valid) else PALE, texts[i, j] if size >= 5 else "", size)
     for axis, spans, block in ((axes.yaxis, grid.rows, down), (axes.xaxis, grid.columns, across)):
         borders = [i * block for i in range(len(spans)) if spans[i][0] < spans[i][1] or i == 0]
         step = max(1, -(-len(borders) // TICKS))
@@ -139,7 +139,7 @@ def _draw(axes: Any, grid: Grid) -> bool:
             axes.tick_params(
                 axis=which, left=False, bottom=False, labelleft=which != "y", labelbottom=which != "x"
             )
-    axes.set(xlim=(0, whole[1] or 1), ylim=(whole[0] or 1, 0))
+    axes.set(xlim=(0, full[1] or 1), ylim=(full[0] or 1, 0))
     axes.spines[:].set_visible(False)
     return size >= 5
 
@@ -150,7 +150,7 @@ def _box(axes: Any, box: tuple[float, ...], colour: Any, border: float = 0.8) ->
     axes.add_patch(Rectangle(box[:2], *box[2:], facecolor=colour, edgecolor="white", linewidth=border))
 
 
-def _say(axes: Any, box: tuple[float, ...], colour: Any, text: str, size: float) -> None:
+def _write(axes: Any, box: tuple[float, ...], colour: Any, text: str, size: float) -> None:
     left, top, width, height = box
     if text:
         axes.text(
@@ -159,14 +159,14 @@ def _say(axes: Any, box: tuple[float, ...], colour: Any, text: str, size: float)
         )  # fmt: skip
 
 
-def _hatch(axes: Any, box: tuple[float, ...], held: tuple[int, int]) -> None:
+def _hatch(axes: Any, box: tuple[float, ...], valid: tuple[int, int]) -> None:
     """Hatch the padding of a block."""
     from matplotlib.patches import Rectangle
 
     left, top, width, height = box
-    parts = [(left, top, width, height)] if not all(held) else [
-        (left, top + held[0], width, height - held[0]),
-        (left + held[1], top, width - held[1], held[0]),
+    parts = [(left, top, width, height)] if not all(valid) else [
+        (left, top + valid[0], width, height - valid[0]),
+        (left + valid[1], top, width - valid[1], valid[0]),
     ]  # fmt: skip
     for x, y, w, h in parts:
         if w > 0 and h > 0:

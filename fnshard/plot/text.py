@@ -26,10 +26,18 @@ from fnshard.errors import leaves as count_of
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
 from fnshard.plot.blocks import Grid, grid_of, layouts_of, mesh_rows, padding_text
-from fnshard.plot.lanes import busy_lanes, check, headline, what
 from fnshard.plot.leaves import leaves_of, together
 from fnshard.plot.scales import byte_text, byte_unit, digits, ranks_text, time_unit
-from fnshard.plot.steps import memory_series, phase_runs, totals_of, traffic_rows
+from fnshard.plot.steps import (
+    busy_lanes,
+    check,
+    headline,
+    memory_series,
+    phase_runs,
+    totals_of,
+    traffic_rows,
+    what,
+)
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 PARTS = " ▏▎▍▌▋▊▉█"
@@ -85,10 +93,10 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None
     Raises:
         SpecError: no layout, no shape, or they do not fit each other and the mesh.
     """
-    layouts, whole = layouts_of(spec, shape)
-    lines = [f"{list(whole)} on {mesh}"]
+    layouts, full = layouts_of(spec, shape)
+    lines = [f"{list(full)} on {mesh}"]
     for layout, fields in layouts.items():
-        grid = grid_of(layout, whole, mesh)
+        grid = grid_of(layout, full, mesh)
         lines += [f"{fields}: {layout!r}", *_table(grid), *filter(None, [padding_text(grid)])]
         lines += [f"dim {d} is cut too: the ranks of a block hold pieces of it" for d in grid.hidden]
     return "\n".join(lines)
@@ -132,7 +140,7 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
         SpecError: specs without shapes, or that do not fit the mesh.
     """
     leaves = leaves_of(specs, mesh, params)
-    whole, one = sum(x.bytes for x in leaves), sum(x.mine for x in leaves)
+    full, one = sum(x.bytes for x in leaves), sum(x.mine for x in leaves)
     rows = together(leaves)
     most, wide = max((x.bytes for x in rows), default=0), len(f"{max((x.count for x in rows), default=1)} × ")
     cells = [
@@ -145,7 +153,7 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
         )
         for x in rows
     ]
-    title = f"{count_of(len(leaves))}, {byte_text(whole)} stored; {byte_text(one)} on one rank of {mesh}"
+    title = f"{count_of(len(leaves))}, {byte_text(full)} stored; {byte_text(one)} on one rank of {mesh}"
     return "\n".join([title, *_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
 
 

@@ -43,9 +43,9 @@ def tree(specs: Any, mesh: Mesh, path: str | Path, *, params: Any = None) -> Pat
             _draw_unit(axes, f"{count} × {unit}" if count > 1 else unit, mine, box, colours)
     axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))
     axes.axis("off")
-    whole, one = sum(leaf.bytes for leaf in leaves), sum(leaf.mine for leaf in leaves)
+    full, one = sum(leaf.bytes for leaf in leaves), sum(leaf.mine for leaf in leaves)
     axes.set_title(
-        f"{count_of(len(leaves))}, {byte_text(whole)} stored; {byte_text(one)} on one rank of {mesh}",
+        f"{count_of(len(leaves))}, {byte_text(full)} stored; {byte_text(one)} on one rank of {mesh}",
         fontsize=11, loc="left",
     )  # fmt: skip
     _legend(figure, sums, colours)
@@ -131,8 +131,8 @@ def _name(axes: Any, leaf: LeafBytes, box: Box, colour: str, *, within: bool) ->
     left, bottom, width, height = box
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
     short = leaf.path.removeprefix(f"{leaf.unit}.") if within else leaf.path
-    whole, _, last = short.rpartition(".")
-    tails = _tails(short)[:-1] + _tails(whole) if whole else [last]  # "weight" alone would say nothing
+    full, _, last = short.rpartition(".")
+    tails = _tails(short)[:-1] + _tails(full) if full else [last]  # "weight" alone would say nothing
     texts = [f"{tail}\n{more}" for tail in tails for more in (f"{shape}\n{byte_text(leaf.bytes)}", shape)]
     for size in (9.0, 7.5, 6.0):
         text = next((t for t in [*texts, *tails] if _fits(t, size, width, height)), None)
@@ -161,8 +161,8 @@ def _legend(figure: Any, sums: dict[str, tuple[int, int]], colours: dict[str, st
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=colours[label], label=f"{label}: {byte_text(whole)}, {byte_text(mine)} on one rank")
-        for label, (whole, mine) in list(sums.items())[:LEGEND]
+        Patch(color=colours[label], label=f"{label}: {byte_text(full)}, {byte_text(mine)} on one rank")
+        for label, (full, mine) in list(sums.items())[:LEGEND]
     ]
     if len(sums) > LEGEND:
         handles[-1].set_label(f"... and {len(sums) - LEGEND + 1} more specs")
