@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import SpecError, StateError, leaves
-from fnshard.layout.spec import LayoutSpec, P, is_spec
+from fnshard.layout.spec import DTYPE_FIELDS, LayoutSpec, P, is_spec
 
 __all__ = ["Codec", "decoded", "encoded", "register"]
 
@@ -277,21 +277,10 @@ class Unfit:
 
 def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
     """The specs of a coded leaf's parts: the leaf's layout, in their own dtypes."""
-    rows = P(*spec.storage.parts[:1])
+    layouts = dict.fromkeys(("storage", "gradient", "optimizer"), P(*spec.storage.parts[:1]))
+    plain = replace(spec, codec=None, buffers=True, **layouts)
     return {
-        name: replace(
-            spec,
-            codec=None,
-            storage=rows,
-            gradient=rows,
-            optimizer=rows,
-            storage_dtype=dtype,
-            compute_dtype=dtype,
-            reduce_dtype=dtype,
-            optimizer_dtype=dtype,
-            shape=tuple(shape),
-            buffers=True,
-        )
+        name: replace(plain, shape=tuple(shape), **dict.fromkeys(DTYPE_FIELDS, dtype))
         for name, (shape, dtype) in CODECS[spec.codec].parts(spec.shape).items()
     }
 
@@ -327,21 +316,19 @@ def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tenso
     """A leaf's stored block by its path; of a coded one what its parts decode to, in storage dtype."""
     if not is_coded(spec):
         return blocks[path].detach()
+    return _decode(blocks, path, spec, spec.storage_dtype).detach()
+
+
+def _decode(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
+    """Full rows, or a block of them, from a leaf's parts."""
     codec = CODECS[spec.codec]
-    parts = {name: blocks[f"{path}.{name}"].detach() for name in codec.parts(spec.shape)}
+    parts = {name: tensors[f"{path}.{name}"] for name in codec.parts(spec.shape)}
     rows = next(iter(parts.values())).shape[0]
-    return codec.decode(parts, (rows, *spec.shape[1:]), spec.storage_dtype)
+    return codec.decode(parts, (rows, *spec.shape[1:]), dtype)
 
 
 def decoded(params: Any, named: Mapping[str, LayoutSpec], structure: tree.TreeDef) -> Any:
     """A tree of full leaves from one of full parts; coded leaves come in `compute_dtype`."""
-    given = tree.flatten_with_paths(params)[0]
-    return tree.unflatten([_leaf(given, path, spec) for path, spec in named.items()], structure)
-
-
-def _leaf(given: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tensor:
-    if not is_coded(spec):
-        return given[path]
-    codec = CODECS[spec.codec]
-    parts = {name: given[f"{path}.{name}"] for name in codec.parts(spec.shape)}
-    return codec.decode(parts, spec.shape, spec.compute_dtype)
+    full = tree.flatten_with_paths(params)[0]
+    values = [_decode(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in named.items()]
+    return tree.unflatten(values, structure)

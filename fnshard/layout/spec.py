@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ __all__ = ["LayoutSpec", "P"]
 
 Axes = str | tuple[str, ...] | None
 Memory = Literal["device", "host", "disk"]
+DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
 
 
 class P:
@@ -150,11 +151,9 @@ class LayoutSpec:
             optional = name in ("trainable", "unit") and value is None
             if not optional and (not isinstance(value, kind) or value == ""):
                 raise SpecError(f"LayoutSpec({name}={value!r}): expected a {kind.__name__}.")
-        for name in ("memory", "optimizer_memory"):
-            if getattr(self, name) not in ("device", "host", "disk"):
-                raise SpecError(
-                    f"LayoutSpec({name}={getattr(self, name)!r}): one of 'device', 'host', 'disk'."
-                )
+        for name, tier in (("memory", self.memory), ("optimizer_memory", self.optimizer_memory)):
+            if tier not in get_args(Memory):
+                raise SpecError(f"LayoutSpec({name}={tier!r}): one of 'device', 'host', 'disk'.")
         if self.update_on not in (None, "host", "device"):
             raise SpecError(f"LayoutSpec(update_on={self.update_on!r}): 'host', 'device' or None.")
         if self.update_on == "host" and self.optimizer_memory == "device":
@@ -162,7 +161,7 @@ class LayoutSpec:
                 "LayoutSpec(update_on='host', optimizer_memory='device'): the host has no state.",
                 fix="optimizer_memory='host' (or 'disk'), or update_on=None.",
             )
-        for name in ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype"):
+        for name in DTYPE_FIELDS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, torch.dtype):
                 meant = _DTYPES.get(str(value), str(value).removeprefix("torch."))

@@ -171,8 +171,8 @@ def _started() -> bool:
 def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
     free = [n for n, s in axes.items() if s == -1]
+    shown = ", ".join(f"{n}={s}" for n, s in axes.items())
     if bad or len(free) > 1 or (free and world is None):
-        shown = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise SpecError(
             f"mesh ({shown}) has a size that is not a positive integer.",
             fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
@@ -180,7 +180,6 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     fixed = math.prod(s for s in axes.values() if s != -1)
     sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
     if world is not None and math.prod(sizes) != world:
-        shown = ", ".join(f"{n}={s}" for n, s in axes.items())
         raise SpecError(
             f"mesh ({shown}) needs {math.prod(sizes)} ranks; this world has {world}.",
             fix="start as many ranks (torchrun --nproc-per-node), change a size, or lower with "

@@ -70,17 +70,10 @@ def sgd(
     def kernel(params, grads, slots, settings, info):
         decay, scale = settings
         torch._fused_sgd_(
-            params,
-            grads,
-            slots.get("momentum", []),
-            weight_decay=decay,
-            momentum=momentum,
-            lr=_kernel_rate(rate, scale, info),
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=False,
-            is_first_step=False,
-        )
+            params, grads, slots.get("momentum", []), lr=_kernel_rate(rate, scale, info),
+            weight_decay=decay, momentum=momentum, dampening=0.0, nesterov=nesterov,
+            maximize=False, is_first_step=False,
+        )  # fmt: skip
 
     def takes(param: Tensor) -> bool:
         # On CPU, up to torch 2.13 at least, the fused sgd kernel skips whole vectors of fp16 and bf16
@@ -149,20 +142,10 @@ def adamw(
         device, number = params[0].device, int(info.step) + 1
         count = info.once((leaf, device), lambda: torch.full((), number, dtype=torch.float32, device=device))
         torch._fused_adamw_(
-            params,
-            grads,
-            slots["mu"],
-            slots["nu"],
-            [],
-            [count] * len(params),
-            lr=_kernel_rate(rate, scale, info),
-            beta1=b1,
-            beta2=b2,
-            weight_decay=decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-        )
+            params, grads, slots["mu"], slots["nu"], [], [count] * len(params),
+            lr=_kernel_rate(rate, scale, info), beta1=b1, beta2=b2, weight_decay=decay, eps=eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
 
     return Optimizer(
         name,

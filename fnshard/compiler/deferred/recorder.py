@@ -25,22 +25,11 @@ from fnshard.errors import StateError
 META = torch.device("meta")
 _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
 
-_FILLS = frozenset(  # operators that set the tensor they are called on without reading it
-    f"{name}_"
-    for name in (
-        "bernoulli",
-        "cauchy",
-        "copy",
-        "exponential",
-        "fill",
-        "geometric",
-        "log_normal",
-        "normal",
-        "random",
-        "uniform",
-        "zero",
-    )
-)
+# Operators that set the tensor they are called on without reading it.
+_FILLS = frozenset({
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_", "zero_",
+})  # fmt: skip
 _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
