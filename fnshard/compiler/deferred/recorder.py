@@ -27,8 +27,8 @@ _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers
 
 # Operators that set the tensor they are called on without reading it.
 _FILLS = frozenset({
-    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
-    "uniform_", "zero_",
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_",
+    "random_", "uniform_", "zero_",
 })  # fmt: skip
 _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
