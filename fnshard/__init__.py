@@ -8,7 +8,7 @@
 The map; a folder imports only from those above it (`tests/test_house.py` holds it):
 
     front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them), functional
-    layout/      spec (LayoutSpec, P), rules (match_specs), presets, units, codecs
+    layout/      spec (LayoutSpec, P), rules (match_specs), resolved (specs by path), presets, units, codecs
     losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
     compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
                  rewrites (Program to Program), kernels (split, remat, differentiate, Inductor), schedule

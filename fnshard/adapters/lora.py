@@ -137,7 +137,8 @@ def matched_leaves(
     Raises:
         SpecError: a glob that matches nothing, or no globs at all.
     """
-    globs = "|".join(globs) if _are_texts(globs) else globs
+    if isinstance(globs, list | tuple) and all(isinstance(each, str) for each in globs):
+        globs = "|".join(globs)
     if not isinstance(globs, str):
         raise SpecError(f"{what}={globs!r}: globs of leaves, joined by '|', or a list of them.")
     hits: dict[str, list[str]] = {g: [] for g in globs.split("|")}
@@ -150,10 +151,6 @@ def matched_leaves(
         shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
         raise SpecError(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}")
     return [p for p in paths if any(p in found for found in hits.values())]
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
 
 
 def init_adapters(

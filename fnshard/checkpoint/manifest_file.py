@@ -96,7 +96,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """The last of a checkpoint: the manifest, its seal, and all of the directory flushed to the disk."""
         text = json.dumps(vars(self), default=_fields, separators=(",", ":")).encode()
-        for name, content in ((NAME, text), (SEAL, _seal(text))):
+        for name, content in ((NAME, text), (SEAL, _seal(hashlib.sha256(text).hexdigest()))):
             with (folder / name).open("xb") as file:
                 file.write(content)
                 file.flush()
@@ -141,11 +141,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return vars(value)
 
 
-def _seal(text: bytes) -> bytes:
-    return _line(hashlib.sha256(text).hexdigest())
-
-
-def _line(digest: str) -> bytes:
+def _seal(digest: str) -> bytes:
     return f"{digest}  {NAME}\n".encode()
 
 
@@ -159,7 +155,7 @@ def _content(folder: Path, name: str, limit: int, seal: bytearray | None = None)
         if seal is not None:
             with open(fd, "rb", buffering=0, closefd=False) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if seal != _line(digest):
+            if seal != _seal(digest):
                 raise Corrupt(f"{NAME} and {SEAL} do not belong together (checksum differs)")
         text = bytearray(size)
         read_exactly(fd, 0, memoryview(text))

@@ -119,11 +119,11 @@ def folded(key: BatchKey) -> dict[str, Any]:
 
 def lines(changes: list[Change]) -> list[str]:
     """`batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
-    return [f"{name} {_from_to(shown(before), shown(now))}" for name, before, now in changes]
-
-
-def _from_to(before: str, now: str) -> str:
-    return f"from {before} to {now}" if before != now else f"from one to another that prints alike, {now}"
+    texts = [(name, shown(before), shown(now)) for name, before, now in changes]
+    return [
+        f"{name} from {a} to {b}" if a != b else f"{name} from one to another that prints alike, {b}"
+        for name, a, b in texts
+    ]
 
 
 def shown(value: Any) -> str:

@@ -54,9 +54,8 @@ def refused(error: Callable[[str], Exception], here: Callable[[], bool]) -> Iter
     """
     reseeds = ("seed", "set_state", "setstate")
     found = [each for each in draws() if each[0] in (random, np.random, _PYTHON) and each[1] not in reseeds]
-    found.append(
-        (np.random, "default_rng", np.random.default_rng, "numpy.random.default_rng()", _unseeded_rng)
-    )
+    name, function = "numpy.random.default_rng()", np.random.default_rng
+    found.append((np.random, "default_rng", function, name, lambda seed=None: seed is None))
     before = []
     for owner, attribute, function, name, when in found:
 
@@ -72,10 +71,6 @@ def refused(error: Callable[[str], Exception], here: Callable[[], bool]) -> Iter
     finally:
         for owner, attribute, own in before:
             setattr(owner, attribute, own) if own is not None else delattr(owner, attribute)
-
-
-def _unseeded_rng(seed: Any = None) -> bool:
-    return seed is None
 
 
 def _always(*_: Any, **__: Any) -> bool:
