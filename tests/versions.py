@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CORE = ["trace", "differentiate", "remat", "step", "schedule"]
+CORE = ["trace", "trace_values", "trace_programs", "differentiate", "remat", "step", "schedule", "verify"]
 NEEDED = ["numpy", "optree", "safetensors", "einops", "pytest", "pytest-timeout", "hypothesis"]
 INTO = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fnshard" / "versions"
 

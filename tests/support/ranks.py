@@ -29,6 +29,9 @@ import torch.distributed as dist
 from kernels import remember_kernels
 
 COLLECTIVE_TIMEOUT_S = 60.0
+# Ranks are forked from a process that has imported what they need, and has no threads.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis"])
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed
 
 
@@ -91,11 +94,10 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         for rank in range(self.world):
-            here, there = spawn.Pipe()
-            process = spawn.Process(
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_worker, args=(there, rank, self.world, self._folder), name=f"rank-{rank}", daemon=True
             )
             process.start()
