@@ -10,7 +10,6 @@ import hashlib
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +22,17 @@ from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.collectives.base import Collectives
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What all ranks hold alike. `items`: the bound that a Mean's gradients are divided by on the way."""
-
-    items: float
-
-
-def reach(
+def check_agreement(
     comm: Collectives, schedule: Schedule, settings: Callable[[], Mapping[str, str]], items: float
-) -> Agreement:
+) -> float:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
         settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
-        items: this rank's guess of how many items a Mean counts; all take the largest.
+        items: this rank's guess of how many items a Mean counts.
+
+    Returns:
+        The largest guess of all ranks, which a Mean's gradients are divided by before they are summed.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -52,7 +47,7 @@ def reach(
     differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
     if differing:
         _refuse(comm, text, differing)
-    return Agreement(max(each["items"] for each in every))
+    return max(each["items"] for each in every)
 
 
 _PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before

@@ -31,7 +31,7 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
-from fnshard.step import agreement as agree
+from fnshard.step.agreement import check_agreement, compare_replicas, compile_in_turn
 from fnshard.step.batches import Batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
@@ -72,12 +72,13 @@ class RankState:
     """What one rank holds beside the state: its collectives, its bound steps, its flags.
 
     `raised`: what this rank says with its next step; `before`, `last`: the numbers of the last two steps, the
-    flags of all ranks among them. `bound`: by the identity of a lowered step, and who watches it.
+    flags of all ranks among them. `item_bound`: see `agreement.check_agreement`; None before the first step.
+    `bound`: by the identity of a lowered step, and who watches it.
     """
 
     comm: Collectives
     transfers: Transfers
-    agreement: agree.Agreement | None = None
+    item_bound: float | None = None
     bound: dict[tuple[int, Watch | None], Bound] = field(default_factory=dict)
     observer: Watch | None = None
     raised: set[str] = field(default_factory=set)
@@ -147,26 +148,27 @@ class Runner:
         key = id(lowered), rank.observer
         if key in rank.bound:
             return rank.bound[key]
-        first = rank.agreement is None
+        first = rank.item_bound is None
         if first:
-            rank.agreement = self._agreement(rank, lowered, params, settings)
+            rank.item_bound = self._item_bound(rank, lowered, params, settings)
         if first and lowered.options.backend != "eager":
-            agree.compile_in_turn(rank.comm, lowered.compile)
+            compile_in_turn(rank.comm, lowered.compile)
         lowered.compile()
         bound = self._bind(lowered, rank, scalars(lowered))
         kept = {id(v) for v in self.lowering.programs.values()}
         rank.bound = {k: v for k, v in rank.bound.items() if k[0] in kept} | {key: bound}
         return bound
 
-    def _agreement(
+    def _item_bound(
         self, rank: RankState, lowered: Lowered, params: Any, settings: Callable[[], Mapping[str, str]]
-    ) -> agree.Agreement:
-        known = None if self.replayed is None else self.replayed.rank.agreement
+    ) -> float:
+        """What a Mean's gradients are divided by, once the ranks agree on the program. A collective."""
+        known = None if self.replayed is None else self.replayed.rank.item_bound
         if known is not None:
             return known
-        found = agree.reach(rank.comm, lowered.schedule, settings, items_of(lowered.program))
+        found = check_agreement(rank.comm, lowered.schedule, settings, items_of(lowered.program))
         if self.replayed is None:  # of a replay, one may hold the NaN that is looked for
-            agree.compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.stored)
+            compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.stored)
         return found
 
     @contextmanager

@@ -371,7 +371,7 @@ class Step(Generic[OptimizerT, LossT]):
         """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
         if program.outputs.count is None:
             return float(self.mesh.data_size * self.options.accumulate)
-        return float(self._runner.rank.agreement.items)
+        return float(self._runner.rank.item_bound)
 
     # -------------------------------------------------------------- checks
 
