@@ -519,7 +519,7 @@ def test_the_second_call_finds_what_the_first_made(made, monkeypatch, tmp_path):
 
 
 def test_another_tokenizer_is_another_key(made, tmp_path):
-    from test_data_tokenizer import CHATML
+    from tokenizer_files import CHATML
 
     folder = tmp_path / "model"
     folder.mkdir()

@@ -1,25 +1,18 @@
-"""Shards: the same bytes however they are made, every window once an epoch, the same batch on any mesh."""
+"""Shards: the same bytes however they are made; what is refused; arrays that others made."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import threading
-import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from main_job import SMALL, compose, rows_of
+from shard_files import EOS, PERCENT, stream_of, tokenize_config
 
-from experiments import train
-from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
 from experiments.data import shardwriter
 from experiments.data.shardfolder import HEADER, check_vocab, open_shards
@@ -27,61 +20,12 @@ from experiments.data.shards import ShardLoader
 from experiments.data.shardwriter import dtype_of
 from experiments.data.stdlib_text import is_held_out
 from experiments.data.text_files import find, split
-from experiments.data.tokenizer import byte_tokenizer, load_tokenizer
+from experiments.data.tokenizer import load_tokenizer
 from experiments.tokenize import __main__ as command
 from experiments.tokenize import job
-from experiments.tokenize.config import SPEC, TokenizeConfig
+from experiments.tokenize.config import SPEC
 from experiments.tokenize.job import tokenize
 from experiments.tokenize.journal import NAME
-from experiments.training.dataset import open_tokens, place_of
-from experiments.training.loop import train as run_training
-from experiments.training.resume import RunFolder
-from fnshard.launcher.rank import Stop
-from fnshard.mesh import make_mesh
-
-ROOT = Path(__file__).resolve().parents[2]
-EOS = byte_tokenizer().eos
-PERCENT = 30
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Files of every kind and length, some 200 kB."""
-    folder, draw = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
-    words = ["the", "größer", "日本語", "𝄞", "x = 1", "\r\n", "\n", "\t", "\n\n", "\nä\n語"]
-    for number in range(24):
-        text = " ".join(words[i] for i in draw.integers(0, len(words), size=int(draw.integers(0, 3000))))
-        path = folder / ("sub" if number % 3 else "") / f"{number:02d}{('.txt', '.md', '.py')[number % 3]}"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text.encode())
-    (folder / "empty.txt").write_bytes(b"")
-    (folder / "endless.txt").write_text("日本" * 5000)
-    (folder / "marked.txt").write_bytes(b"\xef\xbb\xbfmarked")
-    for number in range(6):
-        lines = [{"text": "z" * int(size), "id": size} for size in draw.integers(0, 900, size=40).tolist()]
-        (folder / f"lines{number}.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
-    (folder / "ignored.csv").write_text("a,b")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def made(texts, tmp_path_factory):
-    """The shards of `texts`, many small ones, in one folder."""
-    out = tmp_path_factory.mktemp("shards")
-    tokenize(config(out, texts))
-    return out
-
-
-def config(out: Path, *files: Path | str, **options) -> TokenizeConfig:
-    return TokenizeConfig(
-        out=str(out),
-        files=tuple(map(str, files)),
-        **{"shard_mb": 0.01, "processes": 1, "held_out_percent": PERCENT, **options},
-    )
-
-
-def stream_of(shards) -> np.ndarray:
-    return shards.windows(np.zeros(1, np.int64), shards.tokens)[0]
 
 
 def expected(folder: Path, held_out: bool) -> list[int]:
@@ -104,7 +48,11 @@ def expected(folder: Path, held_out: bool) -> list[int]:
 @pytest.mark.parametrize("shard_mb", [0.002, 0.01, 64.0])
 def test_shards_hold_the_text_whatever_their_size(texts, tmp_path, shard_mb):
     found = dict(
-        zip(("held_out", "train"), tokenize(config(tmp_path / "out", texts, shard_mb=shard_mb)), strict=True)
+        zip(
+            ("held_out", "train"),
+            tokenize(tokenize_config(tmp_path / "out", texts, shard_mb=shard_mb)),
+            strict=True,
+        )
     )
     for side, shards in found.items():
         stream = stream_of(shards).tolist()
@@ -113,6 +61,7 @@ def test_shards_hold_the_text_whatever_their_size(texts, tmp_path, shard_mb):
         assert opened.key == shards.key and opened.tokens == len(stream) and opened.largest == EOS
         assert opened.documents == stream.count(EOS) and opened.vocab == 264
     assert (len(found["train"].shards) == 1) == (shard_mb == 64)
+    assert [dtype_of(v) for v in (264, 2**16, 2**16 + 1)] == ["<u2", "<u2", "<u4"]
 
 
 def test_a_directory_s_tokenizer_makes_shards_that_decode_to_the_text(texts, tmp_path):
@@ -132,7 +81,7 @@ def test_a_directory_s_tokenizer_makes_shards_that_decode_to_the_text(texts, tmp
     (tmp_path / "model" / "config.json").write_text('{"eos_token_id": 0}')  # only here
     tokenizer = load_tokenizer(tmp_path / "model")
     out = tmp_path / "out"
-    held, trained = tokenize(config(out, texts, tokenizer=str(tmp_path / "model")))
+    held, trained = tokenize(tokenize_config(out, texts, tokenizer=str(tmp_path / "model")))
     kept = load_tokenizer(out / "tokenizer")
     assert kept.key == tokenizer.key == held.tokenizer == trained.tokenizer and held.eos == 0
     documents, here = [], []
@@ -144,10 +93,6 @@ def test_a_directory_s_tokenizer_makes_shards_that_decode_to_the_text(texts, tmp
     plain = bytes(t if t < 256 else 0 for t in expected(texts, True)).decode().split("\0")
     assert not here and [*documents, ""] == plain
     assert trained.largest < trained.vocab == kept.vocab
-
-
-def test_the_type_holds_every_id():
-    assert [dtype_of(v) for v in (264, 2**16, 2**16 + 1)] == ["<u2", "<u2", "<u4"]
 
 
 def test_text_is_cut_behind_lines_or_else_between_characters(tmp_path):
@@ -177,13 +122,9 @@ def test_files_are_found_once_and_named_without_the_machine(texts):
 
 
 def test_named_files_are_held_out(texts, tmp_path):
-    held, trained = tokenize(config(tmp_path, texts, held_out=("lines*.jsonl", "endless.txt")))
-    assert held.documents + trained.documents == open_total(texts)
+    held, trained = tokenize(tokenize_config(tmp_path, texts, held_out=("lines*.jsonl", "endless.txt")))
+    assert held.documents + trained.documents == sum(expected(texts, side).count(EOS) for side in (0, 1))
     assert {t for t in stream_of(held).tolist() if t < 128} == {ord("z")}
-
-
-def open_total(texts) -> int:
-    return sum(expected(texts, side).count(EOS) for side in (True, False))
 
 
 @pytest.fixture(scope="module")
@@ -195,13 +136,9 @@ def forked(texts, tmp_path_factory, warm):
     return json.loads(done.stdout)
 
 
-def test_any_number_of_processes_writes_the_same_bytes(forked):
+def test_any_number_of_processes_and_kills_leaves_the_same_bytes(forked):
     assert len(forked["by1"]) > 40 and forked["by1"]["status"] == 0
-    assert forked["by1"] == forked["by2"] == forked["by5"]
-
-
-def test_a_job_that_is_killed_again_and_again_writes_the_same_bytes(forked):
-    assert forked["killed"] == forked["by1"]
+    assert forked["by1"] == forked["by2"] == forked["by5"] == forked["killed"]
     kills = forked["kills"]
     assert [kill["signal"] for kill in kills] == [9] * 5
     assert all(kill["before"] < kill["after"] and not kill["twice"] for kill in kills)  # each start went on
@@ -218,9 +155,9 @@ def test_a_crew_ends_with_the_process_that_hands_out_and_tells_how_a_member_ende
 
 def test_what_is_written_is_not_written_again(texts, tmp_path, capsys):
     out = tmp_path / "out"
-    tokenize(config(out, texts))
+    tokenize(tokenize_config(out, texts))
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*.bin")}
-    tokenize(config(out, texts, processes=2))
+    tokenize(tokenize_config(out, texts, processes=2))
     assert "nothing left to do" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*.bin")} == before
 
@@ -233,7 +170,9 @@ def test_files_larger_than_memory(tmp_path):
     with lines.open("ab") as file:
         file.write((b'{"text": "' + line[:-1] + b'"}\n') * 100_000)
     tracemalloc.start()
-    held, trained = tokenize(config(tmp_path / "out", big, lines, held_out=("*.jsonl",), shard_mb=64.0))
+    held, trained = tokenize(
+        tokenize_config(tmp_path / "out", big, lines, held_out=("*.jsonl",), shard_mb=64.0)
+    )
     loader = ShardLoader(trained, rows=8, context=256)
     for _ in range(4):
         next(loader)
@@ -257,9 +196,9 @@ def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path, monkeypatc
         b'{"text": "good"}\n\n{"txt": 1}\n{"text": "\\ud800"}\nnone\n{"text": 3}\n' + b'{"text": "x"}\n' * 9
     )
     (tmp_path / "held.txt").write_text("held out")
-    asked = config(tmp_path / "out", tmp_path, held_out=("held.txt",), shard_mb=0.0001)
+    config = tokenize_config(tmp_path / "out", tmp_path, held_out=("held.txt",), shard_mb=0.0001)
     with pytest.raises(ConfigError, match=r"5 places of the text cannot be used") as caught:
-        tokenize(asked)
+        tokenize(config)
     told = str(caught.value)
     for line in (
         r"a.txt:2: is no UTF-8 (byte 0xff)",
@@ -273,32 +212,32 @@ def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path, monkeypatc
         open_shards(tmp_path / "out" / "train")
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"cannot be written there: .*full"):
         patch.setattr(job, "write_header", full_disk)
-        tokenize(replace(asked, broken="skip"))
+        tokenize(replace(config, broken="skip"))
     with pytest.raises(ConfigError, match=r"5 places of the text"):  # those that were skipped are not kept
-        tokenize(asked)
-    _, trained = tokenize(replace(asked, broken="skip"))
+        tokenize(config)
+    _, trained = tokenize(replace(config, broken="skip"))
     text = bytes(t if t < 256 else 0 for t in stream_of(trained).tolist()).decode()
     assert text == "one\ntwo \N{REPLACEMENT CHARACTER}\n\0good\0" + "x\0" * 9 and trained.broken == 5
     with pytest.raises(ConfigError, match=r"train: 5 broken places were skipped there. Fix: broken=skip"):
-        tokenize(asked)
+        tokenize(config)
 
 
 def test_a_folder_of_another_command_is_left_alone(texts, tmp_path):
     out = tmp_path / "out"
-    tokenize(config(out, texts))
+    tokenize(tokenize_config(out, texts))
     with pytest.raises(
         ConfigError, match=r"(?s)holds shards of another command:.*shard_mb: 0.01 there, 0.02"
     ):
-        tokenize(config(out, texts, shard_mb=0.02))
+        tokenize(tokenize_config(out, texts, shard_mb=0.02))
     with pytest.raises(ConfigError, match=r"(?s)another command:.*files: .*34 files"):
-        tokenize(config(out, texts, texts / "ignored.csv"))
+        tokenize(tokenize_config(out, texts, texts / "ignored.csv"))
     for header in out.glob(f"*/{HEADER}"):
         header.unlink()
     (out / NAME).write_text(json.dumps({"format": 1, "files": "none"}) + "\n")
     with pytest.raises(ConfigError, match=r"(?s)another command:.*tokenizer: null there"):
-        tokenize(config(out, texts))
+        tokenize(tokenize_config(out, texts))
     with pytest.raises(ConfigError, match=r"(?s)holds something else:.*01\.md.*Fix: an empty"):
-        tokenize(config(texts / "sub", texts))
+        tokenize(tokenize_config(texts / "sub", texts))
 
 
 def test_of_two_files_one_is_held_out(tmp_path):
@@ -314,15 +253,15 @@ def test_of_two_files_one_is_held_out(tmp_path):
 
 def test_what_cannot_be_tokenised(texts, tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)nowhere: no such file.*\*\.x: matches no file"):
-        tokenize(config(tmp_path / "o", tmp_path / "nowhere", tmp_path / "*.x", texts))
+        tokenize(tokenize_config(tmp_path / "o", tmp_path / "nowhere", tmp_path / "*.x", texts))
     with pytest.raises(ConfigError, match=r"held_out=\*\.x: matches no file"):
-        tokenize(config(tmp_path / "o", texts, held_out=("*.x", "*.md")))
+        tokenize(tokenize_config(tmp_path / "o", texts, held_out=("*.x", "*.md")))
     with pytest.raises(ConfigError, match=r"held_out: no text in 0 files"):
-        tokenize(config(tmp_path / "o", texts / "endless.txt", held_out_percent=1))
+        tokenize(tokenize_config(tmp_path / "o", texts / "endless.txt", held_out_percent=1))
     with pytest.raises(ConfigError, match=r"holds no tokenizer.json"):
-        tokenize(config(tmp_path / "o", texts, tokenizer=str(texts)))
+        tokenize(tokenize_config(tmp_path / "o", texts, tokenizer=str(texts)))
     with pytest.raises(ConfigError, match=r"is a file"):
-        tokenize(config(texts / "endless.txt", texts))
+        tokenize(tokenize_config(texts / "endless.txt", texts))
     assert not (tmp_path / "o").exists()
     wrong = {"out": "", "files": [], "processes": 0, "broken": "mend", "held_out_percent": 100}
     with pytest.raises(ConfigError, match=r"(?s)5 problems:.*name a folder.*files=\[\].*100: must"):
@@ -349,11 +288,18 @@ def test_the_command_line(texts, tmp_path, monkeypatch, capfd):
     assert "nowhere: no such file" in said and "neither: no such" in said and "Traceback" not in said
 
 
+def link_header_to_zeros(folder: Path) -> None:
+    (folder / HEADER).unlink()
+    (folder / HEADER).symlink_to("/dev/zero")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda folder: (folder / HEADER).unlink(), r"holds no shards, or not all yet: neither"),
         (lambda folder: (folder / HEADER).write_text("{}"), r"is no header of shards"),
+        (lambda folder: (folder / HEADER).write_text("[" * 100_000), r"is no header of shards \(.*recursion"),
+        (link_header_to_zeros, r"is no header of shards \(shards\.json: is a link"),
         (lambda folder: (folder / "000001.bin").unlink(), r"not whole:\n  000001.bin: No such file"),
         (
             lambda folder: os.truncate(folder / "000000.bin", 10),
@@ -361,8 +307,8 @@ def test_the_command_line(texts, tmp_path, monkeypatch, capfd):
         ),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(made, tmp_path, spoil, message):
-    for path in (made / "train").iterdir():
+def test_a_folder_that_is_not_whole_is_refused(shard_folder, tmp_path, spoil, message):
+    for path in (shard_folder / "train").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert open_shards(tmp_path).tokens
     spoil(tmp_path)
@@ -395,8 +341,8 @@ TOP = {
 
 
 @pytest.mark.parametrize("lie", [*FIRST, *TOP])
-def test_nothing_in_a_header_is_believed(made, tmp_path, lie):
-    for path in (made / "train").iterdir():
+def test_nothing_in_a_header_is_believed(shard_folder, tmp_path, lie):
+    for path in (shard_folder / "train").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "link.bin").symlink_to(tmp_path / "000000.bin")
     (tmp_path / "null.bin").symlink_to("/dev/zero")
@@ -413,18 +359,8 @@ def test_nothing_in_a_header_is_believed(made, tmp_path, lie):
         check_vocab([open_shards(tmp_path)], 264)
 
 
-def test_a_header_of_brackets_and_one_that_is_no_file(tmp_path):
-    (tmp_path / HEADER).write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match=r"is no header of shards \(.*recursion"):
-        open_shards(tmp_path)
-    (tmp_path / HEADER).unlink()
-    (tmp_path / HEADER).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=r"is no header of shards \(shards\.json: is a link"):
-        open_shards(tmp_path)
-
-
-def test_a_token_that_no_header_tells_of_is_met_in_its_window(made, tmp_path):
-    shards = open_shards(made / "train")
+def test_a_token_that_no_header_tells_of_is_met_in_its_window(shard_folder, tmp_path):
+    shards = open_shards(shard_folder / "train")
     lying = replace(shards, largest=3)
     with pytest.raises(ValueError, match=r"train: holds the token \d+, and shards\.json says that 3"):
         lying.windows(np.array([0]), shards.tokens)
@@ -465,224 +401,3 @@ def test_arrays_that_are_no_tokens(tmp_path):
     )
     with pytest.raises(ConfigError, match=told):
         open_shards(tmp_path)
-
-
-# ------------------------------------------------------------------ the loader
-
-
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory):
-    """`numbered(tokens, parts)`: shards whose tokens are their places."""
-    folder = tmp_path_factory.mktemp("numbered")
-
-    def make(tokens: int, parts: int):
-        path = folder / f"{tokens}-{parts}"
-        if not path.exists():
-            path.mkdir()
-            cuts = np.sort(
-                np.random.default_rng(parts).choice(np.arange(1, tokens), parts - 1, replace=False)
-            )
-            for number, part in enumerate(np.split(np.arange(tokens, dtype=np.uint32), cuts)):
-                np.save(path / f"{number}.npy", part)
-        return open_shards(path)
-
-    return make
-
-
-def take(loader, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [next(loader) for _ in range(count)]
-
-
-def same(a, b) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
-    )
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(20, 400), st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 9))
-def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed):
-    shards = numbered(tokens, parts)
-    loader = ShardLoader(shards, rows, context, seed=seed)
-    count = loader.windows
-    starts = []
-    for inputs, targets in take(loader, -(-2 * count // rows)):
-        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (rows, context)
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(context)) and torch.equal(targets, inputs + 1)
-        starts += inputs[:, 0].tolist()
-    loader.close()
-    whole = list(range(0, (tokens - 1) // context * context, context))
-    assert sorted(starts[:count]) == whole == sorted(starts[count : 2 * count])
-    if count > 20:
-        other = ShardLoader(shards, count, context, seed=seed + 1, ahead=0).batch(0)[0][:, 0].tolist()
-        assert (
-            sorted(other) == whole
-            and len({tuple(x) for x in (whole, other, starts[:count], starts[count : 2 * count])}) == 4
-        )
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 9), st.integers(0, 5), st.sampled_from([1, 2, 3, 6]), st.sampled_from([0, 1, 4]))
-def test_any_mesh_has_the_same_global_batch_and_goes_on_anywhere(numbered, before, after, ranks, ahead):
-    shards = numbered(211, 4)
-    whole = take(ShardLoader(shards, 6, 5, seed=3, ahead=0), before + after)
-    first = ShardLoader(shards, 6, 5, seed=3, rank=1, ranks=2, ahead=4)
-    take(first, before)
-    state = json.loads(json.dumps(first.state_dict()))  # what is ready does not count
-    assert state["step"] == before == first.step
-    parts = []
-    for rank in range(ranks):
-        loader = ShardLoader(shards, 6, 5, seed=3, rank=rank, ranks=ranks, ahead=ahead)
-        next(loader)
-        loader.load_state_dict(state)
-        parts.append(take(loader, after))
-        loader.close()
-    joined = [
-        tuple(torch.cat([part[step][side] for part in parts]) for side in (0, 1)) for step in range(after)
-    ]
-    assert same(joined, whole[before:])
-    first.close()
-
-
-def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbered, monkeypatch):
-    shards, cut_steps = numbered(211, 4), []
-    enough = threading.Event()
-    plain = ShardLoader.batch
-
-    def batch(self, step):
-        cut_steps.append(step)
-        if step == 4:
-            enough.set()
-        return plain(self, step)
-
-    monkeypatch.setattr(ShardLoader, "batch", batch)
-    loader = ShardLoader(shards, 2, 5, ahead=4)
-    assert not cut_steps and not threads()
-    next(loader)
-    assert enough.wait(30) and cut_steps == [0, 1, 2, 3, 4] and loader.step == 1
-    assert len(threads()) == 1
-    loader.close()
-    assert not threads()
-    next(loader)  # goes on
-    assert loader.step == 2
-    del loader
-    until = time.monotonic() + 30
-    while threads() and time.monotonic() < until:
-        pass
-    assert not threads()
-
-
-def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("shards")]
-
-
-def test_what_goes_wrong_in_the_thread_is_told_each_time(numbered, monkeypatch):
-    def batch(self, step):
-        raise OSError(f"step {step}")
-
-    loader = ShardLoader(numbered(211, 4), 2, 5)
-    monkeypatch.setattr(ShardLoader, "batch", batch)
-    for _ in range(2):
-        with pytest.raises(OSError, match="step 0"):
-            next(loader)
-    loader.close()
-
-
-def test_other_batches_are_refused(numbered):
-    shards = numbered(211, 4)
-    state = ShardLoader(shards, 6, 5).state_dict()
-    for other, message in (
-        (ShardLoader(numbered(212, 4), 6, 5), "shards: its files"),
-        (ShardLoader(shards, 6, 5, seed=1), "seed: saved 0, here 1"),
-        (ShardLoader(shards, 3, 5), "rows: saved 6, here 3"),
-        (ShardLoader(shards, 6, 4), "context: saved 5, here 4"),
-    ):
-        with pytest.raises(ValueError, match=f"drew other batches .{message}"):
-            other.load_state_dict(state)
-    with pytest.raises(ValueError, match="a loader's state has the keys"):
-        ShardLoader(shards, 6, 5).load_state_dict({"step": 1})
-    with pytest.raises(ValueError, match="211 tokens, a window takes 301"):
-        ShardLoader(shards, 6, 300)
-    with pytest.raises(ValueError, match="6 rows do not divide over 4 ranks"):
-        ShardLoader(shards, 6, 5, ranks=4)
-
-
-def test_ranks_along_other_axes_read_the_same():
-    from fnshard.mesh import simulated_rank
-
-    mesh = make_mesh(data=2, tensor=3, data_axes="data", simulated=True)
-    places = []
-    for rank in range(6):
-        with simulated_rank(rank):
-            places.append(place_of(mesh))
-    assert places == [{"rank": rank, "ranks": 2} for rank in (0, 0, 0, 1, 1, 1)]
-
-
-# ------------------------------------------------------------------ training on them
-
-
-def trained_on(made: Path, *more: str):
-    asked = ("data=shards", f"data.root={made}", "model.vocab=264", "run.steps=4", "run.held_out_every=2",
-             "run.save_every=2", "mesh.shard=1", "model.layers=1", *more)  # fmt: skip
-    return train.prepare(place(compose(*SMALL, *asked), accelerators={}))
-
-
-def test_a_run_on_shards_and_one_that_is_cut_off(made, tmp_path, capsys):
-    whole, cut_off = tmp_path / "whole", tmp_path / "cut"
-    run_training(trained_on(made), RunFolder(str(whole)), [], Stop())
-    said = capsys.readouterr().out
-    assert "held-out loss, nats per byte: model" in said and "trigram" in said
-    assert (whole / "sample.txt").read_text().startswith("def ") and (whole / "loss.png").exists()
-
-    half = str(whole / "checkpoints" / "2")
-    run_training(trained_on(made), RunFolder(str(cut_off), source=half), [], Stop())
-    assert "resume: step 2 of" in capsys.readouterr().out
-    told = [
-        [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
-        for f in (whole, cut_off)
-    ]
-    assert told[0] == told[1] and len(told[0]) == 6
-
-
-def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
-    for side, parts in (("train", 3), ("held_out", 2)):
-        (tmp_path / side).symlink_to(numbered(400, parts).folder)
-    run_training(
-        trained_on(tmp_path, "model.vocab=400", "run.steps=2"), RunFolder(str(tmp_path / "run")), [], Stop()
-    )
-    said = capsys.readouterr().out
-    assert "held-out loss, nats per token: model" in said and "gram" not in said
-    numbers = (tmp_path / "run" / "sample.txt").read_text().split()
-    assert numbers[0] == "0" and len(numbers) == 6 and all(n.isdigit() for n in numbers)
-
-
-def test_shards_that_a_run_cannot_use(made, numbered, tmp_path):
-    with pytest.raises(ConfigError, match=r"data=shards: needs the folder that experiments.tokenize wrote"):
-        compose("data=shards")
-    with pytest.raises(
-        ConfigError, match=r"(?s)vocab=256: .*train: the largest is 257.*Fix: model.vocab=264"
-    ):
-        trained_on(made, "model.vocab=256")
-    with pytest.raises(ConfigError, match=r"(?s)train holds no shards.*held_out holds no shards"):
-        trained_on(tmp_path)
-    with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=900999 needs"):
-        trained_on(made, "model.context=900999")
-    for side in ("train", "tokenizer"):
-        (tmp_path / side).symlink_to(made / side)
-    (tmp_path / "held_out").symlink_to(numbered(400, 2).folder)
-    with pytest.raises(ConfigError, match="are of two tokenizers"):
-        trained_on(tmp_path, "model.vocab=400")
-
-
-def test_tables_are_those_of_the_bytes(made):
-    reading = open_tokens(trained_on(made))
-    held = stream_of(reading.held)
-    inputs, targets = reading.held_out(reading.starts)
-    assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert targets[-1].tolist() == held[int(reading.starts[-1]) + 1 :][:32].tolist()
-    from experiments.training import ngram
-
-    as_bytes = lambda ids: torch.from_numpy(np.where(ids < 256, ids, 0).astype(np.uint8))  # noqa: E731
-    table = ngram.fit(as_bytes(stream_of(reading.train)), 3)
-    at = (reading.starts[:, None] + torch.arange(1, 33)).flatten()
-    assert reading.tables()["trigram"] == pytest.approx(table.loss(as_bytes(held), at), abs=1e-12)

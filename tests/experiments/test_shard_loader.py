@@ -1,0 +1,249 @@
+"""Batches of shards: every window once an epoch, the same batch on any mesh; training on them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from main_job import SMALL, compose, rows_of
+from shard_files import stream_of
+
+from experiments import train
+from experiments.configs.machine import place
+from experiments.configs.train import ConfigError
+from experiments.data.shardfolder import open_shards
+from experiments.data.shards import ShardLoader
+from experiments.training.dataset import open_tokens, place_of
+from experiments.training.loop import train as run_training
+from experiments.training.resume import RunFolder
+from fnshard.launcher.rank import Stop
+from fnshard.mesh import make_mesh
+
+# ------------------------------------------------------------------ the loader
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """`numbered(tokens, parts)`: shards whose tokens are their places."""
+    folder = tmp_path_factory.mktemp("numbered")
+
+    def make(tokens: int, parts: int):
+        path = folder / f"{tokens}-{parts}"
+        if not path.exists():
+            path.mkdir()
+            cuts = np.sort(
+                np.random.default_rng(parts).choice(np.arange(1, tokens), parts - 1, replace=False)
+            )
+            for number, part in enumerate(np.split(np.arange(tokens, dtype=np.uint32), cuts)):
+                np.save(path / f"{number}.npy", part)
+        return open_shards(path)
+
+    return make
+
+
+def take(loader, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [next(loader) for _ in range(count)]
+
+
+def same(a, b) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(20, 400), st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 9))
+def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed):
+    shards = numbered(tokens, parts)
+    loader = ShardLoader(shards, rows, context, seed=seed)
+    count = loader.windows
+    starts = []
+    for inputs, targets in take(loader, -(-2 * count // rows)):
+        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (rows, context)
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(context)) and torch.equal(targets, inputs + 1)
+        starts += inputs[:, 0].tolist()
+    loader.close()
+    whole = list(range(0, (tokens - 1) // context * context, context))
+    assert sorted(starts[:count]) == whole == sorted(starts[count : 2 * count])
+    if count > 20:
+        other = ShardLoader(shards, count, context, seed=seed + 1, ahead=0).batch(0)[0][:, 0].tolist()
+        assert (
+            sorted(other) == whole
+            and len({tuple(x) for x in (whole, other, starts[:count], starts[count : 2 * count])}) == 4
+        )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 9), st.integers(0, 5), st.sampled_from([1, 2, 3, 6]), st.sampled_from([0, 1, 4]))
+def test_any_mesh_has_the_same_global_batch_and_goes_on_anywhere(numbered, before, after, ranks, ahead):
+    shards = numbered(211, 4)
+    whole = take(ShardLoader(shards, 6, 5, seed=3, ahead=0), before + after)
+    first = ShardLoader(shards, 6, 5, seed=3, rank=1, ranks=2, ahead=4)
+    take(first, before)
+    state = json.loads(json.dumps(first.state_dict()))  # what is ready does not count
+    assert state["step"] == before == first.step
+    parts = []
+    for rank in range(ranks):
+        loader = ShardLoader(shards, 6, 5, seed=3, rank=rank, ranks=ranks, ahead=ahead)
+        next(loader)
+        loader.load_state_dict(state)
+        parts.append(take(loader, after))
+        loader.close()
+    joined = [
+        tuple(torch.cat([part[step][side] for part in parts]) for side in (0, 1)) for step in range(after)
+    ]
+    assert same(joined, whole[before:])
+    first.close()
+
+
+def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbered, monkeypatch):
+    shards, cut_steps = numbered(211, 4), []
+    enough = threading.Event()
+    plain = ShardLoader.batch
+
+    def batch(self, step):
+        cut_steps.append(step)
+        if step == 4:
+            enough.set()
+        return plain(self, step)
+
+    monkeypatch.setattr(ShardLoader, "batch", batch)
+    loader = ShardLoader(shards, 2, 5, ahead=4)
+    assert not cut_steps and not threads()
+    next(loader)
+    assert enough.wait(30) and cut_steps == [0, 1, 2, 3, 4] and loader.step == 1
+    assert len(threads()) == 1
+    loader.close()
+    assert not threads()
+    next(loader)  # goes on
+    assert loader.step == 2
+    del loader
+    until = time.monotonic() + 30
+    while threads() and time.monotonic() < until:
+        pass
+    assert not threads()
+
+
+def threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("shards")]
+
+
+def test_what_goes_wrong_in_the_thread_is_told_each_time(numbered, monkeypatch):
+    def batch(self, step):
+        raise OSError(f"step {step}")
+
+    loader = ShardLoader(numbered(211, 4), 2, 5)
+    monkeypatch.setattr(ShardLoader, "batch", batch)
+    for _ in range(2):
+        with pytest.raises(OSError, match="step 0"):
+            next(loader)
+    loader.close()
+
+
+def test_other_batches_are_refused(numbered):
+    shards = numbered(211, 4)
+    state = ShardLoader(shards, 6, 5).state_dict()
+    for other, message in (
+        (ShardLoader(numbered(212, 4), 6, 5), "shards: its files"),
+        (ShardLoader(shards, 6, 5, seed=1), "seed: saved 0, here 1"),
+        (ShardLoader(shards, 3, 5), "rows: saved 6, here 3"),
+        (ShardLoader(shards, 6, 4), "context: saved 5, here 4"),
+    ):
+        with pytest.raises(ValueError, match=f"drew other batches .{message}"):
+            other.load_state_dict(state)
+    with pytest.raises(ValueError, match="a loader's state has the keys"):
+        ShardLoader(shards, 6, 5).load_state_dict({"step": 1})
+    with pytest.raises(ValueError, match="211 tokens, a window takes 301"):
+        ShardLoader(shards, 6, 300)
+    with pytest.raises(ValueError, match="6 rows do not divide over 4 ranks"):
+        ShardLoader(shards, 6, 5, ranks=4)
+
+
+def test_ranks_along_other_axes_read_the_same():
+    from fnshard.mesh import simulated_rank
+
+    mesh = make_mesh(data=2, tensor=3, data_axes="data", simulated=True)
+    places = []
+    for rank in range(6):
+        with simulated_rank(rank):
+            places.append(place_of(mesh))
+    assert places == [{"rank": rank, "ranks": 2} for rank in (0, 0, 0, 1, 1, 1)]
+
+
+# ------------------------------------------------------------------ training on them
+
+
+def trained_on(shard_folder: Path, *more: str):
+    overrides = (
+        "data=shards", f"data.root={shard_folder}", "model.vocab=264", "run.steps=4", "run.held_out_every=2",
+        "run.save_every=2", "mesh.shard=1", "model.layers=1", *more,
+    )  # fmt: skip
+    return train.prepare(place(compose(*SMALL, *overrides), accelerators={}))
+
+
+def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys):
+    whole, cut_off = tmp_path / "whole", tmp_path / "cut"
+    run_training(trained_on(shard_folder), RunFolder(str(whole)), [], Stop())
+    said = capsys.readouterr().out
+    assert "held-out loss, nats per byte: model" in said and "trigram" in said
+    assert (whole / "sample.txt").read_text().startswith("def ") and (whole / "loss.png").exists()
+
+    half = str(whole / "checkpoints" / "2")
+    run_training(trained_on(shard_folder), RunFolder(str(cut_off), source=half), [], Stop())
+    assert "resume: step 2 of" in capsys.readouterr().out
+    told = [
+        [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
+        for f in (whole, cut_off)
+    ]
+    assert told[0] == told[1] and len(told[0]) == 6
+
+
+def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
+    for side, parts in (("train", 3), ("held_out", 2)):
+        (tmp_path / side).symlink_to(numbered(400, parts).folder)
+    run_training(
+        trained_on(tmp_path, "model.vocab=400", "run.steps=2"), RunFolder(str(tmp_path / "run")), [], Stop()
+    )
+    said = capsys.readouterr().out
+    assert "held-out loss, nats per token: model" in said and "gram" not in said
+    numbers = (tmp_path / "run" / "sample.txt").read_text().split()
+    assert numbers[0] == "0" and len(numbers) == 6 and all(n.isdigit() for n in numbers)
+
+
+def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
+    with pytest.raises(ConfigError, match=r"data=shards: needs the folder that experiments.tokenize wrote"):
+        compose("data=shards")
+    with pytest.raises(
+        ConfigError, match=r"(?s)vocab=256: .*train: the largest is 257.*Fix: model.vocab=264"
+    ):
+        trained_on(shard_folder, "model.vocab=256")
+    with pytest.raises(ConfigError, match=r"(?s)train holds no shards.*held_out holds no shards"):
+        trained_on(tmp_path)
+    with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=900999 needs"):
+        trained_on(shard_folder, "model.context=900999")
+    for side in ("train", "tokenizer"):
+        (tmp_path / side).symlink_to(shard_folder / side)
+    (tmp_path / "held_out").symlink_to(numbered(400, 2).folder)
+    with pytest.raises(ConfigError, match="are of two tokenizers"):
+        trained_on(tmp_path, "model.vocab=400")
+
+
+def test_tables_are_those_of_the_bytes(shard_folder):
+    reading = open_tokens(trained_on(shard_folder))
+    held = stream_of(reading.held)
+    inputs, targets = reading.held_out(reading.starts)
+    assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert targets[-1].tolist() == held[int(reading.starts[-1]) + 1 :][:32].tolist()
+    from experiments.training import ngram
+
+    as_bytes = lambda ids: torch.from_numpy(np.where(ids < 256, ids, 0).astype(np.uint8))  # noqa: E731
+    table = ngram.fit(as_bytes(stream_of(reading.train)), 3)
+    at = (reading.starts[:, None] + torch.arange(1, 33)).flatten()
+    assert reading.tables()["trigram"] == pytest.approx(table.loss(as_bytes(held), at), abs=1e-12)

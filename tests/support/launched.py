@@ -1,0 +1,113 @@
+"""Programs that each rank runs, launched as a user launches them, and what is seen of their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import Forking
+
+from fnshard.launcher import local as launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def forked(request, monkeypatch):
+    """Ranks are forked from a process that has imported torch, but where a test is marked `executed`."""
+    if request.node.get_closest_marker("executed") is None:
+        monkeypatch.setattr(launcher, "subprocess", Forking(request.getfixturevalue("warm").popen))
+
+
+HEADER = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
+from fnshard.mesh.process_group import attempt
+from fnshard.launcher.rank import Stop, run_rank
+out = sys.argv[1]
+rank = int(os.environ["RANK"])
+"""
+
+
+def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool = False) -> Path:
+    """`body` defines `main()`; each rank runs it. With `stop` SIGTERM is noted in `stop.asked`."""
+    program = tmp_path / "program.py"
+    how = f"device_type='cpu', timeout_s={timeout_s}" + ", stop=stop" * stop
+    text = [HEADER, "stop = Stop()", textwrap.dedent(body), f"run_rank(main, {how})"]
+    program.write_text("\n".join(text) + "\n")
+    return program
+
+
+def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60) -> None:
+    """`body` defines `main()`; each rank runs it."""
+    program = program_of(tmp_path, body, timeout_s=timeout_s)
+    launcher.launch(
+        [sys.executable, "-u", str(program), str(tmp_path)],
+        ranks=ranks,
+        logs=tmp_path / "ranks",
+        max_restarts=max_restarts,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+
+
+@contextmanager
+def started(command: list[str], out: Path, **options) -> Iterator[subprocess.Popen]:
+    """`launch` in a process of its own, with two ranks."""
+    starter = (
+        "import pathlib; from fnshard.launcher.local import launch; "
+        f"launch({command!r}, ranks=2, logs=pathlib.Path({str(out)!r}, 'ranks'), **{options!r})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starter], env=environment(), stderr=subprocess.PIPE
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Processes by rank."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                found[int(entry[5:])] = int(pid)
+    return found
+
+
+def lines_of(path: Path, count: int, process: subprocess.Popen) -> list:
+    deadline = time.monotonic() + 60
+    while True:
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if len(rows) >= count:
+            return rows
+        assert time.monotonic() < deadline and process.poll() in (None, 0), f"{len(rows)} of {count} lines"
+        time.sleep(0.01)
+
+
+def wait_for(path: Path, seconds: float = 60) -> Path:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+    return path
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
