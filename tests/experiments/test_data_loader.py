@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -10,47 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_data import CONTEXT, COUNT, joined
 
 from experiments.data.batches import RowPacker, fill, once, pack, width_of
 from experiments.data.loader import PackedLoader, PairLoader
 from experiments.data.permutation import Permutation, order
-from experiments.data.prepared import prepare
 from experiments.data.tokenizer import byte_tokenizer
 from fnshard.losses import IGNORE
-
-CONTEXT = 50
-COUNT = 67
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """`made(kind, ...)`: prepared data of many lengths, its own text in every sample."""
-    folder = tmp_path_factory.mktemp("data")
-
-    def make(kind="samples", context=CONTEXT, count=COUNT, longest=40):
-        draw = np.random.default_rng(0)
-        sizes = draw.integers(1, longest - 10, size=count)
-        lines = [{"prompt": f"{i:04d}", "response": "r" * size} for i, size in enumerate(sizes.tolist())]
-        if kind == "pairs":
-            lines = [{"prompt": x["prompt"], "chosen": x["response"], "rejected": "no"} for x in lines]
-        file = folder / f"{kind}{count}{longest}.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return prepare([file], byte_tokenizer(), context=context, cache=folder / "cache", kind=kind)
-
-    return make
-
-
-def joined(parts):
-    """Ranks' batches as the global one."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(parts)
-    return {name: joined([part[name] for part in parts]) for name in parts[0]}
-
-
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
 
 
 def samples_in(batch):
@@ -144,8 +109,8 @@ def test_rows_close_at_once_when_nothing_can_fit():
 # ------------------------------------------------------------------ packed batches
 
 
-def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(made):
-    prepared = made()
+def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
+    prepared = samples()
     tokenizer = byte_tokenizer()
     batch = fill(prepared, [[3, 9], [], [5]], CONTEXT)
     assert list(batch) == ["tokens", "targets", "positions", "documents"]
@@ -171,8 +136,8 @@ def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(made):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_every_sample_is_seen_as_often_as_every_other(made, packed):
-    prepared = made()
+def test_every_sample_is_seen_as_often_as_every_other(samples, packed):
+    prepared = samples()
     loader = PackedLoader(prepared, rows=4, seed=1, pack=packed)
     seen, order = Counter(), []
     while loader.epoch < 6:
@@ -189,90 +154,17 @@ def test_every_sample_is_seen_as_often_as_every_other(made, packed):
         assert sorted(order[:COUNT]) == list(range(COUNT)) and order[:COUNT] != order[COUNT : 2 * COUNT]
 
 
-def test_packed_rows_are_full(made):
-    loader = PackedLoader(made(), rows=8)
+def test_packed_rows_are_full(samples):
+    loader = PackedLoader(samples(), rows=8)
     batches = [next(loader) for _ in range(10)]
     assert torch.stack([(b["documents"] > 0).double().mean() for b in batches]).mean() > 0.9
-
-
-LOADERS = {
-    "packed": lambda made, **how: PackedLoader(made(), rows=8, **how),
-    "rows": lambda made, **how: PackedLoader(made(), rows=8, pack=False, **how),
-    "pairs": lambda made, **how: PairLoader(made("pairs"), rows=8, **how),
-}
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("kind", LOADERS)
-def test_ranks_share_one_global_batch(made, kind, ranks):
-    whole = LOADERS[kind](made, seed=5)
-    parts = [LOADERS[kind](made, seed=5, rank=r, ranks=ranks) for r in range(ranks)]
-    for _ in range(4):
-        assert equal(joined([next(part) for part in parts]), next(whole))
-
-
-@settings(max_examples=25, deadline=None)
-@given(kind=st.sampled_from(list(LOADERS)), step=st.integers(0, 40), ranks=st.sampled_from([1, 2, 4]))
-def test_resume_at_any_step_on_any_mesh_is_exact(made, kind, step, ranks):
-    one = LOADERS[kind](made, seed=5)
-    for _ in range(step):
-        next(one)
-    saved = json.loads(json.dumps(one.state_dict()))
-    parts = [LOADERS[kind](made, seed=5, rank=r, ranks=ranks) for r in range(ranks)]
-    for part in parts:
-        next(part)  # what it did before is forgotten
-        part.load_state_dict(saved)
-        assert part.state_dict() == saved and part.step == step
-    for _ in range(3):
-        assert equal(joined([next(part) for part in parts]), next(one))
-    assert all(part.state_dict() == one.state_dict() for part in parts)
-
-
-def test_seeds_draw_other_batches(made):
-    for kind in LOADERS:
-        first, again, other = (next(LOADERS[kind](made, seed=s)) for s in (1, 1, 2))
-        assert equal(first, again) and not equal(first, other)
-
-
-def test_resume_of_another_loader_is_refused(made):
-    loader = PackedLoader(made(), rows=8, seed=5)
-    next(loader)
-    saved = loader.state_dict()
-    for other, message in [
-        (PackedLoader(made(), rows=8, seed=6), r"drew other batches \(seed: saved 5, here 6\)"),
-        (PackedLoader(made(), rows=4, seed=5), r"\(rows: saved 8, here 4\)"),
-        (PackedLoader(made(), rows=8, seed=5, pack=False), r"\(pack: saved True, here False\)"),
-        (PackedLoader(made(context=64), rows=8, seed=5), r"context: saved 50, here 64"),
-        (
-            PackedLoader(made(count=66), rows=8, seed=5),
-            r"\(data: its files, the tokenizer, or how .* begin anew with run\.resume=never\.$",
-        ),
-        (PairLoader(made("pairs"), rows=8, seed=5), r"a loader's state has the keys \['context', 'data'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(saved)
-        assert other.step == 0
-    for rows in ([[COUNT]], [[-1]], [[]], [[0] * 20], [[0]] * 33):
-        with pytest.raises(ValueError, match="open rows are none of this data's"):
-            loader.load_state_dict(saved | {"open": rows})
-    assert loader.state_dict() == saved
-
-
-@pytest.mark.parametrize("rows", [0, 8])
-def test_rows_that_do_not_divide_are_refused(made, rows):
-    with pytest.raises(ValueError, match=f"{rows} rows do not divide over 3 ranks"):
-        PackedLoader(made(), rows=rows, ranks=3)
-    with pytest.raises(ValueError, match="rank 4 of 4: expected 0 to 3"):
-        PairLoader(made("pairs"), rows=4, rank=4, ranks=4)
-    with pytest.raises(ValueError, match=r"prepared samples: expected pairs; prepare\(..., kind='pairs'\)"):
-        PairLoader(made(), rows=4)
 
 
 # ------------------------------------------------------------------ pairs, and everything once
 
 
-def test_pairs_are_two_rows_of_one_prompt(made):
-    prepared = made("pairs")
+def test_pairs_are_two_rows_of_one_prompt(samples):
+    prepared = samples("pairs")
     batch = next(PairLoader(prepared, rows=8))
     chosen, rejected = batch["chosen"], batch["rejected"]
     assert chosen["tokens"].shape == rejected["targets"].shape == (8, width_of(prepared))
@@ -286,15 +178,15 @@ def test_pairs_are_two_rows_of_one_prompt(made):
             assert batch[name]["tokens"][row, : len(ids) - 1].tolist() == ids.tolist()[:-1]
 
 
-def test_padded_widths_hold_the_longest_and_stay_in_the_context(made):
-    assert made().longest > 32 and width_of(made()) == 50  # 64 would be over the context
-    assert width_of(made(context=64)) == 64 and width_of(made(context=300)) == 64
-    assert width_of(made(longest=20, context=300)) == 32
+def test_padded_widths_hold_the_longest_and_stay_in_the_context(samples):
+    assert samples().longest > 32 and width_of(samples()) == 50  # 64 would be over the context
+    assert width_of(samples(context=64)) == 64 and width_of(samples(context=300)) == 64
+    assert width_of(samples(longest=20, context=300)) == 32
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_once_is_every_sample_once_and_equally_many_batches(made, ranks):
-    prepared = made()
+def test_once_is_every_sample_once_and_equally_many_batches(samples, ranks):
+    prepared = samples()
     for packed in (True, False):
         parts = [list(once(prepared, 8, rank=r, ranks=ranks, packed=packed)) for r in range(ranks)]
         assert len({len(part) for part in parts}) == 1

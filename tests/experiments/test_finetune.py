@@ -12,96 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import torch
-from omegaconf import OmegaConf
+from tuning import ROOT, SMALL, STEPS, compose, config_of, rows_of, run_in
 
 import fnshard as fs
-from experiments.cli import schema
 from experiments.cli.job import start
-from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
-from experiments.data.bytelevel import ByteTokenizer
 from experiments.data.pieces import encode_all
 from experiments.data.tokenizer import load_tokenizer
 from experiments.finetune import base_models, dataset, evaluate, job, loop, sizes
-from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import choose_method, default_rate
 from experiments.finetune.tuning import Tuning
 from experiments.training import steps
-from experiments.training.report import METRICS
 from experiments.training.result import read_result
-from experiments.training.resume import RunFolder
 from experiments.training.run_record import PARTS
 from fnshard.errors import BudgetError
 from fnshard.launcher.rank import Stop
 from fnshard.layout.resolved import ResolvedSpecs
 
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parents[2]
-STEPS = 6
-SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=4", f"run.steps={STEPS}",
-         "run.save_every=2", "run.held_out_every=3", "run.sample_tokens=3", "run.backend=eager",
-         "run.device=cpu", "run.timeout_s=60", "mesh.shard=1")  # fmt: skip
-
-
-def compose(*overrides: str) -> FinetuneConfig:
-    job.SPEC.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.SPEC.conf)):
-        composed = hydra.compose("finetune", overrides=list(overrides))
-    return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory, random and very small."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = ByteTokenizer()
-    told = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        eos_token_id=tokenizer.eos,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(told).save_pretrained(folder)
-    tokenizer.save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of the three kinds."""
-    folder = tmp_path_factory.mktemp("data")
-    sums = [(a, b) for a in range(8) for b in range(8)]
-    lines = {
-        "samples": [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums],
-        "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "x"} for a, b in sums],
-        "choices": [{"prompt": f"{a}+1=", "choices": ["x", str(a + 1)], "answer": 1} for a in range(5)],
-    }
-    for name, each in lines.items():
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in each))
-    return {name: folder / name for name in lines}
-
-
-def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
-    """Placed, with its data tokenised below `where`."""
-    train = data["pairs" if "objective=dpo" in overrides else "samples"]
-    named = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}")
-    config = place(compose(*SMALL, *named, *overrides), accelerators={})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(where)
-        return dataset.prepared(config)
-
-
-def run_in(folder: Path) -> RunFolder:
-    folder.mkdir(parents=True, exist_ok=True)
-    return RunFolder(str(folder))
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, float]:
@@ -205,26 +136,6 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
 
 
-@pytest.mark.long  # `test_parity` holds it for the library
-def test_ranks_and_micro_batches_do_not_change_it(ranks, model, data, tmp_path):
-    one = config_of(model, data, tmp_path, "method=lora", "run.sample_tokens=1")
-    loop.finetune(one, run_in(tmp_path / "one"), [], Stop())
-    more = replace(one, mesh=replace(one.mesh, shard=2), run=replace(one.run, accumulate=2))
-    ranks(2).run(on_two, more, str(tmp_path / "two"))
-    for here, there in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
-        for name in ("loss", "held_out_loss"):
-            if name in here:
-                assert there[name] == pytest.approx(here[name], rel=1e-5)
-    results = [read_result(tmp_path / name) for name in ("one", "two")]
-    assert results[0]["accuracy"] == results[1]["accuracy"]
-
-
-def on_two(rank: int, config: FinetuneConfig, folder: str) -> None:
-    """The job on this rank."""
-    Path(folder).mkdir(exist_ok=True)
-    loop.finetune(config, RunFolder(folder), [], Stop())
-
-
 def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *overrides: str) -> Any:
     mesh = fs.make_mesh(shard=1, device="cpu")
     config = config_of(model, data, where, "method=auto", f"run.device_gb={gb}", *overrides)
@@ -301,13 +212,9 @@ def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
     for row, numbers in enumerate(documents):
         for number in set(numbers.tolist()) - {0}:
             one = {n: batch[n][row, numbers == number][None] for n in ("tokens", "targets")}
-            alone += float(-sequence_of(lm, params, one))
+            alone -= float(loop.row_logprobs(lm, params, one).sum())
             count += int((one["targets"] != -100).sum())
     assert float(loss.total) == pytest.approx(alone, rel=1e-5) and int(loss.count) == count
-
-
-def sequence_of(lm: Any, params: Any, batch: Any) -> torch.Tensor:
-    return loop.row_logprobs(lm, params, batch).sum()
 
 
 def test_pairs_of_padding_do_not_count():
@@ -350,33 +257,6 @@ def test_a_large_model_on_paper(layers, limit):
 # ------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["method.rank=0"], r"method\.rank=0: must be 1 or more"),
-        (["method.name=dora"], r"method\.name='dora': must be one of full, lora"),
-        (["objective.beta=0"], r"objective\.beta=0\.0: must be above 0"),
-        (["method=auto"], r"method=auto: needs a budget\. Fix: run\.device_gb=24"),
-        (["method=full", "export=adapters"], r"export=adapters: method=full has no adapters"),
-        (["optimizer=sgd"], r"optimizer\.lr=null: the defaults are AdamW's"),
-        (["export=gguf"], r"export='gguf': must be one of auto, adapters"),
-        (["data.held_out=x"], r"data\.held_out: without data\.train"),
-        (["data.too_long=cut"], r"data\.too_long='cut': must be one of refuse, skip, truncate"),
-        (["run.device_gb=24"], r"run\.device_gb=24: a budget is for strategy=auto"),
-    ],
-)
-def test_a_configuration_that_cannot_be(overrides, told):
-    with pytest.raises(ConfigError, match=told):
-        compose(*overrides)
-
-
-def test_every_group_composes():
-    for group, names in {"method": ("full", "lora", "qlora8", "qlora4"), "objective": ("sft", "dpo"),
-                         "strategy": ("zero2", "offload"), "precision": ("bf16",)}.items():  # fmt: skip
-        for name in names:
-            compose(f"{group}={name}")
-
-
 def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp_path, monkeypatch):
     """One error each, before any rank starts."""
     monkeypatch.chdir(tmp_path)
@@ -387,32 +267,23 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 99, "response": "b"}) + "\n")
     narrow = tmp_path / "narrow"
     shutil.copytree(model, narrow)
-    told = json.loads((narrow / "config.json").read_text()) | {"vocab_size": 40}
-    (narrow / "config.json").write_text(json.dumps(told))
-    given = {
-        ("model=nowhere",): r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
-        (
-            "model=nowhere",
-            "data.train=none.jsonl",
-        ): r"(?s)none\.jsonl: No such file.*model=nowhere: no",
-        ("model=stdlib", "data.train=/dev/zero"): r"/dev/zero: is no regular file",
-        ("model=bare",): r"config\.json",
-        ("model=empty",): r"safetensors|weights",
-        (f"model={model}", "data.context=65"): r"data\.context=65, and it was made for 64 positions",
-        (f"model={narrow}",): r"its tokenizer has ids up to 263, its embedding 40 rows",
-        (
-            "model=acme/nothing",
-        ): r"(?s)no model of this name in the Hugging Face cache \(.*`hf download acme/n",
-        (f"model={model}", "data.train=nothing.jsonl"): r"nothing\.jsonl: No such file",
-        (f"model={model}", "data.train=broken.jsonl"): r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: lacks",
-        (
-            f"model={model}",
-            "data.train=long.jsonl",
-        ): r"long\.jsonl:1: takes 10\d positions",
+    config = json.loads((narrow / "config.json").read_text()) | {"vocab_size": 40}
+    (narrow / "config.json").write_text(json.dumps(config))
+    cases = {
+        "model=nowhere": r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
+        "model=nowhere data.train=none.jsonl": r"(?s)none\.jsonl: No such file.*model=nowhere: no",
+        "model=stdlib data.train=/dev/zero": r"/dev/zero: is no regular file",
+        "model=bare": r"config\.json",
+        "model=empty": r"safetensors|weights",
+        f"model={model} data.context=65": r"data\.context=65, and it was made for 64 positions",
+        f"model={narrow}": r"its tokenizer has ids up to 263, its embedding 40 rows",
+        "model=acme/nothing": r"(?s)no model of this name in the Hugging Face cache \(.*`hf download acme/n",
+        f"model={model} data.train=broken.jsonl": r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: lacks",
+        f"model={model} data.train=long.jsonl": r"long\.jsonl:1: takes 10\d positions",
     }
-    for overrides, told in given.items():
-        with pytest.raises(ConfigError, match=told):
-            start(job.JOB, compose(*SMALL, *overrides), tmp_path / "run", [], chosen=True)
+    for overrides, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            start(job.JOB, compose(*SMALL, *overrides.split()), tmp_path / "run", [], chosen=True)
     assert not (tmp_path / "run" / "ranks").exists()
     config = config_of(model, data, tmp_path, "method.targets=*.nothing")
     with pytest.raises(ConfigError, match=r"method\.targets=\*\.nothing.* matches no leaf"):
@@ -476,10 +347,8 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     settings.pop("chat_template")
     (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
-    tokenizer_file = json.loads(
-        (bare / "tokenizer.json").read_text()
-    )  # else it is taken for the built-in one
-    (bare / "tokenizer.json").write_text(json.dumps(tokenizer_file))
+    # Written otherwise, so that it is not taken for the built-in one.
+    (bare / "tokenizer.json").write_text(json.dumps(json.loads((bare / "tokenizer.json").read_text())))
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path = tmp_path / "talk.jsonl"
     lines = [[{**talk[0], "content": f"{n}+1="}, {**talk[1], "content": f"{n + 1}"}] for n in range(1, 40)]

@@ -70,8 +70,8 @@ def test_bad_overrides_end_with_one_message(tmp_path, command, override):
 
 
 def test_sizes_are_what_the_names_say():
-    for name, wanted in (("1b", 1.24e9), ("8b", 8.03e9), ("70b", 70.55e9)):
-        assert LLAMA[name].parameters == pytest.approx(wanted, rel=0.01)
+    for name, parameters in (("1b", 1.24e9), ("8b", 8.03e9), ("70b", 70.55e9)):
+        assert LLAMA[name].parameters == pytest.approx(parameters, rel=0.01)
 
 
 def test_ratios_cancel_drift():
@@ -170,37 +170,21 @@ SMALL_JOB = MemoryJob(
 )
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    return measure(SMALL_JOB, tmp_path_factory.mktemp("measured"), 240.0)["plans"]
-
-
 @pytest.mark.long  # a job of its own; `test_ledger` has samples of it
-def test_predictions_are_near_what_is_measured(measured):
+def test_a_measured_job(tmp_path):
+    """Predictions are near; offloaded state is not on the device; the plan found fits; remat saves."""
+    measured = measure(SMALL_JOB, tmp_path, 240.0)["plans"]
     for name, plan in measured.items():
         if name != "ddp":
             assert plan["predicted"]["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=NEAR), name
-
-
-@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
-def test_what_is_offloaded_is_not_on_the_device(measured):
-    offloaded, plain = measured[targets.ALL_OFFLOADED.name], measured["none"]
+        assert len(plan["seconds"]) == 1 and plan["seconds"][0] > 0
+    offloaded, plain, fitted = (measured[name] for name in (targets.ALL_OFFLOADED.name, "none", "fit"))
     assert offloaded["optimizer_device_bytes"] == 0 < plain["optimizer_device_bytes"]
     assert "optimizer state" not in offloaded["predicted"]["resident"]
     assert offloaded["between_bytes"] < plain["between_bytes"]
-
-
-@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
-def test_the_plan_runs_within_its_budget(measured):
-    fitted = measured["fit"]
-    assert fitted["peak_bytes"] <= fitted["budget_bytes"] < 0.65 * measured["none"]["peak_bytes"]
+    assert fitted["peak_bytes"] <= fitted["budget_bytes"] < 0.65 * plain["peak_bytes"]
     assert fitted["fit"]["peak_bytes"] <= fitted["budget_bytes"]
-
-
-@pytest.mark.long  # a job of its own; `test_ledger` has samples of it
-def test_remat_saves_and_every_plan_is_timed(measured):
-    assert measured["unit"]["peak_bytes"] < 0.9 * measured["none"]["peak_bytes"]
-    assert all(len(plan["seconds"]) == 1 and plan["seconds"][0] > 0 for plan in measured.values())
+    assert measured["unit"]["peak_bytes"] < 0.9 * plain["peak_bytes"]
 
 
 def test_every_target_names_plans_that_its_verdict_reads():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ from shard_files import stream_of
 from experiments import train
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
-from experiments.data.shardfolder import open_shards
 from experiments.data.shards import ShardLoader
 from experiments.training.dataset import open_tokens, place_of
 from experiments.training.loop import train as run_training
@@ -29,33 +27,8 @@ from fnshard.mesh import make_mesh
 # ------------------------------------------------------------------ the loader
 
 
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory):
-    """`numbered(tokens, parts)`: shards whose tokens are their places."""
-    folder = tmp_path_factory.mktemp("numbered")
-
-    def make(tokens: int, parts: int):
-        path = folder / f"{tokens}-{parts}"
-        if not path.exists():
-            path.mkdir()
-            cuts = np.sort(
-                np.random.default_rng(parts).choice(np.arange(1, tokens), parts - 1, replace=False)
-            )
-            for number, part in enumerate(np.split(np.arange(tokens, dtype=np.uint32), cuts)):
-                np.save(path / f"{number}.npy", part)
-        return open_shards(path)
-
-    return make
-
-
 def take(loader, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [next(loader) for _ in range(count)]
-
-
-def same(a, b) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
-    )
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -78,29 +51,6 @@ def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed)
             sorted(other) == whole
             and len({tuple(x) for x in (whole, other, starts[:count], starts[count : 2 * count])}) == 4
         )
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 9), st.integers(0, 5), st.sampled_from([1, 2, 3, 6]), st.sampled_from([0, 1, 4]))
-def test_any_mesh_has_the_same_global_batch_and_goes_on_anywhere(numbered, before, after, ranks, ahead):
-    shards = numbered(211, 4)
-    whole = take(ShardLoader(shards, 6, 5, seed=3, ahead=0), before + after)
-    first = ShardLoader(shards, 6, 5, seed=3, rank=1, ranks=2, ahead=4)
-    take(first, before)
-    state = json.loads(json.dumps(first.state_dict()))  # what is ready does not count
-    assert state["step"] == before == first.step
-    parts = []
-    for rank in range(ranks):
-        loader = ShardLoader(shards, 6, 5, seed=3, rank=rank, ranks=ranks, ahead=ahead)
-        next(loader)
-        loader.load_state_dict(state)
-        parts.append(take(loader, after))
-        loader.close()
-    joined = [
-        tuple(torch.cat([part[step][side] for part in parts]) for side in (0, 1)) for step in range(after)
-    ]
-    assert same(joined, whole[before:])
-    first.close()
 
 
 def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbered, monkeypatch):
@@ -145,25 +95,6 @@ def test_what_goes_wrong_in_the_thread_is_told_each_time(numbered, monkeypatch):
         with pytest.raises(OSError, match="step 0"):
             next(loader)
     loader.close()
-
-
-def test_other_batches_are_refused(numbered):
-    shards = numbered(211, 4)
-    state = ShardLoader(shards, 6, 5).state_dict()
-    for other, message in (
-        (ShardLoader(numbered(212, 4), 6, 5), "shards: its files"),
-        (ShardLoader(shards, 6, 5, seed=1), "seed: saved 0, here 1"),
-        (ShardLoader(shards, 3, 5), "rows: saved 6, here 3"),
-        (ShardLoader(shards, 6, 4), "context: saved 5, here 4"),
-    ):
-        with pytest.raises(ValueError, match=f"drew other batches .{message}"):
-            other.load_state_dict(state)
-    with pytest.raises(ValueError, match="a loader's state has the keys"):
-        ShardLoader(shards, 6, 5).load_state_dict({"step": 1})
-    with pytest.raises(ValueError, match="211 tokens, a window takes 301"):
-        ShardLoader(shards, 6, 300)
-    with pytest.raises(ValueError, match="6 rows do not divide over 4 ranks"):
-        ShardLoader(shards, 6, 5, ranks=4)
 
 
 def test_ranks_along_other_axes_read_the_same():

@@ -7,43 +7,27 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from main_job import compose
-from test_resume import RUN, After, config_of, run_in
+from small_runs import RUN, After, config_of, run_in
 from toys import chain, rows, run_chain
 
 import fnshard as fs
-from experiments.configs.train import TrainConfig
 from experiments.training import loop, steps
 from experiments.training.report import METRICS
 from experiments.training.result import read_result
-from experiments.training.resume import CHECKPOINTS, RunFolder, identity_of
+from experiments.training.resume import CHECKPOINTS, RunFolder
 from experiments.training.run_record import PARTS, RunRecord, StepWork, git_of, in_words
 from experiments.training.run_record import RUN as RUN_FILE
 from experiments.training.watchdog import DivergedError, Spikes, Stragglers, ill, sound
 from fnshard.launcher.rank import Stop
 
-
-@pytest.fixture(autouse=True, scope="module")
-def lowered_once() -> Iterator[None]:
-    """Steps of equal runs are lowered once in this process; no pictures of losses."""
-    prepare, known = loop.prepare, {}
-
-    def prepared(config: TrainConfig) -> loop.TrainSetup:
-        key = json.dumps(identity_of(config))
-        known[key] = known.get(key) or prepare(config)
-        return replace(known[key], config=config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "prepare", prepared)
-        patch.setattr(loop, "plot_losses", lambda *_, **__: None)
-        yield
+pytestmark = pytest.mark.usefixtures("lowered_once")
 
 
 def told_in(folder: Path) -> dict[str, Any]:

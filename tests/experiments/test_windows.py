@@ -9,16 +9,12 @@ from collections import Counter
 
 import pytest
 import torch
+from loader_data import stream
 
 from experiments.data import stdlib_text
 from experiments.data.stdlib_text import SEPARATOR
 from experiments.data.windows import Loader, cut_windows, held_out_starts
 from experiments.training import ngram
-
-
-def stream(size: int = 5000, symbols: int = 256, seed: int = 0) -> torch.Tensor:
-    return torch.randint(symbols, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
 
 # ------------------------------------------------------------------ text
 
@@ -105,53 +101,6 @@ def test_batches_are_windows_of_the_stream():
     assert set(drawn.tolist()) == set(range(8))  # every window that fits, the last one too
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_one_global_batch(ranks):
-    whole = Loader(stream(), rows=8, context=16, seed=5)
-    parts = [Loader(stream(), rows=8, context=16, seed=5, rank=r, ranks=ranks) for r in range(ranks)]
-    for _ in range(3):
-        inputs, targets = next(whole)
-        pieces = [next(part) for part in parts]
-        assert torch.equal(torch.cat([p[0] for p in pieces]), inputs)
-        assert torch.equal(torch.cat([p[1] for p in pieces]), targets)
-
-
-def test_seed_and_step_alone_decide():
-    def first(**changed):
-        return Loader(stream(), **{"rows": 8, "context": 16, "seed": 1, **changed})
-
-    assert torch.equal(next(first())[0], next(first())[0])
-    assert not torch.equal(next(first())[0], next(first(seed=2))[0])
-    loader = first()
-    assert not torch.equal(next(loader)[0], next(loader)[0])
-    assert torch.equal(next(loader)[0], first().batch(2)[0])
-
-
-def test_resume_goes_on_where_it_stood_even_on_another_mesh():
-    one = Loader(stream(), rows=8, context=16, seed=5)
-    for _ in range(3):
-        next(one)
-    saved = one.state_dict()
-    expected = [next(one) for _ in range(2)]
-    halves = [Loader(stream(), rows=8, context=16, seed=5, rank=r, ranks=2) for r in range(2)]
-    for half in halves:
-        half.load_state_dict(saved)
-    for inputs, targets in expected:
-        pieces = [next(half) for half in halves]
-        assert torch.equal(torch.cat([p[0] for p in pieces]), inputs)
-        assert torch.equal(torch.cat([p[1] for p in pieces]), targets)
-
-
-def test_resume_of_another_loader_is_refused():
-    loader = Loader(stream(), rows=8, context=16, seed=5)
-    with pytest.raises(
-        ValueError, match=r"drew other batches \(seed: saved 6, here 5; rows: saved 4, here 8\)"
-    ):
-        loader.load_state_dict(loader.state_dict() | {"step": 1, "seed": 6, "rows": 4})
-    with pytest.raises(ValueError, match="a loader's state has the keys"):
-        loader.load_state_dict({"step": 1})
-
-
 def test_resume_on_another_text_is_told():
     saved = Loader(stream(), rows=8, context=16, seed=5, step=3).state_dict()
     same, other = (Loader(stream(seed=s), rows=8, context=16, seed=5) for s in (0, 1))
@@ -161,11 +110,6 @@ def test_resume_on_another_text_is_told():
     with pytest.warns(UserWarning, match="the text is not what it was when this was saved"):
         other.load_state_dict(saved)
     assert same.step == other.step == 3
-
-
-def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="8 rows do not divide over 3 ranks"):
-        Loader(stream(), rows=8, context=16, ranks=3)
 
 
 def test_held_out_windows_fit_and_leave_room_for_a_trigram():

@@ -12,12 +12,19 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from commands import Forking
+from launched import (
+    HEADER,
+    environment,
+    is_alive,
+    lines_of,
+    program_of,
+    ranks_of,
+    run,
+    started,
+    wait_for,
+)
 
 from fnshard.errors import CollectiveError, SpecError
 from fnshard.launcher import local as launcher
@@ -27,46 +34,7 @@ from fnshard.mesh.process_group import RENDEZVOUS, join_group
 from fnshard.runtime.files import folder
 from fnshard.runtime.files.folder import scratch_directory
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def forked(request, monkeypatch):
-    """Ranks are forked from a process that has imported torch, but where a test is marked `executed`."""
-    if request.node.get_closest_marker("executed") is None:
-        monkeypatch.setattr(launcher, "subprocess", Forking(request.getfixturevalue("warm").popen))
-
-
-HEADER = """
-import json, os, signal, sys, time
-import torch, torch.distributed as dist
-from fnshard.mesh.process_group import attempt
-from fnshard.launcher.rank import Stop, run_rank
-out = sys.argv[1]
-rank = int(os.environ["RANK"])
-"""
-
-
-def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool = False) -> Path:
-    """`body` defines `main()`; each rank runs it. With `stop` SIGTERM is noted in `stop.asked`."""
-    program = tmp_path / "program.py"
-    how = f"device_type='cpu', timeout_s={timeout_s}" + ", stop=stop" * stop
-    text = [HEADER, "stop = Stop()", textwrap.dedent(body), f"run_rank(main, {how})"]
-    program.write_text("\n".join(text) + "\n")
-    return program
-
-
-def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60) -> None:
-    """`body` defines `main()`; each rank runs it."""
-    program = program_of(tmp_path, body, timeout_s=timeout_s)
-    launcher.launch(
-        [sys.executable, "-u", str(program), str(tmp_path)],
-        ranks=ranks,
-        logs=tmp_path / "ranks",
-        max_restarts=max_restarts,
-        env={"PYTHONPATH": str(ROOT)},
-    )
-
+pytestmark = pytest.mark.usefixtures("forked")
 
 REDUCE = """
 def main():
@@ -107,15 +75,10 @@ def test_one_rank_needs_no_group_and_the_users_number_of_threads_is_kept(tmp_pat
     assert (tmp_path / "seen").read_text() == "7False"
 
 
-@pytest.mark.long
-def test_twenty_jobs_in_a_row_end_well(tmp_path):
-    for _ in range(20):
-        run(tmp_path, REDUCE)
-
-
-def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path, capfd):
+def test_a_rank_that_raises_is_named_with_its_traceback_and_not_restarted(tmp_path, capfd):
     body = """
     def burst():
+        open(f"{out}/{attempt()}-{rank}", "w").close()
         raise ValueError("seven is not even\\n  it is odd\\nFix: take eight")
 
     def main():
@@ -127,8 +90,9 @@ def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path, capfd):
     with pytest.raises(
         LaunchError, match=r"(?s)rank 1 of 2 failed: ValueError: seven is not even.*in burst"
     ) as caught:
-        run(tmp_path, body)
+        run(tmp_path, body, max_restarts=2)
     assert time.monotonic() - began < 30
+    assert [p.name for p in tmp_path.glob("[0-9]-*")] == ["0-1"]
     assert str(tmp_path / "ranks" / "rank1.log") in str(caught.value)
     assert "seven is not even" in (tmp_path / "ranks" / "rank1.log").read_text()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -154,7 +118,7 @@ def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
     assert time.monotonic() - began < 30
 
 
-def test_a_rank_that_exits_early_is_named(tmp_path):
+def test_a_rank_that_exits_early_is_named_and_not_restarted(tmp_path):
     body = """
     def main():
         if rank == 1:
@@ -162,7 +126,7 @@ def test_a_rank_that_exits_early_is_named(tmp_path):
         dist.all_reduce(torch.zeros(1))
     """
     with pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3, without a traceback"):
-        run(tmp_path, body)
+        run(tmp_path, body, max_restarts=1)
 
 
 def test_restart_runs_all_ranks_again(tmp_path):
@@ -193,8 +157,9 @@ def test_ranks_end_with_their_launcher(tmp_path):
         run_rank(main, device_type="cpu")
         """)
     )
-    meetings, environment = tmp_path / "meetings", {**_environment(), "TMPDIR": str(tmp_path / "meetings")}
+    meetings = tmp_path / "meetings"
     meetings.mkdir()
+    env = {**environment(), "TMPDIR": str(meetings)}
     ends = ((signal.SIGKILL, -signal.SIGKILL, 1), (signal.SIGTERM, 128 + signal.SIGTERM, 0))
     for number, code, left in ends:
         out = tmp_path / number.name
@@ -204,14 +169,14 @@ def test_ranks_end_with_their_launcher(tmp_path):
             "import sys, pathlib; from fnshard.launcher.local import launch; "
             f"launch({command}, ranks=2, logs=pathlib.Path({str(out)!r}))"
         )
-        with subprocess.Popen([sys.executable, "-c", starter], env=environment) as process:
-            pids = [int(_wait_for(out / f"pid{rank}").read_text()) for rank in range(2)]
+        with subprocess.Popen([sys.executable, "-c", starter], env=env) as process:
+            pids = [int(wait_for(out / f"pid{rank}").read_text()) for rank in range(2)]
             assert len(list(meetings.glob("fnshard-*"))) == 1  # what the one before has left is gone
             process.send_signal(number)
             assert process.wait(timeout=30) == code
         assert len(list(meetings.glob("fnshard-*"))) == left
         deadline = time.monotonic() + 20
-        while any(_alive(pid) for pid in pids):
+        while any(is_alive(pid) for pid in pids):
             assert time.monotonic() < deadline, f"ranks {pids} outlived a launcher ended by {number.name}"
             time.sleep(0.05)
 
@@ -310,17 +275,6 @@ def test_ranks_may_come_later_than_a_collective_may_take(monkeypatch, tmp_path):
 # ------------------------------------------------------------------ restarts
 
 
-def test_an_exception_is_not_tried_again(tmp_path):
-    body = """
-    def main():
-        open(f"{out}/{attempt()}-{rank}", "w").close()
-        raise ValueError("this will not get better")
-    """
-    with pytest.raises(LaunchError, match="ValueError: this will not get better"):
-        run(tmp_path, body, ranks=1, max_restarts=2)
-    assert [p.name for p in tmp_path.glob("[0-9]-*")] == ["0-0"]
-
-
 def test_restarts_run_out_and_each_is_told_in_one_line(tmp_path, capfd):
     body = """
     def main():
@@ -362,202 +316,13 @@ def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path
         command = [sys.executable, "-u", str(program_of(out, MEETS_AGAIN)), str(out)]
         started_by = started(command, out, max_restarts=1)
         if how == "torchrun":
-            started_by = subprocess.Popen([sys.executable, *TORCHRUN, *command[2:]], env=_environment())
+            started_by = subprocess.Popen([sys.executable, *TORCHRUN, *command[2:]], env=environment())
         with started_by as process:
-            _lines(out / "times.jsonl", 2, process)
+            lines_of(out / "times.jsonl", 2, process)
             killed = time.time()
-            os.kill(_ranks_of(process.pid)[number % 2], signal.SIGKILL)
-            times = _lines(out / "times.jsonl", 4, process)
+            os.kill(ranks_of(process.pid)[number % 2], signal.SIGKILL)
+            times = lines_of(out / "times.jsonl", 4, process)
             assert process.wait(timeout=60) == 0
         seconds.append(max(now - killed - imports for again, _, now, imports in times if again))
     print("beyond imports, seconds:", sorted(round(s, 2) for s in seconds))
     assert max(seconds) < 10
-
-
-# ------------------------------------------------------------------ ranks that stand still
-
-
-WAITS = """
-def main():
-    open(f"{out}/{attempt()}-{rank}", "w").close()
-    dist.all_reduce(torch.ones(1))
-    if attempt() == 0 and rank == 1:
-        HANGS
-    dist.all_reduce(torch.ones(1))
-"""
-SILENT_s = 4.0  # ranks meet within it, too
-STANDS_STILL = WAITS.replace("HANGS", "os.kill(os.getpid(), signal.SIGSTOP)")
-
-
-@pytest.mark.long  # the next names it, too
-def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
-    began = time.monotonic()
-    with pytest.raises(
-        LaunchError, match=r"^rank 1 of 2 stood still \(SIGSTOP\) and was killed; rank 0 of 2"
-    ):
-        run(tmp_path, STANDS_STILL, timeout_s=SILENT_s)
-    assert time.monotonic() - began < SILENT_s + 7 + 10
-
-
-def test_a_stopped_rank_is_a_death_like_any_other(tmp_path, capfd):
-    run(tmp_path, STANDS_STILL, timeout_s=SILENT_s, max_restarts=1)
-    assert {p.name for p in tmp_path.glob("[01]-*")} == {"0-0", "0-1", "1-0", "1-1"}
-    assert "restart 1 of 1: rank 1 of 2 stood still (SIGSTOP)" in capfd.readouterr().err
-
-
-def test_a_silent_rank_is_named(tmp_path):
-    with pytest.raises(
-        LaunchError, match=r"(?s)rank 0 of 2 failed: .*Still at work, and killed: rank 1 \(log: "
-    ):
-        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=SILENT_s)
-
-
-# ------------------------------------------------------------------ signals
-
-
-@contextmanager
-def started(command: list[str], out: Path, **options) -> Iterator[subprocess.Popen]:
-    """`launch` in a process of its own, with two ranks."""
-    starter = (
-        "import pathlib; from fnshard.launcher.local import launch; "
-        f"launch({command!r}, ranks=2, logs=pathlib.Path({str(out)!r}, 'ranks'), **{options!r})"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", starter], env=_environment(), stderr=subprocess.PIPE
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-UNTIL_ASKED = """
-def main():
-    open(f"{out}/ready{rank}", "w").close()
-    while not stop.asked:
-        time.sleep(0.01)
-    open(f"{out}/heard{rank}", "w").close()
-    time.sleep(LASTS)
-    open(f"{out}/saved{rank}", "w").close()
-"""
-
-
-def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
-    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0.3"), stop=True)
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
-        for rank in range(2):
-            _wait_for(tmp_path / f"ready{rank}")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-    assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
-
-
-def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
-    """The ranks have no handler yet; nobody dies of it."""
-    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"), stop=True)
-    program.write_text("import sys; open(sys.argv[1] + '/begun', 'w').close()\n" + program.read_text())
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
-        _wait_for(tmp_path / "begun")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-    assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
-
-
-@pytest.mark.parametrize("how", ["asked twice", "out of time"])
-def test_who_does_not_end_is_ended(how, tmp_path):
-    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "600"), stop=True)
-    options = {"grace_s": 1.0 if how == "out of time" else 600.0}
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path, **options) as process:
-        for rank in range(2):
-            _wait_for(tmp_path / f"ready{rank}")
-        ranks = _ranks_of(process.pid)
-        process.send_signal(signal.SIGTERM)
-        if how == "asked twice":
-            _wait_for(tmp_path / "heard0")  # two at once are one
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 128 + signal.SIGTERM
-        told = process.stderr.read().decode()
-    assert not any(_alive(pid) for pid in ranks.values())
-    assert ("had not done so after 1 s and were killed" in told) == (how == "out of time")
-
-
-def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(tmp_path):
-    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"))
-    marks = (
-        "import os, sys, time; open(f'{sys.argv[1]}/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))"
-    )
-    waits = "while os.getppid() == int(os.environ['FNSHARD_LAUNCHER']): time.sleep(0.01)"
-    program.write_text(f"{marks}\n{waits}\n{program.read_text()}")
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
-        pids = [_wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
-        process.kill()
-        process.wait(timeout=30)
-    deadline = time.monotonic() + 20
-    while any(_alive(int(path.read_text() or 0)) for path in pids):
-        assert time.monotonic() < deadline, "a rank outlived its launcher"
-        time.sleep(0.05)
-    assert not list(tmp_path.glob("ready*"))
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def _ranks_of(launcher: int) -> dict[int, int]:
-    """Processes by rank."""
-    found = {}
-    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = int(pid)
-    return found
-
-
-def _lines(path: Path, count: int, process: subprocess.Popen) -> list:
-    deadline = time.monotonic() + 60
-    while True:
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if len(rows) >= count:
-            return rows
-        assert time.monotonic() < deadline and process.poll() in (None, 0), f"{len(rows)} of {count} lines"
-        time.sleep(0.01)
-
-
-def _wait_for(path: Path, seconds: float = 60) -> Path:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
-    return path
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in main\n    main()\n    ^^^^^^\n'
-
-
-def test_an_echo_is_never_the_cause():
-    """Both ranks failed within one poll: the one whose peer died is not to blame."""
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    def failure(rank: int, exitcode: int, last: str | None, at: int) -> ProcessFailure:
-        made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
-        made.timestamp = at
-        if last is not None:
-            made.error_file_data = {"message": {"extraInfo": {"py_callstack": FRAMES + last + "\n"}}}
-        return made
-
-    echo = failure(0, 1, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:1\nFix: look there", 1)
-    told = failure(3, -signal.SIGTERM, None, 1)
-    for cause in (
-        failure(2, -signal.SIGKILL, None, 9),
-        failure(2, 1, "KeyError: 'x'", 9),
-        failure(2, 7, None, 9),
-    ):
-        shown = launcher.describe_failure({0: echo, 2: cause, 3: told}, 4, Path("logs"))
-        assert shown.startswith("rank 2 of 4 ")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import HEADER, ROOT
 from main_job import SMALL
 from slurm import step_of
-from test_launch import HEADER, ROOT
 
 from experiments.training.report import METRICS
 from fnshard.launcher.local import LaunchError, launch

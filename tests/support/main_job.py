@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import OmegaConf
 
 from experiments.cli import schema
 from experiments.configs import train as configs
+from experiments.training.report import METRICS
+from experiments.training.result import write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -33,4 +36,17 @@ def compose(*overrides: str) -> configs.TrainConfig:
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def leave_run(folder: Path, *overrides: str, status: str = "ok", steps: int = 4, **numbers: Any) -> Path:
+    """What a run leaves, as far as a comparison reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": n, "loss": 5.0 - 0.1 * n, "tokens_per_s": 10.0} for n in range(1, steps + 1)]
+    rows.append({"step": steps, "held_out_loss": numbers.get("held_out_loss", 9.0)})
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows if steps))
+    told = {"config": {"run": {"steps": 40}}, "overrides": list(overrides)}
+    (folder / "job.json").write_text(json.dumps(told))
+    if status != "unfinished":
+        write_result(folder, status=status, overrides=list(overrides), **numbers)
+    return folder

@@ -1,0 +1,241 @@
+"""LoRA: numbers, globs, targets and files of adapters that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lora_models import llama, tuned
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fnshard as fs
+from fnshard import LayoutSpec, adapters
+from fnshard.errors import SpecError, StateError, TraceError
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_mistakes_are_named() -> None:
+    params = {"layers.0.q_proj.weight": torch.zeros(4, 4), "norm": torch.ones(4)}
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return (x * p["norm"]).sum() + p["layers.0.q_proj.weight"].sum()
+
+    with pytest.raises(
+        SpecError, match=r"(?s)targets='\*\.k_proj\|\*\.q_proj' matches no leaf by:.*\*\.k_proj"
+    ):
+        fs.lora(fn, params, targets="*.k_proj|*.q_proj")
+    with pytest.raises(
+        SpecError, match=r"(?s)1 leaf cannot have an adapter.*params\['norm'\] \[4\].*no matrix"
+    ):
+        fs.lora(fn, params, targets="norm")
+    with pytest.raises(SpecError, match="trains and has an adapter"):
+        fs.lora(fn, params, targets="*.q_proj", train="*.q_proj")
+    tuned_fn, tree = fs.lora(fn, params, rank=4, targets="*.q_proj")
+    with pytest.raises(
+        TraceError, match=r"(?s)q_proj.*multiplies by it nowhere.*gives it to sum.*transposed="
+    ):
+        tuned_fn(tree, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rank": 0}, "rank=0: a whole number from 1"),
+        ({"rank": 2.0}, r"rank=2\.0"),
+        ({"rank": True}, "rank=True"),
+        ({"rank": 5}, r"(?s)2 leaves.*'a'\] \[4, 9\]: rank=5 is more than 4.*'b'\] \[9, 4\].*smaller rank"),
+        ({"alpha": 0}, "alpha=0: a number above 0"),
+        ({"alpha": math.nan}, "alpha=nan"),
+        ({"alpha": math.inf}, "alpha=inf"),
+        ({"alpha": "16"}, "alpha='16'"),
+        ({"dropout": 1.0}, r"dropout=1\.0: a share from 0, below 1"),
+        ({"dropout": math.nan}, "dropout=nan"),
+        ({"dropout": "0.1"}, r"dropout='0\.1'"),
+        ({"rank": 0, "alpha": 0, "dropout": -1}, "(?s)rank=0.*alpha=0.*dropout=-1"),
+        ({"targets": 5}, "targets=5: globs of leaves"),
+        ({"targets": ["a", 5]}, r"targets=\['a', 5\]: globs"),
+        ({"targets": []}, "targets='' matches no leaf"),
+        ({"transposed": 5}, "transposed=5: globs"),
+        ({"train": 5}, "train=5: globs"),
+    ],
+)
+def test_numbers_and_globs_that_are_none(wrong: dict[str, Any], says: str) -> None:
+    params = {"a": torch.zeros(4, 9), "b": torch.zeros(9, 4)}
+    with pytest.raises(SpecError, match=says):
+        fs.lora(lambda p, x: x, params, **{"rank": 2, "targets": "a|b", **wrong})
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ([], "holds 'list' adapters; only LoRA"),
+        ({"peft_type": None}, "holds None adapters"),
+        ({"r": ...}, "(?s)is not one that can be read here.*r is missing, wanted is a whole number"),
+        ({"r": "4", "lora_alpha": ...}, '(?s)r is "4".*lora_alpha is missing'),
+        ({"r": True}, "r is true"),
+        ({"lora_alpha": math.nan}, "lora_alpha is NaN, wanted is a number above 0"),
+        ({"lora_alpha": [8]}, r"lora_alpha is \[8\]"),
+        ({"lora_dropout": 1}, "lora_dropout is 1, wanted is a share"),
+        ({"use_rslora": "yes"}, 'use_rslora is "yes"'),
+        ({"fan_in_fan_out": 1}, "fan_in_fan_out is 1, wanted is true or false"),
+        ({"use_dora": True}, "use_dora is true, which is not known here"),
+        (
+            {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 9}},
+            "(?s)rank_pattern is.*alpha_pattern is",
+        ),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa", wanted is one that leaves the base'),
+        ({"r": 8}, "(?s)of another model, 6 leaves.*a, b are"),
+    ],
+)
+def test_odd_configurations_of_adapters_are_refused(odd: Any, says: str, saved_adapters: Any) -> None:
+    folder, shapes = saved_adapters
+    config = odd if isinstance(odd, list) else {k: v for k, v in {**CONFIG, **odd}.items() if v is not ...}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(StateError, match=says):
+        adapters.load(folder, shapes)
+
+
+@pytest.mark.parametrize("modules", ["all-linear", r".*\.(q|v)_proj", None, ["q_proj"], {"a": 1}])
+def test_the_tensors_say_what_is_targeted_whatever_the_configuration_matches_by(
+    modules: Any, saved_adapters: Any
+) -> None:
+    folder, shapes = saved_adapters
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": modules}))
+    asked, found = adapters.load(folder, shapes)
+    assert asked.targets == tuple(found) and len(found) == 6
+    assert (asked.rank, asked.alpha, asked.dropout, asked.rank_stabilised) == (4, 8.0, 0.0, False)
+
+
+@pytest.fixture
+def saved_adapters(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    fn, tree, _ = tuned(llama().float())
+    adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    return tmp_path, tree["base"]
+
+
+def test_files_of_adapters_that_are_broken_or_empty(saved_adapters: Any) -> None:
+    folder, shapes = saved_adapters
+    kept = load_file(folder / "adapter_model.safetensors")
+    first, *_ = kept
+    save_file({n: v for n, v in kept.items() if n != first}, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match=r"(?s)1 leaf.*: a, b are \{'[ab]'"):
+        adapters.load(folder, shapes)
+    vector = {
+        n.replace("self_attn.q_proj", "input_layernorm"): v
+        for n, v in kept.items()
+        if "layers.0.self_attn.q" in n
+    }
+    save_file(vector, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match=r"(?s)1 leaf.*input_layernorm.*\[64\].*not of a matrix"):
+        adapters.load(folder, shapes)
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match="holds no tensors"):
+        adapters.load(folder, shapes)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(StateError, match=r"holds no adapters of PEFT's.*Expecting"):
+        adapters.load(folder, shapes)
+    (folder / "adapter_config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(StateError, match=r"holds no adapters of PEFT's"):
+        adapters.load(folder, shapes)
+
+
+def test_which_leaves_are_in_out_is_read_from_their_shapes(tmp_path: Path) -> None:
+    """PEFT says it of all or none; a square leaf goes by what it says."""
+    tensors = {}
+    for leaf, rows, columns in (("straight", 6, 9), ("turned", 9, 6), ("square", 6, 6)):
+        name = f"base_model.model.{leaf}.lora_"
+        tensors |= {f"{name}A.weight": torch.ones(2, columns), f"{name}B.weight": torch.ones(rows, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    shapes = {n: torch.empty(*s) for n, s in (("straight", (6, 9)), ("turned", (6, 9)), ("square", (6, 6)))}
+    for said, wanted in ((False, ("turned",)), (True, ("turned", "square"))):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**CONFIG, "r": 2, "fan_in_fan_out": said}))
+        assert adapters.load(tmp_path, shapes)[0].transposed == wanted
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.mid = nn.Linear(4, 4)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.mid(self.embed(x)))
+
+    apply, params = fs.make_functional(Tied())
+    _, tree = fs.lora(lambda p, x: apply(p, x).sum(), params, rank=2, targets="mid")
+    specs = fs.match_specs(tree, [("base.head.weight", LayoutSpec()), ("*", LayoutSpec())])
+    assert list(specs["base"]) == ["embed.weight", "mid.weight", "mid.bias"]
+
+
+def test_a_target_that_is_used_twice_is_refused() -> None:
+    """What is merged would be another function."""
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return F.linear(F.embedding(x, p["w"]), p["w"])
+
+    tuned_fn, tree = fs.lora(fn, {"w": torch.randn(5, 4)}, rank=4, targets=["w"])
+    with pytest.raises(TraceError, match=r"(?s)1 leaf cannot.*`fn` also gives it to embedding.*tied"):
+        tuned_fn(tree, torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda x, w: torch.cat([w, w]).sum(), "cat"),
+        (lambda x, w: torch.stack(tensors=[w]).sum(), "stack"),
+        (lambda x, w: torch.add(x.sum(), other=w).sum(), "add"),
+        (lambda x, w: torch.einsum("bi,oi->bo", x, w).sum(), "einsum"),
+        (lambda x, w: torch.where(w > 0, w, 0.0).sum(), "where"),
+        (lambda x, w: w.unbind(0)[0].sum(), "unbind"),
+        (lambda x, w: F.linear(w, w).sum(), "linear"),
+        (lambda x, w: F.linear(input=w, weight=x).sum(), "linear"),
+        (lambda x, w: torch.mm(x, w.t()).sum(), "t"),
+    ],
+)
+def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: Any, told: str) -> None:
+    """In lists, by keyword, beside itself, or where a tuple comes of it."""
+    tuned_fn, tree = fs.lora(
+        lambda p, x: F.linear(x, p["w"]).sum() + use(x, p["w"]), {"w": torch.randn(4, 4)}, rank=2, targets="w"
+    )
+    with pytest.raises(TraceError, match=rf"(?s)1 leaf cannot.*`fn` also gives it to .*\b{told}\b"):
+        tuned_fn(tree, torch.ones(3, 4))
+    plain, tree = fs.lora(
+        lambda p, x: F.linear(x, p["w"]) * len(p["w"].shape) * p["w"].numel(),
+        tree["base"],
+        rank=2,
+        targets="w",
+    )
+    plain(tree, torch.ones(3, 4))  # asking for a shape is no use
+
+
+def test_a_product_that_does_more_is_refused() -> None:
+    """Of `alpha` and `out` the update would know nothing."""
+    for more in ({"alpha": 2.0}, {"beta": 0.5}, {"out": torch.empty(3, 4)}):
+
+        def fn(p: Any, x: Tensor, more: Any = more) -> Tensor:
+            with torch.no_grad():
+                return torch.addmm(torch.zeros(4), x, p["w"], **more)
+
+        tuned_fn, tree = fs.lora(fn, {"w": torch.randn(4, 4)}, rank=2, targets="w", transposed="w")
+        with pytest.raises(TraceError, match=r"(?s)multiplies by it nowhere.*also gives it to addmm"):
+            tuned_fn(tree, torch.ones(3, 4))
+
+
+def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:
+    fn, tree, _ = tuned(llama().float(), train="*norm*")
+    with pytest.raises(StateError, match=r"(?s)train beside the adapters:.*norm.*fs\.adapters\.merge"):
+        adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,213 @@
+"""Comparing runs: what each left, the table, the CSV, the picture."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from main_job import leave_run
+
+from experiments.compare import curves
+from experiments.compare.__main__ import main as compare
+from experiments.compare.outcome import FAILED, OK, Outcome, found, jobs_of, outcome_of
+from experiments.compare.table import as_text, differences, ranked, write_csv
+from experiments.configs.train import ConfigError
+from experiments.training.result import write_result
+
+# ------------------------------------------------------------------ outcomes
+
+
+def test_every_kind_of_run_is_read(tmp_path):
+    leave_run(tmp_path / "0", "a=1", held_out_loss=2.5, loss=2.0)
+    leave_run(tmp_path / "1", "a=2", status="unfinished")
+    leave_run(tmp_path / "2", "a=3", status="stopped", step=4)
+    (tmp_path / "3").mkdir()
+    error = "error: the configuration has 1 problem:\n  run.steps=0: must be 1 or more."
+    write_result(tmp_path / "3", status="failed", overrides=["a=4"], error=error)
+    (tmp_path / "10" / ".hydra").mkdir(parents=True)
+    (tmp_path / "10" / ".hydra" / "overrides.yaml").write_text("- a=5\n")
+    (tmp_path / ".submitit").mkdir()
+    (tmp_path / "notes").mkdir()
+    outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(tmp_path)]
+    told = [(o.name, o.status, o.overrides, o.reason) for o in outcomes]
+    assert told == [
+        ("0", "ok", ("a=1",), ""),
+        ("1", "unfinished", ("a=2",), "step 4 of 40"),
+        ("2", "stopped", ("a=3",), "step 4 of 40"),
+        ("3", "failed", ("a=4",), "the configuration has 1 problem: run.steps=0: must be 1 or more."),
+        ("10", "no result", ("a=5",), ""),
+    ]
+    assert outcomes[0].numbers == {"held_out_loss": 2.5, "loss": 2.0}
+    assert outcomes[1].numbers == {"held_out_loss": 9.0, "loss": pytest.approx(4.75)}
+
+
+def test_a_bug_is_told_by_its_last_line(tmp_path):
+    write_result(
+        tmp_path, status="failed", overrides=[], error="Traceback (most recent call last):\n  x\nKeyError: 3"
+    )
+    assert outcome_of(tmp_path, "x").reason == "KeyError: 3"
+
+
+def test_runs_are_found_below_and_by_globs(tmp_path, monkeypatch):
+    for name in ("multi/0", "multi/1", "multi/.submitit/9", "out/day/time"):
+        leave_run(tmp_path / name)
+    (tmp_path / "multi" / "0" / "checkpoints" / "4").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert [o.name for o in found(["multi", "out/day/*"])] == ["multi/0", "multi/1", "out/day/time"]
+    assert [o.name for o in found(["multi/1", "multi/1/"])] == ["1"]
+    assert [o.name for o in found(["multi/*"])] == ["0", "1"]
+
+
+def test_places_without_runs_are_named_together(tmp_path, capsys):
+    leave_run(tmp_path / "0")
+    (tmp_path / "empty").mkdir()
+    places = [str(tmp_path / name) for name in ("0", "empty", "typo", "no*")]
+    with pytest.raises(
+        ConfigError, match=r"(?s)nothing to compare:\n  \S+empty: a folder without runs\n  \S+typo: no such"
+    ):
+        found(places)
+    with pytest.raises(SystemExit, match=r"[12]"):
+        compare(places)
+    told = capsys.readouterr().err
+    assert told.startswith("error: there is nothing to compare:") and "Traceback" not in told
+
+
+# ------------------------------------------------------------------ the table
+
+
+def outcome(name: str, status: str = OK, *overrides: str, reason: str = "", **numbers: float) -> Outcome:
+    return Outcome(Path("/runs", name), name, status, overrides, numbers, (), reason)
+
+
+def test_the_table_is_sorted_and_the_best_is_marked():
+    rows = [
+        outcome("0", OK, "a=1", "s=3", held_out_loss=3.0, seconds=9.6),
+        outcome("1", FAILED, "a=2", "s=3", reason="rank 1 of 2 failed: ValueError: no"),
+        outcome("2", OK, "a=3", "s=3", held_out_loss=2.0, tokens_per_s=12345.6),
+        outcome("3", "unfinished", "a=4", "s=3", held_out_loss=1.0),
+        outcome("4", OK, "a=5", "s=3", held_out_loss=float("nan")),
+    ]
+    ranking = ranked(rows, "held_out_loss")
+    text = [re.split(r"\s{2,}", line) for line in as_text(ranking).splitlines()]
+    assert text == [
+        ["run", "overrides", "status", "held_out_loss", "tokens_per_s", "seconds", "reason"],
+        ["2 *", "a=3", "ok", "2.000", "12,346", "-", "-"],
+        ["0", "a=1", "ok", "3.000", "-", "10", "-"],
+        ["4", "a=5", "ok", "nan", "-", "-", "-"],
+        ["3", "a=4", "unfinished", "1.000", "-", "-", "-"],
+        ["1", "a=2", "failed", "-", "-", "-", "rank 1 of 2 failed: ValueError: no"],
+    ]
+    assert ranking.failed == 2
+    assert [o.name for o in ranked(rows[:3:2], "tokens_per_s").outcomes] == ["2", "0"]  # the more the better
+
+
+def test_another_metric_is_a_column_and_an_unknown_one_is_refused():
+    rows = [outcome("0", held_out_reward=0.25), outcome("1", held_out_reward=0.5)]
+    assert as_text(ranked(rows, "held_out_reward")).splitlines()[1].split() == ["1", "*", "-", "ok", "0.5"]
+    with pytest.raises(ConfigError, match=r"metric lost: no run has it; they have held_out_reward"):
+        ranked(rows, "lost")
+
+
+def test_of_overrides_only_what_differs_is_shown():
+    rows = [outcome("0", OK, "a=1", "b=2"), outcome("1", OK, "a=1", "b=3", "c=4"), outcome("2", OK, "a=1")]
+    assert list(differences(rows).values()) == ["b=2", "b=3 c=4", "-"]
+    assert list(differences(rows[:1]).values()) == ["a=1 b=2"]
+
+
+def test_the_csv_has_a_column_per_option(tmp_path):
+    rows = [
+        outcome("0", OK, "strategy=zero2", "+x={a:1,b:2}", held_out_loss=3.25),
+        outcome("1", FAILED, "strategy=no_shard", reason='it said "no", twice'),
+    ]
+    write_csv(ranked(rows, "held_out_loss"), tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["strategy"], first["x"], first["held_out_loss"], first["best"]) == (
+        "zero2",
+        "{a:1,b:2}",
+        "3.25",
+        "yes",
+    )
+    assert (second["status"], second["x"], second["reason"]) == ("failed", "", 'it said "no", twice')
+
+
+# ------------------------------------------------------------------ the picture
+
+
+def with_curve(name: str, *overrides: str, values: list[float]) -> Outcome:
+    rows = tuple({"step": n, "loss": v} for n, v in enumerate(values, 1))
+    held_out = {"held_out_loss": values[-1]}
+    return Outcome(
+        Path("/runs", name), name, OK, overrides, held_out, (*rows, {"step": len(values), **held_out})
+    )
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, rows: list[Outcome], path: Path) -> Any:
+    """The figure."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), save(self, *a, **k)))
+    assert curves.draw(ranked(rows, "held_out_loss"), path)
+    return kept[0]
+
+
+def test_few_runs_are_named_in_the_order_of_the_table(tmp_path, monkeypatch):
+    rows = [
+        with_curve("0", "a=1", "lr=3", values=[5, 4, 3]),
+        with_curve("1", "a=1", "lr=4", values=[5, 3, 2]),
+        Outcome(Path("/runs/2"), "2", FAILED, ("a=1", "lr=9")),
+    ]
+    figure = drawn(monkeypatch, rows, tmp_path / "s.png")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == [
+        "1: lr=4 *  (held_out_loss 2)",
+        "0: lr=3  (held_out_loss 3)",
+    ]
+    assert len(figure.axes) == 1
+
+
+def test_equal_curves_are_one_line_that_the_legend_tells(tmp_path, monkeypatch):
+    rows = [with_curve(str(n), f"lr={n}", values=[5, 4, 4 if n == 1 else 3]) for n in range(3)]
+    figure = drawn(monkeypatch, rows, tmp_path / "s.png")
+    texts = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert texts[0] == "0: lr=0 *  (held_out_loss 3, same curve: 2)" and len(texts) == 2
+    named = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    assert len(named) == 2 and len({line.get_linewidth() for line in named}) == 1
+
+
+def test_many_runs_have_a_colour_map_over_what_differs(tmp_path, monkeypatch):
+    rows = [with_curve(str(n), f"optimizer.lr={10.0**-n}", values=[5.0, 5.0 - n / 20]) for n in range(20)]
+    figure = drawn(monkeypatch, rows, tmp_path / "s.png")
+    _, bar = figure.axes
+    assert bar.get_ylabel() == "optimizer.lr" and bar.get_yscale() == "log"
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 3 and "the best 3 of 20" in legend.get_title().get_text()
+    mixed = [with_curve(str(n), f"a={n}", f"b={n}", values=[5.0]) for n in range(20)]
+    assert drawn(monkeypatch, mixed, tmp_path / "m.png").axes[1].get_ylabel().startswith("place in the table")
+
+
+def test_a_run_that_diverges_does_not_press_the_others_flat(tmp_path, monkeypatch):
+    rows = [with_curve("0", values=[5.5, 4, 3]), with_curve("1", values=[5.5, 1e6, 1e9])]
+    assert drawn(monkeypatch, rows, tmp_path / "s.png").axes[0].get_ylim()[1] == 11.0
+
+
+def test_nothing_to_draw_draws_nothing(tmp_path):
+    assert not curves.draw(ranked([outcome("0", FAILED)], "held_out_loss"), tmp_path / "s.png")
+    assert not (tmp_path / "s.png").exists()
+
+
+def test_compare_leaves_three_files(tmp_path, capsys, monkeypatch):
+    leave_run(tmp_path / "0", "a=1", held_out_loss=2.5)
+    leave_run(tmp_path / "1", "a=2", status="unfinished")
+    monkeypatch.chdir(tmp_path)
+    compare([".", "--out", "there"])
+    told = capsys.readouterr().out
+    assert (tmp_path / "there" / "compare.txt").read_text() in told
+    assert f"* the lowest held_out_loss: {tmp_path / '0'}\n1 of 2 not finished\n" in told
+    assert {p.name for p in (tmp_path / "there").iterdir()} == {"compare.txt", "compare.csv", "compare.png"}

@@ -1,0 +1,256 @@
+"""Which folder a run takes, who holds it, what outlives a power cut; and the report of its metrics."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import (
+    config_of,
+    leave_checkpoint,
+)
+
+from experiments.cli.sweep import TABLE
+from experiments.configs.train import ConfigError
+from experiments.training.report import METRICS, Report
+from experiments.training.result import write_result
+from experiments.training.resume import (
+    CHECKPOINTS,
+    IDENTITY,
+    claimed,
+    claimed_sweep,
+    finished,
+    identity_of,
+    locked,
+)
+
+# ------------------------------------------------------------------ the report
+
+
+def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
+    shown = io.StringIO()
+    first = Report(tmp_path, 6, 10, {}, stream=shown)
+    values = {"loss": 1 / 3, "lr": 0.1}
+    for number in (1, 2, 3, 4, 5):
+        first.step(number, values, 0.5)
+        if number % 2 == 0:
+            first.held_out(number, 2.0)
+    first.close()
+    path = tmp_path / METRICS
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # it was killed there
+    again = Report(tmp_path, 6, 10, {}, 4, path, stream=shown)
+    again.held_out(4, 2.0)
+    again.step(5, values, 0.5)
+    again.step(6, values, 0.5)
+    again.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == again.rows
+    assert [(r["step"], "loss" in r) for r in rows] == [
+        (1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (5, True), (6, True),
+    ]  # fmt: skip
+    assert rows[0]["loss"] == 1 / 3  # every digit
+    assert "step 5/6, loss 0.333, held-out 2.000" in shown.getvalue().splitlines()[-2]
+    assert "left ?" in shown.getvalue().splitlines()[-2] and "left 0:00" in shown.getvalue().splitlines()[-1]
+
+
+def test_a_bar_begins_where_the_run_goes_on(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = Terminal()
+    report = Report(tmp_path, 6, 10, {}, 4, None, stream=shown)
+    report.step(5, {"loss": 1.0, "lr": 0.1}, 0.5)
+    report.close()
+    assert "4/6" in shown.getvalue() and re.search(r"5/6.*loss 1\.000", shown.getvalue())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, terminal):
+    """On the bar each kernel, among plain lines one in a while; once the report is closed nothing."""
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal, raising=False)
+    logger = logging.getLogger("fnshard")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with Report(tmp_path, 6, 10, {}, stream=shown) as report:
+        for number in (1, 2):
+            logger.info("compiling %d of 8 kernels", number)
+        report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)
+    logger.info("compiling 3 of 8 kernels")
+    assert [f"compiling {n} of 8 kernels" in shown.getvalue() for n in (1, 2, 3)] == [True, terminal, False]
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+
+
+# ------------------------------------------------------------------ which folder
+
+
+def test_the_same_configuration_goes_on_in_its_folder(cwd):
+    asked = config_of()
+    with claimed(asked, cwd / "first", chosen=False) as run:
+        assert (run.folder, run.source) == (str(cwd / "first"), None)
+        leave_checkpoint(cwd / "first")
+    free = ("timeout_s=9", "save_every=7", "async_save=true", "keep=5", "max_restarts=0", "stop_grace_s=3")
+    (cwd / "second" / ".hydra").mkdir(parents=True)
+    with claimed(config_of(*(f"run.{f}" for f in free)), cwd / "second", chosen=False) as run:
+        assert run.folder == str(cwd / "first") and not (cwd / "second").exists()
+    for other in ("optimizer.lr=0.1", "run.seed=1", "run.steps=99", "mesh.shard=2"):
+        with claimed(config_of(other), cwd / "other", chosen=False) as run:
+            assert run.folder == str(cwd / "other")
+    with claimed(asked, cwd / "third", chosen=False) as run:
+        assert run.folder == str(cwd / "first")
+        run.finish()
+    with claimed(asked, cwd / "fourth", chosen=False) as run:
+        assert run.folder == str(cwd / "fourth")
+
+
+def test_never_begins_anew_and_is_gone_on_with_itself(cwd):
+    for name in ("first", "second"):
+        with claimed(config_of("run.resume=never"), cwd / name, chosen=False) as run:
+            assert run.folder == str(cwd / name)
+            leave_checkpoint(cwd / name)
+    with claimed(config_of(), cwd / "third", chosen=False) as run:
+        assert run.folder == str(cwd / "second")
+
+
+def test_nothing_saved_is_nothing_to_go_on_from(cwd):
+    for name in ("first", "second"):
+        with claimed(config_of(), cwd / name, chosen=False) as run:
+            assert run.folder == str(cwd / name)
+            (cwd / name / CHECKPOINTS / ".4.saving").mkdir(parents=True)
+
+
+def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatch):
+    """Files are flushed before they have their names, and so are the names of new folders."""
+    done: list[tuple[str, str]] = []
+
+    def noted(name: str, place: Callable[..., Any]) -> None:
+        plain = getattr(os, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            result = plain(*args, **how)
+            done.append((name, str(place(*args))))
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    noted("replace", lambda _, to: to)
+    noted("mkdir", lambda path, *_: path)
+    with claimed(config_of(), cwd / "day" / "time", chosen=False) as run:
+        leave_checkpoint(Path(run.folder))
+        for path in (Path(run.note), Path(run.folder, IDENTITY)):
+            at = done.index(("replace", str(path)))
+            assert ("fsync", f"{path}.partial") in done[:at]
+            assert ("fsync", str(path.parent)) in done[at:]
+        for folder in (run.root, cwd / "day" / "time", cwd / "outputs", cwd / "outputs" / "unfinished"):
+            at = done.index(("mkdir", str(folder)))
+            assert ("fsync", str(folder.parent)) in done[at:], folder
+
+
+def test_a_run_that_is_still_at_work_is_left_alone(cwd, capfd):
+    with claimed(config_of(), cwd / "first", chosen=False):
+        leave_checkpoint(cwd / "first")
+        with claimed(config_of(), cwd / "second", chosen=False) as run:
+            assert run.folder == str(cwd / "second") and run.note is None
+        assert f"{cwd / 'first'} is still at work" in capfd.readouterr().err
+        with (
+            pytest.raises(
+                ConfigError, match=r"another process is at work in .*first. Fix: end it, or another"
+            ),
+            claimed(config_of(), cwd / "first", chosen=True),
+        ):
+            pass
+    with claimed(config_of(), cwd / "third", chosen=False) as run:
+        assert run.folder == str(cwd / "first")
+
+
+def test_a_folder_that_the_command_names(cwd):
+    for _ in range(2):
+        with claimed(config_of(), cwd / "named", chosen=True) as run:
+            assert run.folder == str(cwd / "named") and run.note is None
+    leave_checkpoint(cwd / "named", 40)
+    with claimed(config_of("run.save_every=1"), cwd / "named", chosen=True) as run:
+        assert run.folder == str(cwd / "named")
+    with (
+        pytest.raises(ConfigError, match=r"(?s)of another configuration, the newest of step 40:\n"
+                      r"  optimizer.lr: 0.004 there, 0.1 here\nFix: another hydra.run.dir"),
+        claimed(config_of("optimizer.lr=0.1"), cwd / "named", chosen=True),
+    ):  # fmt: skip
+        pass
+    with (
+        pytest.raises(
+            ConfigError, match=r"run.resume=never: .*named holds checkpoints, the newest of step 40"
+        ),
+        claimed(config_of("run.resume=never"), cwd / "named", chosen=True),
+    ):
+        pass
+
+
+def test_a_path_is_where_a_new_run_starts_and_its_own_checkpoints_come_first(cwd):
+    leave_checkpoint(cwd / "source")
+    asked = config_of("run.resume=source")
+    with claimed(asked, cwd / "first", chosen=False) as run:
+        assert (run.folder, run.source) == (str(cwd / "first"), str(cwd / "source" / CHECKPOINTS))
+        leave_checkpoint(cwd / "first")
+    with claimed(config_of(), cwd / "other", chosen=False) as run:
+        assert (run.folder, run.source) == (str(cwd / "other"), None)
+    (cwd / "source").rename(cwd / "gone")
+    with claimed(asked, cwd / "second", chosen=False) as run:
+        assert run.folder == str(cwd / "first")
+        run.finish()
+    with (
+        pytest.raises(
+            ConfigError, match=r"run\.resume=source: no whole checkpoint is there\. Fix: the folder"
+        ),
+        claimed(asked, cwd / "third", chosen=False),
+    ):
+        pass
+
+
+def test_a_folder_is_held_by_one(tmp_path):
+    with locked(tmp_path) as first, locked(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with locked(tmp_path) as again:
+        assert again
+
+
+def test_a_sweep_goes_on_in_its_folder(cwd):
+    arguments = ["--multirun", "strategy=full_shard,no_shard", "run.keep=3"]
+    with claimed_sweep(arguments) as first:
+        folder = first[-1].removeprefix("hydra.sweep.dir=").strip("'")
+        assert first[:-1] == arguments and Path(folder).parent.parent == cwd / "multirun"
+    with claimed_sweep(["--multirun", "run.keep=4", arguments[1]]) as again:
+        assert again[-1] == first[-1]
+        with claimed_sweep(arguments) as beside:  # the first is at work
+            assert beside[-1] != first[-1]
+        Path(folder, TABLE).write_text("done")
+    with claimed_sweep(arguments) as anew, ExitStack():
+        assert anew[-1] != first[-1]
+    for others in (["strategy=no_shard"], ["-m", "a=1,2", "hydra.sweep.dir=x"]):
+        with claimed_sweep(others) as same:
+            assert same == others
+
+
+def test_a_finished_run_of_a_sweep_is_known(tmp_path):
+    config = config_of()
+    with claimed(config, tmp_path, chosen=True):
+        assert not finished(tmp_path, config)
+        write_result(tmp_path, status="ok", overrides=[])
+    assert finished(tmp_path, config) and finished(tmp_path, config_of("run.keep=9"))
+    assert not finished(tmp_path, config_of("run.seed=9"))
+    write_result(tmp_path, status="stopped", overrides=[])
+    assert not finished(tmp_path, config)
+
+
+def test_the_identity_is_json_and_knows_its_source():
+    identity = identity_of(config_of(), "there")
+    assert json.loads(json.dumps(identity)) == identity and identity["starts_from"] == "there"
+    assert "resume" not in identity["run"] and "seed" in identity["run"]

@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from launched import forked  # noqa: F401

@@ -1,0 +1,146 @@
+"""Launched ranks that stand still, and signals: who hears them, who ends, and who is ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import (
+    is_alive,
+    program_of,
+    ranks_of,
+    run,
+    started,
+    wait_for,
+)
+
+from fnshard.launcher import local as launcher
+from fnshard.launcher.local import LaunchError
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+# ------------------------------------------------------------------ ranks that stand still
+
+
+WAITS = """
+def main():
+    open(f"{out}/{attempt()}-{rank}", "w").close()
+    dist.all_reduce(torch.ones(1))
+    if attempt() == 0 and rank == 1:
+        HANGS
+    dist.all_reduce(torch.ones(1))
+"""
+SILENT_s = 4.0  # ranks meet within it, too
+STANDS_STILL = WAITS.replace("HANGS", "os.kill(os.getpid(), signal.SIGSTOP)")
+
+
+def test_a_stopped_rank_is_a_death_like_any_other(tmp_path, capfd):
+    run(tmp_path, STANDS_STILL, timeout_s=SILENT_s, max_restarts=1)
+    assert {p.name for p in tmp_path.glob("[01]-*")} == {"0-0", "0-1", "1-0", "1-1"}
+    assert "restart 1 of 1: rank 1 of 2 stood still (SIGSTOP)" in capfd.readouterr().err
+
+
+def test_a_silent_rank_is_named(tmp_path):
+    with pytest.raises(
+        LaunchError, match=r"(?s)rank 0 of 2 failed: .*Still at work, and killed: rank 1 \(log: "
+    ):
+        run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=SILENT_s)
+
+
+# ------------------------------------------------------------------ signals
+
+
+UNTIL_ASKED = """
+def main():
+    open(f"{out}/ready{rank}", "w").close()
+    while not stop.asked:
+        time.sleep(0.01)
+    open(f"{out}/heard{rank}", "w").close()
+    time.sleep(LASTS)
+    open(f"{out}/saved{rank}", "w").close()
+"""
+
+
+def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0.3"), stop=True)
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"ready{rank}")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
+    """The ranks have no handler yet; nobody dies of it."""
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"), stop=True)
+    program.write_text("import sys; open(sys.argv[1] + '/begun', 'w').close()\n" + program.read_text())
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+        wait_for(tmp_path / "begun")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+@pytest.mark.parametrize("how", ["asked twice", "out of time"])
+def test_who_does_not_end_is_ended(how, tmp_path):
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "600"), stop=True)
+    options = {"grace_s": 1.0 if how == "out of time" else 600.0}
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, **options) as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"ready{rank}")
+        ranks = ranks_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        if how == "asked twice":
+            wait_for(tmp_path / "heard0")  # two at once are one
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+        told = process.stderr.read().decode()
+    assert not any(is_alive(pid) for pid in ranks.values())
+    assert ("had not done so after 1 s and were killed" in told) == (how == "out of time")
+
+
+def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(tmp_path):
+    program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"))
+    marks = (
+        "import os, sys, time; open(f'{sys.argv[1]}/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))"
+    )
+    waits = "while os.getppid() == int(os.environ['FNSHARD_LAUNCHER']): time.sleep(0.01)"
+    program.write_text(f"{marks}\n{waits}\n{program.read_text()}")
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+        pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
+        process.kill()
+        process.wait(timeout=30)
+    deadline = time.monotonic() + 20
+    while any(is_alive(int(path.read_text() or 0)) for path in pids):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("ready*"))
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in main\n    main()\n    ^^^^^^\n'
+
+
+def test_an_echo_is_never_the_cause():
+    """Both ranks failed within one poll: the one whose peer died is not to blame."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    def failure(rank: int, exitcode: int, last: str | None, at: int) -> ProcessFailure:
+        made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
+        made.timestamp = at
+        if last is not None:
+            made.error_file_data = {"message": {"extraInfo": {"py_callstack": FRAMES + last + "\n"}}}
+        return made
+
+    echo = failure(0, 1, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:1\nFix: look there", 1)
+    told = failure(3, -signal.SIGTERM, None, 1)
+    for cause in (
+        failure(2, -signal.SIGKILL, None, 9),
+        failure(2, 1, "KeyError: 'x'", 9),
+        failure(2, 7, None, 9),
+    ):
+        shown = launcher.describe_failure({0: echo, 2: cause, 3: told}, 4, Path("logs"))
+        assert shown.startswith("rank 2 of 4 ")
