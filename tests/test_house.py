@@ -115,7 +115,7 @@ PRIVATE = {
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.roll_call": {"torch.distributed.distributed_c10d._get_default_store"},
     "fnshard.compiler.ir.program": {"torch._ops"},  # OpOverload; others import it from there
-    "fnshard.compiler.frontend.unsupported": {"torch._C", "torch._dynamo", "torch._functorch", "torch._ops"},
+    "fnshard.compiler.frontend.unsupported": {"torch._C", "torch._dynamo", "torch._ops"},
     "fnshard.compiler.frontend.substitutes": {
         "torch._ctc_loss",
         "torch._grouped_mm",
@@ -130,6 +130,10 @@ PRIVATE = {
         "torch.amp.autocast_mode._exit_autocast",
     },
     "fnshard.compiler.frontend.trace": {"torch._subclasses"},
+    "fnshard.compiler.frontend.transforms": {
+        "torch._functorch",
+        "torch._guards",
+    },  # and a mode of proxy_tensor
     "fnshard.compiler.kernels.differentiate": {
         "torch._functorch",
         "torch._guards",

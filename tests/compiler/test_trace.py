@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad as func_grad
-from torch.func import jacrev, jvp, vjp, vmap
+from torch.func import jacrev, vmap
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -356,18 +356,6 @@ def _no_fake(x: Tensor) -> Tensor:
     return x * x
 
 
-@refuse("differentiates inside itself")
-def torch_func_vjp(p, x):
-    out, pull = vjp(lambda z: z @ p["layers.0.w"], x)
-    return (out * pull(out)[0]).sum()
-
-
-@refuse(r"differentiates inside itself \(forward-mode AD\)")
-def torch_func_jvp(p, x):
-    out, tangent = jvp(lambda z: torch.tanh(z @ p["layers.0.w"]), (x,), (x,))
-    return (out * tangent).sum()
-
-
 @refuse(r"differentiates inside itself \(forward-mode AD\)")
 def forward_mode(p, x):
     with forward_ad.dual_level():
@@ -394,18 +382,6 @@ def backward(p, x):
     y = run_chain(p, x).sum()
     y.backward()
     return y
-
-
-@refuse("calls torch.vmap.*einsum")
-def vmap_of_leaves(p, x):
-    weights = torch.stack([p["layers.0.w"], p["layers.1.w"]])
-    return vmap(lambda w: torch.sin(x @ w).sum())(weights).pow(2).sum()
-
-
-@refuse("calls torch.vmap")
-def vmap_of_constants(p, x):
-    mask = vmap(lambda i: torch.where(i > torch.arange(WIDTH), 1.0, 2.0))(torch.arange(ROWS))
-    return (run_chain(p, x) * mask).sum()
 
 
 @refuse("which is not an ATen operator")

@@ -15,13 +15,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._functorch.apis as functorch_apis
 import torch.autograd.forward_ad as forward_ad
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.host_random import DRAWS, draws
+from fnshard.compiler.frontend import transforms
 from fnshard.compiler.frontend.mask_indices import positions
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, unvalidated
 from fnshard.compiler.ir.failures import Call
@@ -45,11 +45,7 @@ _HOOK = report(
 )
 _NESTED = report(
     "`fn` differentiates inside itself ({name}), which a trace would record as constants.",
-    fix="return the loss alone; shard_step differentiates it. For second-order terms write them out.",
-)
-_VMAP = report(
-    "`fn` calls {name}, whose ops a trace before autograd does not see.",
-    fix="write the mapped dim out: broadcast, torch.einsum, torch.baddbmm, or a Python loop.",
+    fix="use torch.func.grad, vjp or jvp, which are traced; shard_step differentiates the loss by itself.",
 )
 _SCRIPT = report(
     "`fn` calls a torch.jit {name}, whose executor hides from a trace what is differentiated.",
@@ -217,12 +213,11 @@ def _patches() -> Iterator[tuple[Any, str, Patch]]:
     yield torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, _refuse(_HOOK, name)
-    nested = ["grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"]
-    for module, names in {torch.func: nested, torch.autograd: ["grad", "backward"]}.items():
-        for name in names:
-            yield module, name, _refuse(_NESTED, f"{module.__name__}.{name}")
-    yield forward_ad, "make_dual", _refuse(_NESTED, "forward-mode AD")
-    yield functorch_apis, "vmap_impl", _refuse(_VMAP, "torch.vmap")
+    yield from transforms.patches()
+    for name in ("grad", "backward"):
+        yield torch.autograd, name, _refuse(_NESTED, f"torch.autograd.{name}", _by_user)
+    yield torch.func, "linearize", _refuse(_NESTED, "torch.func.linearize")
+    yield forward_ad, "make_dual", _refuse(_NESTED, "forward-mode AD", _by_user)
     for owner in (torch, torch.random):
         for name in ("manual_seed", "set_rng_state"):
             yield owner, name, _refuse(_SEED, f"torch.{name}")
@@ -253,6 +248,11 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
 def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
     """A patch of a function that is bound to its object already."""
     return lambda _, here: patch(function, here)
+
+
+def _by_user(*_: Any, **__: Any) -> bool:
+    """Whether functorch is not the caller."""
+    return not transforms.is_inside()
 
 
 def _is_users_hook(context: Any) -> bool:

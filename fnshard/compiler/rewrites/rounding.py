@@ -78,7 +78,7 @@ def _rounds(node: fx.Node) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    if _name(node) not in _CASTS:
+    if _name(node) not in _CASTS or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
     return before.is_floating_point() and after.is_floating_point() and before.dtype != after.dtype
