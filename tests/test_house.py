@@ -133,7 +133,8 @@ PRIVATE = {
     "fnshard.compiler.frontend.transforms": {
         "torch._functorch",
         "torch._guards",
-    },  # and a mode of proxy_tensor
+        "torch.fx.experimental.proxy_tensor._temp_remove_pre_dispatch_torch_function_mode",
+    },
     "fnshard.compiler.kernels.differentiate": {
         "torch._functorch",
         "torch._guards",

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import grad as func_grad
-from torch.func import jacrev, vmap
+from torch.func import vmap
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -296,14 +295,6 @@ REFUSED |= {
     "custom op without fake": (
         lambda p, x: run_chain(p, x).sum() + _no_fake(x).sum(),
         "cannot run on tensors without values.*register_fake",
-    ),
-    "torch func grad imported by name": (
-        lambda p, x: (run_chain(p, x) * func_grad(lambda z: (z**2 * p["layers.0.w"].sum()).sum())(x)).sum(),
-        "differentiates inside itself",
-    ),
-    "torch func jacrev": (
-        lambda p, x: jacrev(lambda z: (z @ p["layers.0.w"]).sum(0))(x).sum(),
-        "vmap|differentiates inside itself",
     ),
     "cond": (
         lambda p, x: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (run_chain(p, x),)).sum(),
