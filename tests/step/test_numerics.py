@@ -78,7 +78,7 @@ def _matrix() -> Iterator[Any]:
                 yield pytest.param(preset, world, feature, marks=[] if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("preset", "world", "feature"), _matrix())
+@pytest.mark.parametrize(("preset", "world", "feature"), list(_matrix()))
 def test_training_equals_the_naive_loop(preset: str, world: int, feature: str) -> None:
     chosen = FEATURES[feature]
     depth = spread(preset, world, feature)
@@ -102,7 +102,7 @@ def _models() -> Iterator[Any]:
             yield pytest.param(name, preset, marks=[] if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("name", "preset"), _models())
+@pytest.mark.parametrize(("name", "preset"), list(_models()))
 def test_every_model(name: str, preset: str) -> None:
     world = 4 if spread(name, preset) else 2
     ranks = sharded.simulate(
