@@ -58,11 +58,11 @@ def test_an_unknown_part_names_the_parts():
         SPEC.read({"part": "zero4"})
 
 
-@pytest.mark.parametrize("override", ["+mesh.z=1", "rounds=many", "targets=[speed]"])
-def test_bad_overrides_end_with_one_message(tmp_path, command, override):
-    done = command(override)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert override.lstrip("+").split("=")[0].split(".")[0] in done.stderr
+def test_bad_overrides_are_one_error_from_the_shell(tmp_path, command):
+    wrong = ("+mesh.z=1", "rounds=many", "targets=[speed]")
+    done = command(*wrong)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert all(override.lstrip("+").split("=")[0] in done.stderr for override in wrong)
     assert not (tmp_path / "ranks").exists()
 
 
