@@ -24,7 +24,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What every contender is given.
+    """The inputs of every contender.
 
     `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: one axis
     "shard". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire. `store`: the dtype that

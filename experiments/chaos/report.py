@@ -30,7 +30,9 @@ def table(found: Mapping[str, Any]) -> str:
     kills = found["kills"]
     modes = {name: [k for k in kills if k["kill"]["mode"] == mode] for mode, name in NAMES.items()}
     rows = [HEAD, *(_row(name, mine) for name, mine in {**modes, "all": kills}.items())]
-    problems = [f"- {_when(k)}: {text}" for k in kills for text in k["problems"]]
+    problems = [
+        f"- {NAMES[k['kill']['mode']]} at step {k['step']}: {text}" for k in kills for text in k["problems"]
+    ]
     problems += [f"- run {n}: {text}" for n, run in enumerate(found["runs"], 1) for text in run]
     unequal = sum(bool(run) for run in found["runs"])
     unreadable = sum("unreadable" in text for k in kills for text in k["problems"])
@@ -57,7 +59,3 @@ def _row(name: str, kills: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         sum(k["inside"] for k in kills),
     )
     return (name, *map(str, numbers), mean, str(sum(k["lost"] for k in kills)))
-
-
-def _when(kill: Mapping[str, Any]) -> str:
-    return f"{NAMES[kill['kill']['mode']]} at step {kill['step']}"

@@ -39,8 +39,8 @@ KEYS = {
     " study_name storage sampler",
 }
 ALLOWED = frozenset(f"hydra.{part}{name}" for part, names in KEYS.items() for name in names.split())
-WHOLE = ("hydra.launcher.additional_parameters.", "hydra.sweeper.params.", "hydra.sweeper.search_space.",
-         "hydra.sweeper.sampler.")  # fmt: skip
+PARTS = ("launcher.additional_parameters.", "sweeper.params.", "sweeper.search_space.", "sweeper.sampler.")
+OPEN_PREFIXES = tuple(f"hydra.{part}" for part in PARTS)
 NOT_ALLOWED = (
     "Hydra's own, which could run code. A configuration may set of Hydra's keys "
     f"{', '.join(f'hydra.{name}' for name in KEYS[''].split())}, "
@@ -56,7 +56,7 @@ def is_allowed(key: str) -> bool:
     >>> is_allowed("hydra.run.dir"), is_allowed("hydra.job.env_set.LD_PRELOAD"), is_allowed("hydra.job")
     (True, False, False)
     """
-    return key in ALLOWED or key.startswith(WHOLE)
+    return key in ALLOWED or key.startswith(OPEN_PREFIXES)
 
 
 def refused(hydra: DictConfig, keys: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,10 @@ def help_of(spec: CommandSpec) -> str:
         chosen = loader.compute_defaults_list(spec.name, [], RunMode.RUN).overrides.known_choices
         choices = {g: c for g, c in groups_of(spec, loader).items() if not g.startswith("hydra/")}
         composed = loader.load_configuration(spec.name, [], RunMode.RUN)
-    groups = {group: _marked(names, chosen.get(group)) for group, names in choices.items()}
+    groups = {
+        group: "  ".join(f"*{name}" if name == chosen.get(group) else name for name in names)
+        for group, names in choices.items()
+    }
     options = {f"{key}={_shown(_raw(composed, key))}": text for key, text in spec.help.options.items()}
     parts = [
         textwrap.fill(spec.help.about, WIDTH),
@@ -42,10 +45,6 @@ def help_of(spec: CommandSpec) -> str:
         _table("Flags", FLAGS),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def _marked(names: list[str], default: str | None) -> str:
-    return "  ".join(f"*{name}" if name == default else name for name in names)
 
 
 def _table(title: str, rows: Mapping[str, str]) -> str:

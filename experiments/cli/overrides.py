@@ -113,7 +113,7 @@ def jobs_of(override: Override) -> float:
 
 
 def too_many(jobs: float) -> str:
-    """What is said of a sweep that is too large.
+    """The message about a sweep that is too large.
 
     >>> too_many(1e10)
     'a sweep of 1e+10 jobs; 10000 is the most. Fix: fewer values, or several sweeps.'

@@ -28,7 +28,7 @@ from experiments.configs.checks import refusal, too_large
 from experiments.configs.train import TrainConfig
 
 SHARED = ROOT / "conf" / "shared"
-MISSING = "???"  # OmegaConf's mark of a value that has to be given
+MISSING = "???"  # OmegaConf's mark of a value that has to be set
 EXPECTED = {
     "int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
     "string": "text", "tuple": "a list, as in [a,b]", "dataclass": "keys below it",

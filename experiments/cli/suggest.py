@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
+SYNONYMS = {"batch_size": "rows", "gpus": "ranks", "learning_rate": "lr", "precision": "dtype"}
+
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
     """The one of dotted `words` that was probably meant, if any: the same name elsewhere, then what looks
@@ -13,10 +15,14 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     >>> known = ["run.steps", "run.seed", "optimizer.lr", "strategy"]
     >>> [nearest(word, known) for word in ("run.stpes", "steps", "optim.lr", "stratgy", "model.depth")]
     ['run.steps', 'run.steps', 'optimizer.lr', 'strategy', None]
+    >>> nearest("learning_rate", known)
+    'optimizer.lr'
     """
     known = list(words)
     last = {w: w.rpartition(".")[2] for w in known}
     end = word.rpartition(".")[2].lower()
+    if SYNONYMS.get(end) in last.values():
+        end = SYNONYMS[end]
     if same := [w for w in known if last[w] == end]:
         return max(same, key=lambda w: difflib.SequenceMatcher(None, w, word).ratio())
     if close := difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7):
@@ -26,7 +32,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def no_such_key(key: str, keys: Collection[str], groups: Collection[str] = ()) -> str:
-    """What is said of a key that is not there.
+    """The message about a key that does not exist.
 
     >>> no_such_key("run.stpes", ["run.steps", "run.seed", "mesh.shard"])
     'no such key. Did you mean run.steps? run has steps, seed.'
@@ -45,7 +51,7 @@ def no_such_key(key: str, keys: Collection[str], groups: Collection[str] = ()) -
 
 
 def no_such_choice(group: str, choice: object, choices: Collection[str]) -> str:
-    """What is said of a file that a group does not have.
+    """The message about a choice that a group does not have.
 
     >>> no_such_choice("strategy", "zer2", ["auto", "zero2", "zero3"])
     'no such choice. Did you mean strategy=zero2? strategy has auto, zero2, zero3.'

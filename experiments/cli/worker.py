@@ -135,8 +135,8 @@ def refused(folder: Path) -> Exception | None:
 
 
 def _end_together(message: str, *, mistake: bool) -> NoReturn:
-    """All ranks know the reason, and end with exit code 1; it is left to who started this rank, or said here
-    where nobody of ours did."""
+    """End all ranks with exit code 1; the reason goes to a file for the process that started them, or to
+    stderr where none of ours did."""
     code: int | str = 1
     if int(os.environ.get("RANK", "0")) == 0:
         if LOGS in os.environ:

@@ -47,7 +47,7 @@ def draw(ranking: Ranking, path: Path) -> bool:
     for place, outcome in reversed(list(enumerate(drawn))):  # the best on top
         if outcome.folder not in hidden:
             _curve(axes, outcome, key, colors[place], labels.get(outcome.folder))
-    axes.set(xlabel="step", ylabel=_title(key))
+    axes.set(xlabel="step", ylabel="loss, nats per byte or token" if key == "loss" else key.replace("_", " "))
     _limit(axes, drawn, key)
     axes.grid(alpha=0.25)
     if scale is not None:
@@ -165,10 +165,6 @@ def _limit(axes: Any, drawn: Sequence[Outcome], key: str) -> None:
     highest = max(value for outcome in drawn for _, value in points(outcome, key))
     if start > 0 and highest > SHOTS * start:
         axes.set_ylim(top=SHOTS * start, bottom=None)
-
-
-def _title(key: str) -> str:
-    return {"loss": "loss, nats per byte or token"}.get(key, key.replace("_", " "))
 
 
 def write(

@@ -50,7 +50,8 @@ def ranked(outcomes: Sequence[Outcome], metric: str) -> Ranking:
     known = {name for outcome in outcomes for name in outcome.numbers}
     if known and metric not in known:
         raise ConfigError(f"metric {metric}: no run has it; they have {', '.join(sorted(known))}.")
-    order = sorted(outcomes, key=lambda o: (_class(o), _value(o, metric)))
+    place = {OK: 0, FAILED: 2}
+    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _value(o, metric)))
     return Ranking(tuple(order), metric)
 
 
@@ -100,10 +101,6 @@ def grows(metric: str) -> bool:
     (True, False)
     """
     return any(word in metric for word in GROWS)
-
-
-def _class(outcome: Outcome) -> int:
-    return {OK: 0, FAILED: 2}.get(outcome.status, 1)
 
 
 def _value(outcome: Outcome, metric: str) -> float:

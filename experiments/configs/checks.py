@@ -58,7 +58,7 @@ def too_large(values: Any, key: str = "") -> Iterator[str]:
 
 
 def _short(number: float) -> str:
-    """Python writes no whole number of thousands of digits, and nobody reads one of fifty."""
+    """A short text: Python does not print integers of thousands of digits, and fifty are not readable."""
     return repr(number) if abs(number) < 10**20 else f"{'-' * (number < 0)}10^{math.log10(abs(number)):.0f}"
 
 

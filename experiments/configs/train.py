@@ -1,4 +1,4 @@
-"""The main job's configuration: frozen dataclasses, checked whole before any rank starts.
+"""The main job's configuration: frozen dataclasses, checked before any rank starts.
 
 Torch is not imported here: a mistake in a command line is reported before that has loaded.
 `experiments.cli.schema` makes these from plain values, `experiments.cli.validation` from a command line.

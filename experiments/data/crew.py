@@ -25,7 +25,7 @@ def work(tasks: Sequence[T], do: Do[T, R], processes: int, advance: Advance) -> 
     that ends.
 
     Args:
-        do: the work; it may call the function that it is given with a count.
+        do: the work; it may call its second argument with a count.
         processes: at most; one is this process itself.
         advance: is called here with these counts.
 

@@ -1,5 +1,5 @@
-"""Files: written whole or not at all; an error of the system in the middle of it names the file. Read if they
-are files: a device or a pipe that a configuration names has no end."""
+"""Files: written completely or not at all; an error of the system names the file. Only regular files are
+read: a device or a pipe that a configuration names has no end."""
 
 from __future__ import annotations
 

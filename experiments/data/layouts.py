@@ -16,7 +16,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.files import size_of
 from fnshard.errors import MissingExtraError
 
-LONGEST = 2**26  # bytes; a longer "line" is some other file, which would be held whole
+LONGEST = 2**26  # bytes; a longer "line" is some other file, which would fill the memory
 MARK = b"\xef\xbb\xbf"  # what some editors write in front of UTF-8
 
 
@@ -68,7 +68,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 OPENING = 4096  # bytes of a file that are looked at to tell its layout
 BLOCK = 2**20  # bytes of a file that are read at once
-LARGEST_LIST_bytes = 2**30  # a list of JSON is held whole
+LARGEST_LIST_bytes = 2**30  # a list of JSON is read at once
 PARQUET = b"PAR1"
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # in a folder of one split, and above several
 

@@ -183,7 +183,7 @@ class Tokenizer(Protocol):
         """The pieces of a conversation; what assistants said from message `first` on is learned."""
 
     def opening(self, messages: Messages) -> list[TextPiece]:
-        """What a model is given to answer `messages`."""
+        """The prompt to which a model answers `messages`."""
 
     def save(self, folder: Path) -> None:
         """Write its files into a folder that exists."""

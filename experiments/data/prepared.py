@@ -177,7 +177,7 @@ def _make(
     tokenizer: Tokenizer,
     policy: WritePolicy,
 ) -> None:
-    """Write under a name of its own and rename: a folder is whole or absent. The first of two wins."""
+    """Write under a name of its own and rename: a folder is complete or absent. The first of two wins."""
     first = folders[False]
     partial = first.with_name(f"{first.name}.{uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)

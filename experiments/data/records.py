@@ -50,7 +50,8 @@ def sample(line: Mapping[str, Any], tokenizer: Tokenizer) -> Record:
         if name is None:
             raise LineError(f"lacks {' or '.join(map(repr, RESPONSES))}; it has {_keys(line)}")
         prompt, _ = _together(partial(_prompt, line), partial(_response, line, name))
-        return Record((_answered(tokenizer, prompt, line, name),), chat=_is_chat(prompt, line[name]))
+        chat = isinstance(prompt, list) or isinstance(line[name], list)
+        return Record((_answered(tokenizer, prompt, line, name),), chat=chat)
     if "text" in line:
         text = _text(line, "text", empty=False)
         return Record(((*_begin(tokenizer), TextPiece(text, True), TextPiece(tokenizer.eos, True)),))
@@ -144,10 +145,6 @@ def _prompt(line: Mapping[str, Any]) -> str | Messages:
 
 def _response(line: Mapping[str, Any], name: str) -> str | Messages:
     return _messages(line, name) if isinstance(line[name], list) else _text(line, name, empty=False)
-
-
-def _is_chat(prompt: str | Messages, response: Any) -> bool:
-    return isinstance(prompt, list) or isinstance(response, list)
 
 
 def _answered(

@@ -41,7 +41,7 @@ class CostsError(Exception):
 
 
 class BrokenError(Exception):
-    """A template is none; or it refuses what it is given, in its own words."""
+    """A template is none; or it refuses its inputs, in its own words."""
 
 
 class Renderer:

@@ -169,7 +169,7 @@ def dtype_of(vocab: int) -> str:
 
 
 def write_shard(spans: Sequence[TextSpan], recipe: Recipe, path: Path, advance: Advance) -> Made:
-    """Write under a name of its own and rename: a shard is whole or absent."""
+    """Write under a name of its own and rename: a shard is complete or absent."""
     made, digest = Made(), hashlib.sha256()
     partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}{PARTIAL}")
     try:

@@ -146,7 +146,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
-    """Put a tokenizer's files into a model directory, so that serving systems find it whole."""
+    """Put a tokenizer's files into a model directory, so that serving systems find it complete."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)

@@ -118,7 +118,7 @@ class WritePolicy:
 
 @dataclass
 class RefusedLines:
-    """Counts of what was found; what is refused goes to a file, and the first few are held."""
+    """Counts of what was found; what is refused goes to a file, and the first few to the error."""
 
     policy: WritePolicy
     out: TextIO

@@ -28,7 +28,7 @@ class Paper:
     """A step on paper.
 
     Args:
-        specs, options: what `shard_step` was given.
+        specs, options: the arguments of `shard_step`.
         found: the search, if `strategy=auto` made one.
         advice: what `fnshard.fit` would do where the plan does not fit, if it was asked.
     """

@@ -36,7 +36,7 @@ BASES = Path("outputs", "bases")
 PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
 STEPS = 300  # of the pre-training that makes the tiny one
-WHOLE = "model"  # of a run's folder: what it exports of a whole model
+EXPORTED = "model"  # in a run's folder: the whole model, exported
 RANDOM: Mapping[str, Mapping[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
              "num_key_value_heads": 2},
@@ -132,7 +132,7 @@ def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path
     job = pretraining(config)
     text = hashlib.sha256(Path(job.data.train).read_bytes()).hexdigest()  # another Python's is another base
     known = f"{PRETRAINED}-{_digest([text, job.run.steps, job.run.seed, MADE])}"
-    made = sorted(p for p in BASES.resolve().glob(f"{known}-*/{WHOLE}") if (p / "config.json").exists())
+    made = sorted(p for p in BASES.resolve().glob(f"{known}-*/{EXPORTED}") if (p / "config.json").exists())
     if made:
         return made[0]
     folder = BASES.resolve() / f"{known}-{_digest(identity_of(job))}"
@@ -140,7 +140,7 @@ def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path
     began = time.monotonic()
     pretrain(job, folder)
     print(f"model={PRETRAINED}: made in {time.monotonic() - began:.0f} s, beside what follows", flush=True)
-    return folder / WHOLE
+    return folder / EXPORTED
 
 
 MADE = 1  # another number where `pretraining` makes another base

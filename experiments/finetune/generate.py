@@ -138,7 +138,9 @@ class Generator:
         request = f"new_tokens={new_tokens}, {draw}, seed={seed}, eos={sorted(ends)}"
         counts = self._agree(request, self._problems(prompts, new_tokens, draw), len(prompts))
         first = sum(counts[: self.mesh.rank])
-        chances = [torch.Generator().manual_seed(row_seed(seed, first + i)) for i in range(len(prompts))]
+        # By the number of a row among those of all ranks: the same text, however rows are dealt out.
+        seeds = [(seed * 1_000_003 + first + i) % 2**63 for i in range(len(prompts))]
+        chances = [torch.Generator().manual_seed(each) for each in seeds]
         rows: list[list[int]] = [[] for _ in prompts]
         logits, kept = self.prefill(params, *self._padded(prompts))
         while True:
@@ -219,11 +221,6 @@ class Generator:
 
 def _ended(row: list[int], ends: Collection[int]) -> bool:
     return bool(row) and row[-1] in ends
-
-
-def row_seed(seed: int, row: int) -> int:
-    """Of one row among those of all ranks: the same text, however rows are dealt out."""
-    return (seed * 1_000_003 + row) % 2**63
 
 
 @dataclass(frozen=True)

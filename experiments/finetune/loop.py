@@ -18,7 +18,7 @@ import fnshard as fs
 from experiments.configs.plan import write_plan
 from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
-from experiments.finetune.base_models import WHOLE
+from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import FinetuneData, opened
 from experiments.finetune.evaluate import accuracy, held_out_batches, mean_over
@@ -168,11 +168,6 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, choosing, shown)
 
 
-def lean(batch: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """A batch without what only packed rows need."""
-    return batch if packed else {name: part for name, part in batch.items() if name != "documents"}
-
-
 @dataclass
 class StepArguments:
     """A loader's batches as the arguments of a step.
@@ -186,7 +181,10 @@ class StepArguments:
         return self
 
     def __next__(self) -> tuple[Any]:
-        return (lean(next(self.loader), getattr(self.loader, "pack", False)),)
+        batch = next(self.loader)
+        if not getattr(self.loader, "pack", False):
+            batch = {name: part for name, part in batch.items() if name != "documents"}
+        return (batch,)
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -269,8 +267,8 @@ def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str
         lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
     if kinds in ("merged", "both"):
         blocks, specs = _merged(setup, state)
-        final = folder / WHOLE
-        aside = folder / f".{WHOLE}.writing"
+        final = folder / EXPORTED
+        aside = folder / f".{EXPORTED}.writing"
         if mesh.rank == 0:  # of an attempt that was cut off
             shutil.rmtree(aside, ignore_errors=True)
         setup.step.gather_text("")  # nobody writes before it is gone

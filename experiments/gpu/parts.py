@@ -88,7 +88,7 @@ def work(part: str, setup: GpuSetup, folder: Path) -> dict[str, Any]:
 
 
 def main(job: Path) -> None:
-    """Write the result beside its name, whole or not at all."""
+    """Run the part that a job file names, and write its result."""
     values = json.loads(job.read_text(encoding="utf-8"))
     result = Path(values["result"])
     found = work(values["part"], GpuSetup(**values["setup"]), result.parent)

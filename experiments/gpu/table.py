@@ -1,4 +1,4 @@
-"""One table of all parts: what is measured, what came out, what is wanted."""
+"""One table of all parts: what is measured, what came out, what is expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.tables import markdown as table
 
 Found = Mapping[str, Any]
 Results = Mapping[str, Found]  # by part
-Line = tuple[str, str, Callable[[Results], str], str]  # part, what, its value, what is wanted
+Line = tuple[str, str, Callable[[Results], str], str]  # part, what, its value, what is expected
 COMPILED = "fsdp2_compiled"
 NAMES = {
     LIMIT: "whole-model torch.compile",

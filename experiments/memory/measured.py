@@ -28,7 +28,7 @@ def step_ratio(found: Mapping[str, Any], name: str, base: str) -> float:
 
 
 def mega(size: float) -> str:
-    """Bytes as MB of 1e6, whole.
+    """Bytes as MB of 1e6, rounded.
 
     >>> mega(1.6e6)
     '2'

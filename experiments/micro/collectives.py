@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One size: this rank's shard [k], its whole [n * k], and where results go."""
+    """One size: this rank's shard [k], all shards [n * k], and where results go."""
 
     n: int
     rank: int

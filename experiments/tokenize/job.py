@@ -218,7 +218,7 @@ def _header(
     return found
 
 
-# ------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------ messages
 
 
 def _refusal(refused: Mapping[tuple[str, int], Made]) -> ConfigError:

@@ -86,7 +86,7 @@ def _drawn_by(config: TrainConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ByteDataset:
-    """Files of text, whole in memory."""
+    """Files of text, all in memory."""
 
     config: TrainConfig
     corpus: Corpus
@@ -133,7 +133,7 @@ class TokenDataset:
 
     config: TrainConfig
     train: Shards
-    held: Shards
+    held_shards: Shards
     tokenizer: Tokenizer | None
 
     @property
@@ -142,32 +142,32 @@ class TokenDataset:
 
     @property
     def checksum(self) -> str:
-        return f"{self.train.key} {self.held.key}"
+        return f"{self.train.key} {self.held_shards.key}"
 
     @property
     def starts(self) -> Tensor:
         rows, context = self.config.data.held_out_rows, self.config.model.context
-        return windows.held_out_starts(self.held.tokens, rows, context)
+        return windows.held_out_starts(self.held_shards.tokens, rows, context)
 
     def loader(self, mesh: fs.Mesh) -> ShardLoader:
         return ShardLoader(self.train, **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
-        return cut(self.held, starts.numpy(), self.config.model.context)
+        return cut(self.held_shards, starts.numpy(), self.config.model.context)
 
     def tables(self) -> dict[str, float]:
         if not self._bytes:
             return {}
         width = self.config.model.context + 3  # each window and the two tokens before its first target
         stream = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
-        held = self.held.windows(self.starts.numpy() - 2, width)
+        held = self.held_shards.windows(self.starts.numpy() - 2, width)
         targets = torch.arange(held.size).reshape(held.shape)[:, 3:]
         return _table_losses(_as_bytes(stream), _as_bytes(held), targets.flatten())
 
     def encode(self, text: str) -> list[int]:
         """As the shards' tokenizer does; without it, the first held-out token stands for any text."""
         found = self.tokenizer.encode(text) if self.tokenizer else []
-        return found or self.held.windows(np.zeros(1, np.int64), 1)[0].tolist()
+        return found or self.held_shards.windows(np.zeros(1, np.int64), 1)[0].tolist()
 
     def decode(self, tokens: list[int]) -> str:
         """As the shards' tokenizer does; without it, numbers."""
@@ -175,7 +175,7 @@ class TokenDataset:
 
     @property
     def _bytes(self) -> bool:
-        return self.train.tokenizer == self.held.tokenizer == byte_tokenizer().key
+        return self.train.tokenizer == self.held_shards.tokenizer == byte_tokenizer().key
 
 
 def _as_bytes(tokens: np.ndarray) -> Tensor:

@@ -153,7 +153,7 @@ class Report:
         """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
 
         Args:
-            artifacts: files that trackers are given.
+            artifacts: files for the trackers.
             summary: numbers for them beside the totals.
 
         Returns:

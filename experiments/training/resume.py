@@ -91,7 +91,7 @@ def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]
             elif found is not None:
                 folder = found
                 _remove_unused(fresh)
-        if folder == fresh and found != fresh:  # else it is held already
+        if folder == fresh and found != fresh:  # else it is locked already
             make_directory(fresh)
             if not stack.enter_context(locked(fresh)):
                 raise ConfigError(
@@ -172,7 +172,7 @@ def note_of(identity: Any) -> Path:
 
 
 def unfinished(note: Path, stack: ExitStack, *, has: str = CHECKPOINTS) -> Path | None:
-    """The folder that a note names, held until the stack unwinds; `Path()` if another process works there.
+    """The folder that a note names, locked until the stack unwinds; `Path()` if another process works there.
 
     None where there is no such folder, or, of a run, no checkpoint in it.
     """

@@ -29,7 +29,7 @@ PACKAGES = (
     "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
     "mlflow-skinny",
 )  # fmt: skip
-# What the time of a process goes to: all of it, "other" is what nothing else is said of.
+# What the time of a process goes to: all of it, "other" is the rest.
 PARTS = (
     "start", "compile", "steps", "data", "evaluation", "samples", "saves", "export", "tracing", "reports",
     "other",
@@ -193,7 +193,7 @@ class StepWork:
 
 
 def peak_memory(device_type: str) -> tuple[int, str]:
-    """Bytes that this process held at most, and of what they are."""
+    """The peak bytes of this process, and of what they are."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated(), "allocated on the device"
     unit = 1 if sys.platform == "darwin" else 1024

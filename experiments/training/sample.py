@@ -31,7 +31,7 @@ class Sampler:
         forward: `last_logits`, sharded. All ranks call it together, each with a row of its own.
         context: T, tokens in the window. Beyond them the oldest fall out.
         temperature: logits are divided by it; below 1 keeps closer to the likely tokens.
-        encode, decode: text to tokens and back; bytes, where nothing else is said.
+        encode, decode: text to tokens and back; bytes by default.
     """
 
     forward: Forward

@@ -115,7 +115,7 @@ def run_steps(
                 with training.spent.on("saves"):
                     training.watch.before_save(state, number)
             if training.watch.fault:
-                del state  # its memory is wanted
+                del state  # its memory is needed
                 raise training.watch.diverged()
             if stops:
                 with training.spent.on("saves"):
@@ -311,7 +311,7 @@ def finish_run(
 
     Args:
         measured: what the job has measured at the end.
-        sample: the name of the file of samples, which trackers are given.
+        sample: the name of the file of samples, for the trackers.
 
     Returns:
         Its time and memory, as text.

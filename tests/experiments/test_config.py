@@ -358,7 +358,7 @@ def test_numbers_of_any_command_may_be_quoted_and_are_checked(spec, tmp_path):
 
 
 def test_a_group_of_other_commands_is_no_key_of_one_without_groups():
-    message = r"^precision=fp32 \(command line\): no such key\. The top has device, "
+    message = r"^precision=fp32 \(command line\): no such key\. Did you mean dtype\? The top has device"
     with pytest.raises(ConfigError, match=message):
         validate(BENCH, ["precision=fp32"])
 

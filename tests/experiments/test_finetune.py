@@ -86,11 +86,11 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, monkeypatch
     assert re.search(r"<\|begin\|>\d\+\d=«\d+<\|end\|>»", shown)  # what is learned of an example
     assert len([r for r in rows_of(folder) if "loss" in r]) == STEPS
     ids = torch.arange(3, 23).view(2, 10)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / base_models.WHOLE).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / base_models.EXPORTED).eval()
     after = merged(ids).logits
     untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     assert (after - untouched(ids).logits).abs().max() > 1e-3
-    assert (folder / base_models.WHOLE / "tokenizer.json").exists()
+    assert (folder / base_models.EXPORTED / "tokenizer.json").exists()
     spent = json.loads((folder / "run.json").read_text())["totals"]
     assert sum(spent[f"{part}_s"] for part in PARTS) == pytest.approx(whole, rel=0.05, abs=0.5)
     assert spent["other_s"] < 0.05 * whole + 0.2
@@ -171,19 +171,19 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
     folder = tmp_path / "run"
-    (folder / base_models.WHOLE).parent.mkdir()
-    shutil.copytree(model, folder / base_models.WHOLE)
+    (folder / base_models.EXPORTED).parent.mkdir()
+    shutil.copytree(model, folder / base_models.EXPORTED)
     (folder / loop.BEFORE).write_text(json.dumps({"of": "another", "answers": ["x"], "held_out_loss": 7.0}))
     asked = ("objective=dpo", "method=lora", "export=merged", "run.sample_tokens=0", "run.steps=2",
              "run.save_every=1", "run.held_out_every=1")  # fmt: skip
-    config = config_of(folder / base_models.WHOLE, {**data, "pairs": few}, tmp_path, *asked)
+    config = config_of(folder / base_models.EXPORTED, {**data, "pairs": few}, tmp_path, *asked)
     loop.finetune(config, run_in(folder), [], Stop())
     result = read_result(folder)
     before = json.loads((folder / loop.BEFORE).read_text())
     assert before["held_out_loss"] == pytest.approx(math.log(2)) and math.isfinite(result["held_out_loss"])
-    kept = folder / f"{base_models.WHOLE}.1"
+    kept = folder / f"{base_models.EXPORTED}.1"
     assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert (folder / base_models.WHOLE / "model.safetensors").exists()
+    assert (folder / base_models.EXPORTED / "model.safetensors").exists()
     config = replace(config, model=str(kept))
     loop.finetune(
         config, replace(run_in(tmp_path / "on"), source=str(folder / "checkpoints" / "1")), [], Stop()
@@ -360,7 +360,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     assert any(tokens[: len(asked)] == asked for tokens in trained)
     state, _, _ = loop.begin(setup, run_in(tmp_path / "run"))
     loop.export(setup, state, tmp_path / "run")
-    for name in (base_models.WHOLE, loop.ADAPTERS):
+    for name in (base_models.EXPORTED, loop.ADAPTERS):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
         ids = theirs.apply_chat_template(talk, return_dict=False)
         assert ids in trained
