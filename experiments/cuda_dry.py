@@ -229,7 +229,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
             launches["updates"] += times * each
             host += [f"update: {line.strip()}" for line in body.splitlines() if HOST.search(line)]
             moved += times * bytes_of(code, body)
-            parameters += times * sum(math.prod(leaf.forms[0][0]) for leaf in leaves)
+            parameters += times * sum(math.prod(leaf.tensors_like[0][0]) for leaf in leaves)
             if args.triton:
                 binaries |= {n: assemble(n, source, Path(folder)) for n, source in TRITON.findall(code)}
     return {

@@ -11,7 +11,7 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     layout/      spec (LayoutSpec, P), rules (match_specs), resolved (specs by path), presets, units, codecs
     losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
     compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
-                 rewrites (Program to Program), kernels (split, remat, differentiate, Inductor), schedule
+                 rewrites (of a Program's graph), kernels (split, remat, differentiate, Inductor), schedule
                  (instructions, build, passes, verify), lower (the list of stages)
     runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
                  over a schedule's instructions
@@ -20,9 +20,10 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
     debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
 
-A change to what a step does is a pass over `compiler.schedule.instructions.instructions`; a new strategy is a
-function in `layout.presets`; a new optimizer an `optim.Optimizer`; a new storage format a codec: none of them
-touches the rest.
+A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
+`compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new strategy is a
+function in `layout.presets`; a new optimizer an `optim.Optimizer`; a new storage format a codec: none of them touches
+the rest. `tests/test_extending.py` adds one of each from outside.
 """
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree

@@ -163,7 +163,7 @@ class StorageWatch(TorchDispatchMode):
         self._count = 0
 
     def adopt(self, value: Tensor, entry: CallArgument) -> None:
-        """StorageWatch an argument's storage."""
+        """Watch an argument's storage."""
         storage = value.untyped_storage()
         key = storage._cdata
         if key not in self._refs:
@@ -190,7 +190,7 @@ class StorageWatch(TorchDispatchMode):
         return out
 
     def made(self, out: Any) -> None:
-        """StorageWatch the storages of an operator's results."""
+        """Watch the storages of an operator's results."""
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()

@@ -211,7 +211,7 @@ class LiveMemory:
             self.units = dict(self.totals)
 
     def end(self, index: int) -> None:
-        """The line has ended: what only it tensor is freed."""
+        """The line has ended: what only this line refers to is freed."""
         text = f"{self.line.phase} {self.line.unit} {self.line.verb} {self.line.detail}"
         self.moments.append(Moment(index, text, self._here, self.live["host"], self.live["disk"]))
         for storage in self._mine:

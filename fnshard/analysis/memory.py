@@ -191,7 +191,7 @@ _WAYS_OUT = {
 }
 
 
-# ------------------------------------------------------------------ the live over a schedule
+# ------------------------------------------------------------------ a schedule, played on paper
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class MemoryInputs:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a live found. `moved`: by number of a transfer's instruction, its bytes."""
+    """What `measure` found. `moved`: by number of a transfer's instruction, its bytes."""
 
     analysis: MemoryAnalysis
     timeline: MemoryTimeline

@@ -200,8 +200,8 @@ class _OneClock(_Clock):
 class _Together(_Clock):
     """Lanes of their own; `host` is the thread that launches, and what the host computes is the worker's.
 
-    `told`: which numbers of the step the host has been sent. `pending`: when the worker is done with what it
-    was given last.
+    `numbers_sent`: which numbers of the step the host has been sent. `pending`: when the worker is done with
+    what it was given last.
     """
 
     host: float = 0.0
@@ -246,7 +246,7 @@ class _Together(_Clock):
     def _wait(self, line: Wait, there: float) -> None:
         """Compute stands still; not for what the worker has sent, which is waited for where it is read."""
         self.ready |= dict.fromkeys(line.writes, there)
-        if line.of is ToDevice and all(n.kind is Kind.STORED for n in line.writes):
+        if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return
         self._expose(line.of.lane, there)
         self.free[COMPUTE] = max(self.free[COMPUTE], there)

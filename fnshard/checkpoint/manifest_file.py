@@ -78,7 +78,7 @@ class Manifest:
         data: position in the data, by rank; one entry where all ranks are alike.
         config: the resolved configuration, if any.
         metrics: numbers that came with the save.
-        versions: of torch and fnshard.
+        versions: of torch.
     """
 
     step: Count

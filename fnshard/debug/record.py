@@ -166,10 +166,10 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield from _of_run(line, env, schedule)
     elif isinstance(line, Add):
         yield ("sum", line.writes[0]), env[line.writes[0]], None, ""
-    elif isinstance(line, Cast) or (isinstance(line, Wait) and line.of is Gather):
+    elif isinstance(line, Cast) or (isinstance(line, Wait) and line.is_for(Gather)):
         for name in line.writes:
             yield ("leaf", name.leaf), env[name], None, name.version[1:]
-    elif isinstance(line, Wait) and line.of is ReduceScalars:
+    elif isinstance(line, Wait) and line.is_for(ReduceScalars):
         for name, tensor in tensors(env[line.writes[0]]):
             if name in ("loss", "norm", "count"):
                 yield ("scalar", name), tensor, None, ""
@@ -177,7 +177,7 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield from _of_reduction(line, env, schedule)
     if isinstance(line, Update):
         yield from _of_update(line, env, schedule)
-    if isinstance(line, Wait) and line.of is Publish:
+    if isinstance(line, Wait) and line.is_for(Publish):
         for name in line.writes:
             yield ("updated leaf", name.leaf), env[name], schedule.specs[name.leaf].storage, ""
 

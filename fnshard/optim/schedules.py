@@ -24,7 +24,7 @@ __all__ = [
     "wsd",
 ]
 
-MemoryInputs = ParamSpec("MemoryInputs")
+Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 Rate = float | Callable[[Tensor], Tensor | float]
 ByPath = float | Sequence[tuple[str, float]]
@@ -158,11 +158,11 @@ def counterpart(value: object) -> str:
     )
 
 
-def rate_first(make: Callable[MemoryInputs, Made]) -> Callable[MemoryInputs, Made]:
+def rate_first(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
     """Decorator: an error with the fix for a call in torch's order, with parameters first."""
 
     @functools.wraps(make)
-    def made(*args: MemoryInputs.args, **kwargs: MemoryInputs.kwargs) -> Made:
+    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
         if args:
             as_schedule(args[0])
         return make(*args, **kwargs)

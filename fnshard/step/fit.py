@@ -403,4 +403,4 @@ def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options:
     if not isinstance(hardware, str | Hardware):
         wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
     if wrong:
-        raise SpecError("these arguments of fit are not to be had:", wrong)
+        raise SpecError("invalid arguments of fit:", wrong)

@@ -65,7 +65,7 @@ class Options:
         if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
             wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
         if wrong:
-            raise SpecError("these options of a step are not to be had:", wrong)
+            raise SpecError("invalid options of a step:", wrong)
         LossScale.choose(self.loss_scale, fp16=False)
 
     def compiles_update(self, optimizer: Optimizer | None, device_type: str) -> bool:

@@ -272,8 +272,8 @@ class Step(Generic[OptimizerT, LossT]):
     def replay(self, **options: Any) -> Step[OptimizerT, LossT]:
         """A second step of the same function to run a state through again, without a trace on this one.
 
-        It shares what ranks have agreed on, and the programs where neither step compiles; replicas are not
-        compared.
+        It shares what ranks have agreed on, and the programs where its options are the same and neither step
+        compiles; replicas are not compared.
 
         Args:
             options: fields of `Options` to change.
@@ -281,7 +281,7 @@ class Step(Generic[OptimizerT, LossT]):
         chosen = replace(self.options, **options)
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, chosen)
         other._runner.replayed = self._runner
-        if chosen.backend == self.options.backend == "eager":  # Inductor rewrites what it compiles
+        if chosen == self.options and chosen.backend == "eager":  # Inductor rewrites what it compiles
             other._lowering.share(self._lowering)
         return other
 

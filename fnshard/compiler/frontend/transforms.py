@@ -50,7 +50,7 @@ def _replayed(original: Transform, here: Callable[[], bool]) -> Transform:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not here() or is_inside():
             return original(*args, **kwargs)
-        return replay(original, args, kwargs)
+        return inlined(original, args, kwargs)
 
     return call
 
@@ -74,7 +74,7 @@ def _vjp(original: Transform, here: Callable[[], bool]) -> Transform:
     return call
 
 
-def replay(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace `run(*args, **kwargs)` by itself, beneath autograd, and run its ops where the caller stands."""
     leaves, structure = tree.flatten((args, kwargs), constants=True)
     inputs = [v for v in leaves if isinstance(v, Tensor)]

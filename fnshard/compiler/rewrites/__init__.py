@@ -1,1 +1,1 @@
-"""Rewrites: functions Program -> Program."""
+"""Rewrites: functions that change, or check, the graph of a Program."""

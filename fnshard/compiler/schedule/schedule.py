@@ -70,8 +70,8 @@ class Schedule:
         size = instruction.wire_bytes(self)
         if not size:
             return ""
-        bucket = self.buckets[instruction.bucket]
-        return f"  {short_dtype(bucket.dtype)} {size / 1e6:.3f} MB"
+        bucket = self.buckets.get(getattr(instruction, "bucket", ""))
+        return f"  {short_dtype(bucket.dtype) + ' ' if bucket else ''}{size / 1e6:.3f} MB"
 
     def communication(self) -> tuple[str, ...]:
         """The sequence of collectives, as every rank must hold it; the batch's shape is not in it."""
@@ -81,8 +81,8 @@ class Schedule:
                 bucket = self.buckets.get(getattr(i, "bucket", ""))
                 what = f"{len(i.reads)} values"  # of the scalars: as many aux, norms and micro-batches
                 if bucket:
-                    what = f"{bucket.axes} {bucket.dtype} {bucket.numel} {bucket.paths}"
-                out.append(f"{i.verb} {getattr(i, 'axes', '')} {what}")
+                    what = f"{bucket.dtype} {i.wire_bytes(self)} bytes {bucket.numel} {bucket.paths}"
+                out.append(f"{i.verb} {i.axes_of(self)} {what}")
         return tuple(out)
 
     def fingerprint(self) -> str:

@@ -86,7 +86,9 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
             state.problems.append(f"{here}: {line.writes[0]} is already in flight")
         state.flying[line.writes[0]] = (number, line)
     if isinstance(line, Wait):
-        state.flying.pop(line.reads[0], None)
+        _, issue = state.flying.pop(line.reads[0], (0, line))
+        if type(issue) is not line.of:
+            state.problems.append(f"{here}: {issue.verb} has issued {line.reads[0]}")
     if isinstance(line, Free) and not line.drops:
         state.problems.append(f"{here}: frees nothing")
     for name in line.writes:
@@ -155,7 +157,7 @@ def _double_gathers(schedule: Schedule) -> list[str]:
             if line.bucket in unread:
                 problems.append(f"{unread[line.bucket]}: {line.bucket} is gathered and never read")
             unread[line.bucket] = number
-        if isinstance(line, Gather | Cast) or (isinstance(line, Wait) and line.of is Gather):
+        if isinstance(line, Gather | Cast) or (isinstance(line, Wait) and line.is_for(Gather)):
             alive |= dict.fromkeys(line.writes, line.bucket)
         if isinstance(line, Wait):
             alive.pop(line.reads[0], None)

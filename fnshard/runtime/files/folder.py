@@ -146,13 +146,6 @@ def flush_directory(folder: Path) -> None:
         os.close(fd)
 
 
-def clear_leftovers(root: Path) -> None:
-    """Clear away what killed saves have left in a directory, but not what a living process holds; bring back
-    what had stepped aside for one that never came."""
-    with _locked(root):
-        _clean(root)
-
-
 def _clean(root: Path) -> None:
     for left in sorted(root.glob(".*.saving")) + sorted(root.glob(".*.old")):
         if not is_checkpoint_directory(left) or _is_held(left):

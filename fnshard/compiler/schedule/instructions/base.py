@@ -2,8 +2,9 @@
 
 An instruction is one class with all that is about it: fields and text; `bind`, what the executor does;
 `memory`, what that does to memory, on paper; `price`, what it takes; `wire_bytes`. A class whose `lane` is
-COMMUNICATION or TRANSFER issues a flight, and has the same three for its Wait. Passes, `verify`, traffic,
-the fingerprint and the timeline know an instruction by these alone, so a new one is one class.
+COMMUNICATION or TRANSFER issues a flight, and has the same three for its Wait. `verify`, traffic, the
+fingerprint and the timeline know a new instruction by these. Passes that move lines of one kind (prefetch,
+reshard, offload, updates) name the classes that they move.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "t
 class Instruction:
     """One line. `reads` and `writes` are value names; `drops` are read for the last time here.
 
-    `verb` is the class in snake case. `lane`: COMPUTE, or where the flight that it issues travels.
+    `verb` is the class in snake case. `lane`: COMPUTE, or where the flight that it issues travels (HOST is a
+    lane of timelines alone).
     """
 
     verb: ClassVar[str] = "instruction"
     lane: ClassVar[str] = COMPUTE
-    trips: ClassVar[int] = 0  # of a collective: how often each rank's share of `wire_bytes` is sent
+    trips: ClassVar[int] = (
+        0  # of a collective: how often a rank sends (n - 1) / n of `wire_bytes`, as rings do
+    )
+    outgoing: ClassVar[bool] = (
+        False  # what it sends is read by no kernel: its Wait may come later (`overlap`)
+    )
 
     unit: str
     phase: str  # "forward", "backward" or "update", with the micro-batch where there are several
@@ -110,7 +117,7 @@ class OfBucket(Instruction):
     """A line about one bucket."""
 
     bucket: str = ""
-    paths: tuple[str, ...] = ()  # of the leaves whose full gradients are read, in the order of `reads`
+    paths: tuple[str, ...] = ()  # whose full gradients are read, in the order of `reads`; of those it updates
 
     @property
     def detail(self) -> str:
@@ -135,9 +142,13 @@ class Wait(OfBucket):
     def detail(self) -> str:
         return f"{self.of.verb} {self.bucket}"
 
+    def is_for(self, *kinds: type[Instruction]) -> bool:
+        """Whether what it waits for is of one of these classes."""
+        return issubclass(self.of, kinds)
+
     def on_host(self, schedule: Schedule) -> bool:
         """Whether it waits for stored shards, which an update on the host has made."""
-        return self.of.verb == "to_device" and only_stored(self.writes)
+        return self.of.lane == TRANSFER and not self.of.outgoing and only_stored(self.writes)
 
     def bind(self, context: Context) -> Action:
         return self.of.bind_wait(self, context)

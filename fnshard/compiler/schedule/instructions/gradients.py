@@ -88,10 +88,10 @@ def _wait_memory(wait: Wait, rank: RankMemory) -> None:
 class ReduceScatter(OfBucket):
     """Issue: full gradients -> this rank's blocks of their sum."""
 
-    lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
+    lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
 
     def keeps_own_row(self, schedule: Schedule) -> bool:
-        """Whether two ranks that share memory send but the other's row of this reduction.
+        """Whether two ranks that share memory send only the other's row of this reduction.
 
         Its gradients live until it is waited for; they need no cast, and none is missing.
         """
@@ -160,7 +160,7 @@ class ReduceScatter(OfBucket):
 class AllReduce(OfBucket):
     """Issue: gradients (full, or blocks that a ReduceScatter left) -> their sum over `axes`."""
 
-    lane, trips = COMMUNICATION, 2
+    lane, trips, outgoing = COMMUNICATION, 2, True
 
     axes: tuple[str, ...] = ()
 

@@ -159,7 +159,7 @@ class ToDevice(OfBucket):
 class ToHost(OfBucket):
     """Issue: device values -> new copies on the host (`h:`), or `into` state that rests there or on disk."""
 
-    lane = TRANSFER
+    lane, outgoing = TRANSFER, True
 
     into: Names = ()
 

@@ -64,9 +64,12 @@ class ReduceScalars(Instruction):
 
     lane, trips = COMMUNICATION, 2
 
+    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
+        return schedule.mesh.ordered(schedule.mesh.data_axes)
+
     def bind(self, context: Context) -> Action:
         """Pack this rank's numbers; issue."""
-        axes, (flight,) = context.mesh.ordered(context.mesh.data_axes), self.writes
+        axes, (flight,) = self.axes_of(context.schedule), self.writes
         norms = [n for n in self.reads if n.kind is Kind.NORMS]
 
         def run(env: Env) -> None:
@@ -89,9 +92,9 @@ class ReduceScalars(Instruction):
         return run
 
     def memory(self, rank: RankMemory) -> None:
-        live, mesh = rank.live, rank.live.schedule.mesh
+        live = rank.live
         vector = live.tensor(live.schedule.scalars, torch.float64, BUFFERS)
-        live.set(self.writes[0], rank.transport.all_reduce(live, vector, mesh.ordered(mesh.data_axes)))
+        live.set(self.writes[0], rank.transport.all_reduce(live, vector, self.axes_of(live.schedule)))
 
     @classmethod
     def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
@@ -101,8 +104,8 @@ class ReduceScalars(Instruction):
         rank.live.drop(wait.reads[0])
 
     def price(self, pricer: Pricer) -> Price:
-        mesh, size = pricer.schedule.mesh, 8.0 * pricer.schedule.scalars
-        return pricer.copy(size, **pricer.collective("all_reduce", mesh.ordered(mesh.data_axes), size))
+        size = 8.0 * pricer.schedule.scalars
+        return pricer.copy(size, **pricer.collective("all_reduce", self.axes_of(pricer.schedule), size))
 
 
 @dataclass(frozen=True)

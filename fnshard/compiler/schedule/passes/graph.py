@@ -30,7 +30,7 @@ def updates_last(schedule: Schedule) -> Schedule:
 
 def of_host(line: Instruction) -> bool:
     """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
-    waits = isinstance(line, Wait) and line.of in (ReduceScalars, Publish, UpdateGather)
+    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateGather)
     return waits or isinstance(line, UpdateGather | Update | Publish)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fnshard.compiler.schedule.instructions import AllReduce, Instruction, ReduceScatter, Run, ToHost, Wait
+from fnshard.compiler.schedule.instructions import Instruction, Run, Wait
 from fnshard.compiler.schedule.schedule import Schedule
-
-_LEAVING = (ReduceScatter, AllReduce, ToHost)
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
@@ -35,7 +33,7 @@ class _Queue:
         if group := self.waited_for_by(line):
             group.append(line)
             return
-        if isinstance(line, Wait) and line.of in _LEAVING and self.depth:
+        if isinstance(line, Wait) and line.of.outgoing and self.depth:
             self.waiting.append((self.depth, [line]))
             return
         self.out.append(line)

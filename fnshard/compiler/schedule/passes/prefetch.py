@@ -33,7 +33,7 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
 def _moving(line: Instruction, sent: set[str]) -> bool:
     """Gathers, loads of new copies, and the Wait between a load and its gather."""
     if isinstance(line, Wait):
-        return line.of is ToDevice and bool(sent.intersection(line.writes))
+        return line.is_for(ToDevice) and bool(sent.intersection(line.writes))
     return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
 
 

@@ -29,7 +29,7 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    waits = isinstance(line, Wait) and line.of in (Publish, UpdateGather)
+    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateGather)
     return waits or isinstance(line, Norms | UpdateGather | Update | Publish)
 
 
