@@ -22,8 +22,8 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
 
 A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
 `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new strategy is a
-function in `layout.presets`; a new optimizer an `optim.Optimizer`; a new storage format a codec: none of them touches
-the rest. `tests/test_extending.py` adds one of each from outside.
+function in `layout.presets`; a new optimizer an `optim.Optimizer`; a new storage format a codec: none of
+them touches the rest. `tests/test_extending.py` adds one of each from outside.
 """
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
