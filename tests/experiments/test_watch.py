@@ -228,7 +228,7 @@ def test_a_spike_is_told_once_and_marked_each_time() -> None:
     losses[200:203] = [4.0, 4.1, 4.0]
     spikes = Spikes()
     found = [s for step, loss in enumerate(losses, 1) if (s := spikes.look(step, loss)) is not None]
-    assert [(s.step, s.told) for s in found] == [(201, True), (202, False), (203, False)]
+    assert [(s.step, s.is_first) for s in found] == [(201, True), (202, False), (203, False)]
     assert str(found[0]).startswith("step 201: loss 4 is a spike, ") and found[0].deviations > 20
     assert "the median of 64 steps" in str(found[0])
 
