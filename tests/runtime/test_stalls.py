@@ -231,7 +231,7 @@ def test_an_evaluation_leaves_its_batches_to_the_forward():
 
     setup = SimpleNamespace(
         config=SimpleNamespace(data=SimpleNamespace(rows=2)), mesh=MESH, plan=SimpleNamespace(accumulate=1),
-        reading=SimpleNamespace(starts=torch.arange(4), held_out=lambda starts: (starts, starts)),
+        dataset=SimpleNamespace(starts=torch.arange(4), held_out=lambda starts: (starts, starts)),
         forward=forward,
     )  # fmt: skip
     assert evaluate(setup, {}) == 2.0
