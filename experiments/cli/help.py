@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.cli.command_spec import CommandSpec
 from experiments.cli.validation import groups_of, loader_of
 
-WIDTH = 100
+WIDTH, NAME_WIDTH = 100, 40
 FLAGS = {
     "--multirun, -m": "a run for every combination of values: KEY=A,B",
     "--cfg job": "show the whole configuration, with every key, and run nothing",
@@ -38,8 +38,8 @@ def help_of(spec: CommandSpec) -> str:
     parts = [
         textwrap.fill(spec.help.about, WIDTH),
         f"    python -m {spec.module} [GROUP=CHOICE] [KEY=VALUE] ...",
-        _table("Groups (GROUP=CHOICE; * is taken where nothing is said)", groups),
-        _table("Keys, as they are where nothing is said (KEY=VALUE)", options),
+        _table("Groups (GROUP=CHOICE; * is the default)", groups),
+        _table("Keys with their defaults (KEY=VALUE)", options),
         "Examples",
         *(f"  {text}\n    {command}" for command, text in spec.help.examples.items()),
         _table("Flags", FLAGS),
@@ -50,11 +50,15 @@ def help_of(spec: CommandSpec) -> str:
 def _table(title: str, rows: Mapping[str, str]) -> str:
     if not rows:
         return ""
-    wide = max(map(len, rows))
-    lines = [
-        textwrap.fill(text, WIDTH, initial_indent=f"  {name:<{wide}}  ", subsequent_indent=" " * (wide + 4))
-        for name, text in rows.items()
-    ]
+    wide = min(max(map(len, rows)), NAME_WIDTH)
+    indent = " " * (wide + 4)
+    lines = []
+    for name, text in rows.items():
+        first = f"  {name:<{wide}}  "
+        if len(name) > wide:  # its text begins on the next line
+            lines.append(f"  {name}")
+            first = indent
+        lines.append(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent))
     return "\n".join([title, *lines])
 
 

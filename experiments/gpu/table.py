@@ -37,8 +37,8 @@ MILLISECONDS = {
 
 def markdown(results: Results, failures: Mapping[str, str] | None = None) -> str:
     """The table; cells are empty where a part has not run or has failed."""
-    rows = [("part", "what", "measured", "wanted")]
-    rows += [(part, what, _cell(value, results), wanted) for part, what, value, wanted in lines()]
+    rows = [("part", "what", "measured", "target")]
+    rows += [(part, what, _cell(value, results), target) for part, what, value, target in lines()]
     rows += [(part, "failed", reason, "") for part, reason in (failures or {}).items()]
     return table([[cell.replace("|", "/") for cell in row] for row in rows], left=4)
 
@@ -65,8 +65,8 @@ def lines() -> Iterator[Line]:
         yield "syncs", name, partial(_sync, name), "silent"
     yield "profile", "step", lambda r: _step(r["profile"]), "128 ms, MFU 45%"
     for kind in KINDS:
-        wanted = f"{MILLISECONDS[kind]} ms" if kind in MILLISECONDS else ""
-        yield "profile", kind, partial(_kind, kind), wanted
+        target = f"{MILLISECONDS[kind]} ms" if kind in MILLISECONDS else ""
+        yield "profile", kind, partial(_kind, kind), target
     for rows in ROWS:
         yield from _bench(rows)
     yield "cudnn", "full_shard, cuDNN's attention last", lambda r: _contender(r["cudnn"]), ""
@@ -84,9 +84,9 @@ def _bench(rows: int) -> Iterator[Line]:
     part = f"bench-{rows}"
     for name in CONTENDERS:
         yield part, NAMES.get(name, name), partial(lambda key, r: _contender(r[key]), f"{part}-{name}"), ""
-    for base, wanted in ((COMPILED, "1.05"), (LIMIT, "1.00")):
+    for base, target in ((COMPILED, "1.05"), (LIMIT, "1.00")):
         value = partial(_against, part, base, "tokens_per_s")
-        yield part, f"full_shard's throughput / {NAMES[base]}", value, f"{wanted} or more"
+        yield part, f"full_shard's throughput / {NAMES[base]}", value, f"{target} or more"
     value = partial(_against, part, COMPILED, "peak_bytes")
     yield part, f"full_shard's peak bytes / {NAMES[COMPILED]}", value, "0.85 or less"
 
