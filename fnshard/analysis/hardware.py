@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fnshard.analysis.measure import measure
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 from fnshard.mesh import Mesh
 
 __all__ = ["Curve", "Hardware", "Link", "mfu"]
@@ -54,7 +54,7 @@ class Curve:
         wrong = [f"{p}" for p in self.points if not (p[0] > 0 and p[1] > 0 and math.isfinite(p[0]))]
         if wrong or not self.points or list(self.points) != sorted(self.points):
             raise SpecError(
-                report("a Curve is (size, rate) pairs above 0, sizes rising:", wrong or [f"{self.points}"])
+                "a Curve is (size, rate) pairs above 0, sizes rising:", wrong or [f"{self.points}"]
             )
 
     @staticmethod
@@ -165,11 +165,9 @@ class Hardware:
         """
         if name not in TABLE:
             raise SpecError(
-                report(
-                    f"no hardware is called {name!r}.",
-                    fix=f"one of {', '.join(map(repr, TABLE))}, fs.Hardware.measure() for this machine, or "
-                    "dataclasses.replace(...) of one of these.",
-                )
+                f"no hardware is called {name!r}.",
+                fix=f"one of {', '.join(map(repr, TABLE))}, fs.Hardware.measure() for this machine, or "
+                "dataclasses.replace(...) of one of these.",
             )
         return TABLE[name]
 
@@ -184,10 +182,8 @@ class Hardware:
             return Hardware.named(hardware)
         if not isinstance(hardware, Hardware):
             raise SpecError(
-                report(
-                    f"hardware={hardware!r}: a Hardware or the name of one.",
-                    fix=f"one of {', '.join(map(repr, TABLE))}, or fs.Hardware.measure() for this machine.",
-                )
+                f"hardware={hardware!r}: a Hardware or the name of one.",
+                fix=f"one of {', '.join(map(repr, TABLE))}, or fs.Hardware.measure() for this machine.",
             )
         return hardware
 

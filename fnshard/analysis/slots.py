@@ -15,7 +15,7 @@ from fnshard.analysis.footprint import CallArgument, StorageWatch
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.errors import OptimizerError, StateError, leaves, report
+from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
@@ -73,13 +73,11 @@ def check_slots(
                 wrong.append(f"{path!r}: {name} is {found}; wanted is {list(shape)} {dtype} on {where}")
     if wrong:
         raise StateError(
-            report(
-                f"the optimizer state was made by another optimizer or other specs, {leaves(len(wrong))}:",
-                wrong[:12],
-                "use the step that made the state, or begin anew from its parameters: "
-                "step.init(fs.unshard(state.params, specs_they_have, mesh)). A master copy is held where "
-                "optimizer_dtype is not storage_dtype, or where the host updates what the device stores.",
-            )
+            f"the optimizer state was made by another optimizer or other specs, {leaves(len(wrong))}:",
+            wrong[:12],
+            "use the step that made the state, or begin anew from its parameters: "
+            "step.init(fs.unshard(state.params, specs_they_have, mesh)). A master copy is held where "
+            "optimizer_dtype is not storage_dtype, or where the host updates what the device stores.",
         )
 
 
@@ -100,11 +98,9 @@ def gathers_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> dict[st
                 known[key] = _gathered(optimizer, path, spec)
             except Exception as error:  # an optimizer of the user's: any may come
                 raise OptimizerError(
-                    report(
-                        f"{optimizer} gathers params[{path!r}], and does not run on fake tensors, which tell "
-                        f"what it gathers ({type(error).__name__}: {error})",
-                        fix="write its `leaf` without float(), .item() and branches on values.",
-                    )
+                    f"{optimizer} gathers params[{path!r}], and does not run on fake tensors, which tell "
+                    f"what it gathers ({type(error).__name__}: {error})",
+                    fix="write its `leaf` without float(), .item() and branches on values.",
                 ) from error
         if spec.trainable:
             out[path] = known[key]

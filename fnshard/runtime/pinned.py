@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 
 
 class Registered(mmap.mmap):
@@ -50,12 +50,10 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
         code = cudart.cudaHostRegister(address, nbytes, 0)
     if int(code):
         raise StateError(
-            report(
-                f"CUDA locks no {nbytes} bytes of host memory: {cudart.cudaGetErrorString(code)} "
-                f"(cudaHostRegister, error {int(code)}).",
-                fix="keep less on the host (lowered.memory_analysis() says how much a rank keeps there, and "
-                "all ranks of a machine share its memory), raise `ulimit -l`, or memory='disk'.",
-            )
+            f"CUDA locks no {nbytes} bytes of host memory: {cudart.cudaGetErrorString(code)} "
+            f"(cudaHostRegister, error {int(code)}).",
+            fix="keep less on the host (lowered.memory_analysis() says how much a rank keeps there, and "
+            "all ranks of a machine share its memory), raise `ulimit -l`, or memory='disk'.",
         )
 
     def unregister() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.errors import StateError, report
+from fnshard.errors import StateError
 from fnshard.runtime import pinned
 from fnshard.runtime.host_worker import Worker
 
@@ -98,11 +98,9 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
             problem = f"disk_dir={disk_dir!r} cannot be written to ({error.strerror})"
     if problem:
         raise StateError(
-            report(
-                f"{len(paths)} leaves rest on disk, and {problem}:",
-                shown,
-                "shard_step(..., disk_dir=an existing, writable directory on a fast disk), or memory='host'.",
-            )
+            f"{len(paths)} leaves rest on disk, and {problem}:",
+            shown,
+            "shard_step(..., disk_dir=an existing, writable directory on a fast disk), or memory='host'.",
         )
 
 
@@ -124,11 +122,9 @@ def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
     except OSError as error:
         why = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"failed ({error.strerror})"
         raise StateError(
-            report(
-                f"disk_dir={disk_dir!r} {why}, with {nbytes} more bytes to be placed there.",
-                fix="name a directory with room for what rests on disk (lowered.memory_analysis() says how "
-                "much), or keep less there.",
-            )
+            f"disk_dir={disk_dir!r} {why}, with {nbytes} more bytes to be placed there.",
+            fix="name a directory with room for what rests on disk (lowered.memory_analysis() says how "
+            "much), or keep less there.",
         ) from error
 
 

@@ -145,10 +145,8 @@ def _view_form(target: OpOverload) -> OpOverload:
         if found.is_view and [str(a.type) for a in found._schema.arguments] == types:
             return found
     raise TraceError(
-        report(
-            f"`fn` changes what memory a tensor has by {target}, which a trace loses.",
-            fix="make a new tensor (x.reshape, x.new_zeros, torch.cat) and use that from there on.",
-        )
+        f"`fn` changes what memory a tensor has by {target}, which a trace loses.",
+        fix="make a new tensor (x.reshape, x.new_zeros, torch.cat) and use that from there on.",
     )
 
 
@@ -164,11 +162,9 @@ def _check_out(old: fx.Node) -> None:
     wrong = [f"{list(before)} for {list(after)}" for before, after in pairs if before != after]
     if wrong:
         raise TraceError(
-            report(
-                f"`fn` calls {old.target} with an out= of another shape than the result's:",
-                wrong,
-                "leave out= away, or pass a tensor of the result's shape.",
-            )
+            f"`fn` calls {old.target} with an out= of another shape than the result's:",
+            wrong,
+            "leave out= away, or pass a tensor of the result's shape.",
         )
 
 
@@ -270,10 +266,8 @@ def _check_draw(old: fx.Node) -> None:
         old.target(**{n: changed.get(n, v) for n, v in arguments.items()})
     except RuntimeError as error:
         raise TraceError(
-            report(
-                f"`fn` draws by {old.target} what torch refuses: {str(error).splitlines()[0]}",
-                fix="give it limits that the dtype has.",
-            )
+            f"`fn` draws by {old.target} what torch refuses: {str(error).splitlines()[0]}",
+            fix="give it limits that the dtype has.",
         ) from error
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.program import Outputs, Program, describe
-from fnshard.errors import TraceError, leaves, report
+from fnshard.errors import TraceError, leaves
 from fnshard.losses import Mean
 
 
@@ -49,10 +49,8 @@ def read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
         what = describe(total) if isinstance(total, Tensor) else type(total).__name__
         raise TraceError(
-            report(
-                f"`fn` must return a loss that is a 0-d float tensor, or (loss, aux); it returned {what}.",
-                fix="reduce it: loss.mean(), or fs.Mean(total, count) for an exact mean over all ranks.",
-            )
+            f"`fn` must return a loss that is a 0-d float tensor, or (loss, aux); it returned {what}.",
+            fix="reduce it: loss.mean(), or fs.Mean(total, count) for an exact mean over all ranks.",
         )
     index = add(total)
     count = add(_count(head)) if isinstance(head, Mean) else None
@@ -70,12 +68,10 @@ def _check_leaves(flat: list[Any], result: Any, place: str) -> None:
         paths = list(tree.flatten_with_paths(result, constants=True)[0]) if flat[0] is not result else []
         names = [f"{place}[{paths[i]!r}] is {_class(flat[i])}" for i in wrong] if paths else []
         raise TraceError(
-            report(
-                f"`fn` returns {leaves(len(wrong))} that are neither tensors nor plain constants:",
-                names or [f"{place} is {_class(result)}"],
-                f"{tree.how_to_register(flat[i] for i in wrong)}return tensors and constants, in dicts, "
-                "lists, tuples and registered classes.",
-            )
+            f"`fn` returns {leaves(len(wrong))} that are neither tensors nor plain constants:",
+            names or [f"{place} is {_class(result)}"],
+            f"{tree.how_to_register(flat[i] for i in wrong)}return tensors and constants, in dicts, "
+            "lists, tuples and registered classes.",
         )
 
 
@@ -95,11 +91,9 @@ def _check_mean(mean: Mean, place: str) -> None:
         wrong.append(f"bound is {_kind(bound)}, not a positive finite number or None")
     if wrong:
         raise TraceError(
-            report(
-                f"`fn` returns in {place} a Mean that is none:",
-                wrong,
-                "fs.Mean(losses.sum(), mask.sum()): sums over this rank's items, not vectors of them.",
-            )
+            f"`fn` returns in {place} a Mean that is none:",
+            wrong,
+            "fs.Mean(losses.sum(), mask.sum()): sums over this rank's items, not vectors of them.",
         )
 
 
@@ -136,12 +130,10 @@ def check_count(program: Program) -> None:
             todo += node.all_input_nodes
     if found:
         raise TraceError(
-            report(
-                "the count of the loss's Mean depends on leaves that train, and has no gradient:",
-                [f"params[{names[node]!r}]" for node in trained if node in found],
-                "count.detach() where it is a mere number; else return total / count, the mean of one rank, "
-                "and fs.Mean(total, count) in aux.",
-            )
+            "the count of the loss's Mean depends on leaves that train, and has no gradient:",
+            [f"params[{names[node]!r}]" for node in trained if node in found],
+            "count.detach() where it is a mere number; else return total / count, the mean of one rank, "
+            "and fs.Mean(total, count) in aux.",
         )
 
 

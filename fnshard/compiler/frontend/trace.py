@@ -42,7 +42,7 @@ from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
 from fnshard.compiler.rewrites.in_place import functionalize
 from fnshard.compiler.rewrites.rounding import keep_rounding
-from fnshard.errors import TraceError, leaves, report
+from fnshard.errors import TraceError, leaves
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Whole
 
@@ -234,11 +234,9 @@ def _check_written_constants(graph: fx.Graph, inputs: Sequence[Input]) -> None:
     ]
     if constants:
         raise TraceError(
-            report(
-                f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
-                constants,
-                "clone it first; what must live from step to step comes with the batch and goes out in aux.",
-            )
+            f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
+            constants,
+            "clone it first; what must live from step to step comes with the batch and goes out in aux.",
         )
 
 
@@ -277,11 +275,9 @@ def _check_requires_grad(paths: Iterable[str], before: Sequence[bool], leaf_valu
     changed = [p for p, b, v in zip(paths, before, leaf_values, strict=True) if v.requires_grad != b]
     if changed:
         raise TraceError(
-            report(
-                f"`fn` changes requires_grad of {leaves(len(changed))}, which a trace loses:",
-                [f"params[{p!r}]" for p in changed],
-                "say trainable=True or False in the leaf's spec, or read it through .detach().",
-            )
+            f"`fn` changes requires_grad of {leaves(len(changed))}, which a trace loses:",
+            [f"params[{p!r}]" for p in changed],
+            "say trainable=True or False in the leaf's spec, or read it through .detach().",
         )
 
 
@@ -289,12 +285,10 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
     lost = [describe(v) for v in constants.values() if isinstance(v, FakeTensor)]
     if lost:
         raise TraceError(
-            report(
-                f"the trace lost sight of {len(lost)} value(s) that `fn` computes:",
-                lost,
-                "look for torch.jit functions, C++ extensions that are no custom_op, and tensors that a "
-                "module kept from an earlier trace (compute such caches beforehand).",
-            )
+            f"the trace lost sight of {len(lost)} value(s) that `fn` computes:",
+            lost,
+            "look for torch.jit functions, C++ extensions that are no custom_op, and tensors that a "
+            "module kept from an earlier trace (compute such caches beforehand).",
         )
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
@@ -303,12 +297,10 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
     ]
     if wrong:
         raise TraceError(
-            report(
-                f"`fn` closes over {len(wrong)} tensor(s) that must be arguments (they require grad, "
-                "or are larger than 1 MB):",
-                wrong,
-                "put them into the parameter tree (trainable=False if frozen), or pass them with the batch.",
-            )
+            f"`fn` closes over {len(wrong)} tensor(s) that must be arguments (they require grad, "
+            "or are larger than 1 MB):",
+            wrong,
+            "put them into the parameter tree (trainable=False if frozen), or pass them with the batch.",
         )
 
 
@@ -330,10 +322,8 @@ def _check_program(program: Program, differentiate: bool) -> None:
     check_count(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
         raise TraceError(
-            report(
-                "the loss depends on no trainable leaf.",
-                fix="set trainable=True in the spec of a leaf it reads, and look for detach or no_grad.",
-            )
+            "the loss depends on no trainable leaf.",
+            fix="set trainable=True in the spec of a leaf it reads, and look for detach or no_grad.",
         )
 
 

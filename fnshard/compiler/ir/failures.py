@@ -70,7 +70,7 @@ def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) ->
     """
     places = [node.meta.get("stack_trace", "") for node, _ in found]
     lines = [f"{text}{place and f', at {place}'}" for (_, text), place in zip(found, places, strict=True)]
-    error = TraceError(report(headline, lines[:8] + [f"and {len(lines) - 8} more"] * (len(lines) > 8), fix))
+    error = TraceError(headline, lines[:8] + [f"and {len(lines) - 8} more"] * (len(lines) > 8), fix)
     error.placed = any(places)
     return error
 

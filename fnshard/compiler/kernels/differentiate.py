@@ -29,7 +29,7 @@ from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.remat import Policy, is_saved
 from fnshard.compiler.kernels.split import Segments
 from fnshard.compiler.rewrites.rounding import DECOMPOSITIONS
-from fnshard.errors import SpecError, TraceError, report
+from fnshard.errors import SpecError, TraceError
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,8 @@ def differentiate_all(
         nodes = [n for k in keys for n in out[k].forward.graph.nodes if isinstance(n.target, OpOverload)]
         ops = {n.target._schema.name.replace("::", ".") for n in nodes}
         raise SpecError(
-            report(
-                f"save names {len(missing)} op(s) that no recomputed unit has: {', '.join(missing)}.",
-                fix=f"'matmul', 'attention', or a glob on: {', '.join(sorted(ops))}.",
-            )
+            f"save names {len(missing)} op(s) that no recomputed unit has: {', '.join(missing)}.",
+            fix=f"'matmul', 'attention', or a glob on: {', '.join(sorted(ops))}.",
         )
     return out
 
@@ -239,19 +237,15 @@ def _refusals() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
-            report(
-                f"the derivative of an op in `fn` has a shape that depends on values ({error}).",
-                fix="detach what needs no gradient (a value that index_fill sets), or write torch.where.",
-            )
+            f"the derivative of an op in `fn` has a shape that depends on values ({error}).",
+            fix="detach what needs no gradient (a value that index_fill sets), or write torch.where.",
         ) from error
     except RuntimeError as error:
         if "functionaliz" not in str(error):
             raise
         raise TraceError(
-            report(
-                f"`fn` writes in place in a way that torch cannot take apart: {str(error).split('. ')[0]}.",
-                fix="use the op's out-of-place form, and no as_strided beneath a write.",
-            )
+            f"`fn` writes in place in a way that torch cannot take apart: {str(error).split('. ')[0]}.",
+            fix="use the op's out-of-place form, and no as_strided beneath a write.",
         ) from error
 
 
@@ -265,18 +259,14 @@ def _check_joint(joint: fx.GraphModule) -> None:
     random = [str(n.target) for n in calls if _draws(n)]
     if effects:
         raise TraceError(
-            report(
-                f"`fn` calls operators that act beside returning values ({', '.join(effects[:4])}).",
-                fix="leave checks and prints out.",
-            )
+            f"`fn` calls operators that act beside returning values ({', '.join(effects[:4])}).",
+            fix="leave checks and prints out.",
         )
     if random:
         raise TraceError(
-            report(
-                f"`fn` draws random numbers inside {', '.join(random[:4])}; recomputation would redraw them.",
-                fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
-                "or draw the numbers outside and pass them with the batch.",
-            )
+            f"`fn` draws random numbers inside {', '.join(random[:4])}; recomputation would redraw them.",
+            fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
+            "or draw the numbers outside and pass them with the batch.",
         )
 
 

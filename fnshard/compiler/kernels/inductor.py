@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 LOG = logging.getLogger("fnshard")
@@ -121,7 +121,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
         known = list_mode_options()
         if mode not in known:
             raise SpecError(
-                report(f"mode={mode!r} is not a mode of torch.compile.", fix=f"one of: {', '.join(known)}.")
+                f"mode={mode!r} is not a mode of torch.compile.", fix=f"one of: {', '.join(known)}."
             )
         merged.update(known[mode])
     if mode == "reduce-overhead":  # one graph of the whole step (`cuda_graph`), and none of a kernel
@@ -130,18 +130,14 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     unknown = [f"options[{name!r}]" for name in merged if name not in list_options()]
     if unknown:
         raise SpecError(
-            report(
-                f"{len(unknown)} option(s) that torch.compile does not have:",
-                unknown,
-                "torch._inductor.list_options() names them all.",
-            )
+            f"{len(unknown)} option(s) that torch.compile does not have:",
+            unknown,
+            "torch._inductor.list_options() names them all.",
         )
     if merged.get("triton.cudagraphs"):
         raise SpecError(
-            report(
-                "CUDA graphs keep a kernel's outputs in place, and the executor frees and reuses them.",
-                fix="mode='reduce-overhead', one graph of the step; or mode='max-autotune-no-cudagraphs', "
-                "options={'triton.cudagraphs': False}.",
-            )
+            "CUDA graphs keep a kernel's outputs in place, and the executor frees and reuses them.",
+            fix="mode='reduce-overhead', one graph of the step; or mode='max-autotune-no-cudagraphs', "
+            "options={'triton.cudagraphs': False}.",
         )
     return merged

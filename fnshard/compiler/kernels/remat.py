@@ -16,7 +16,7 @@ from torch import fx
 
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.kernels.split import Segment, Segments
-from fnshard.errors import SpecError, report
+from fnshard.errors import SpecError
 
 Kept = Literal["none", "unit", "offload", "unit+offload"]
 Remat = Kept | float | Mapping[str, Kept | float]
@@ -105,9 +105,7 @@ def policies(
     unused = [f"remat[{g!r}]" for g in remat if not any(fnmatch.fnmatchcase(u, g) for u in units)]
     if unused:
         shown = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "")
-        raise SpecError(
-            report(f"{len(unused)} remat rule(s) match no unit:", unused, f"the units are: {shown}")
-        )
+        raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, f"the units are: {shown}")
     return tuple(_first(s, remat, save) for s in segments.segments)
 
 

@@ -24,7 +24,7 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
 )
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.errors import ScheduleError, report
+from fnshard.errors import ScheduleError
 
 
 @dataclass
@@ -63,7 +63,7 @@ def verify(schedule: Schedule) -> Schedule:
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
-        raise ScheduleError(report(f"{len(state.problems)} faults in the schedule:", state.problems[:20]))
+        raise ScheduleError(f"{len(state.problems)} faults in the schedule:", state.problems[:20])
     return schedule
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnshard.errors import CollectiveError, report
+from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.monitor import Monitor
 from fnshard.runtime.collectives.roll_call import absent, lost
@@ -256,11 +256,9 @@ class Abstract:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CollectiveError(
-            report(
-                f"mesh {self.mesh} is abstract: it can be lowered on, not run.",
-                fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
-                "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
-            )
+            f"mesh {self.mesh} is abstract: it can be lowered on, not run.",
+            fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
+            "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
         )
 
     send_buffer = all_gather = reduce_scatter = all_reduce = gather_object = barrier = _refuse

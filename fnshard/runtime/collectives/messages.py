@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fnshard.errors import CollectiveError, report
+from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import describe, lost
 
@@ -290,11 +290,9 @@ class Message:
         if len(set(kinds)) > 1:
             ranks = {k: [str(memories[p].rank) for p in places if kinds[p] == k] for k in kinds}
             raise CollectiveError(
-                report(
-                    f"{self.what()}: ranks issued different collectives or sizes.",
-                    [f"rank {', '.join(those)}: {_kind_text(kind)}" for kind, those in ranks.items()],
-                    "all ranks must run the same program on the same specs.",
-                )
+                f"{self.what()}: ranks issued different collectives or sizes.",
+                [f"rank {', '.join(those)}: {_kind_text(kind)}" for kind, those in ranks.items()],
+                "all ranks must run the same program on the same specs.",
             )
 
     def reduced(self, place: int) -> None:

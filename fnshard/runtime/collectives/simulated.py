@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fnshard.errors import CollectiveError, report
+from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, simulated_rank
 from fnshard.runtime.collectives.base import Axes, Done, Handle, empty, lost
 from fnshard.runtime.collectives.endpoint import Endpoint
@@ -67,7 +67,7 @@ def simulate(
     """
     if mesh.kind != "simulated":
         raise CollectiveError(
-            report(f"mesh {mesh} is {mesh.kind}, not simulated.", fix="make_mesh(..., simulated=True).")
+            f"mesh {mesh} is {mesh.kind}, not simulated.", fix="make_mesh(..., simulated=True)."
         )
     if adversary not in (None, "early", "late"):
         raise CollectiveError(f"adversary={adversary!r}: one of None, 'early', 'late'.")
@@ -248,10 +248,8 @@ class Simulated:
         session = getattr(_thread, "session", None)
         if session is None or session.size != self.mesh.size:
             raise CollectiveError(
-                report(
-                    f"the ranks of mesh {self.mesh} are simulated, and this thread is none of them.",
-                    fix="run the code under simulate(mesh, fn), with this mesh.",
-                )
+                f"the ranks of mesh {self.mesh} are simulated, and this thread is none of them.",
+                fix="run the code under simulate(mesh, fn), with this mesh.",
             )
         if session.failure is not None:
             raise CollectiveError(lost("simulate", f"another rank raised {session.failure!r}"))

@@ -21,7 +21,7 @@ from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import SEED, Kind, kind_of
 from fnshard.compiler.schedule.instructions import TRANSFER, Env
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.errors import SpecError, leaves, report
+from fnshard.errors import SpecError, leaves
 
 MODE = "reduce-overhead"  # of `shard_step`
 WARM_steps = 2
@@ -61,7 +61,7 @@ def check(schedule: Schedule, updates: bool) -> None:
     found = obstacles(schedule, updates)
     if found:
         fix = "leave `mode` out; mode='max-autotune-no-cudagraphs' tunes kernels without a graph."
-        raise SpecError(report(f"mode={MODE!r}: this step cannot be captured as a CUDA graph:", found, fix))
+        raise SpecError(f"mode={MODE!r}: this step cannot be captured as a CUDA graph:", found, fix)
 
 
 class CudaGraph:

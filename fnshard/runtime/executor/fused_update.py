@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard import tree
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
-from fnshard.errors import OptimizerError, report
+from fnshard.errors import OptimizerError
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.tiers import send
 
@@ -37,10 +37,8 @@ def is_compiled(update: str, optimizer: Optimizer | None, backend: str, device_t
         return False
     if update == "compiled" and not optimizer.compilable:
         raise OptimizerError(
-            report(
-                f"update='compiled', and {optimizer} reads more of the step than `numbers`.",
-                fix="give Optimizer(numbers=), all that its `leaf` reads of the step, or update='auto'.",
-            )
+            f"update='compiled', and {optimizer} reads more of the step than `numbers`.",
+            fix="give Optimizer(numbers=), all that its `leaf` reads of the step, or update='auto'.",
         )
     return optimizer.compilable and (update == "compiled" or (backend == "inductor" and device_type != "cpu"))
 
