@@ -1,4 +1,4 @@
-"""Compare: what one lowered step has that another has not: instructions, bytes, collectives."""
+"""Diff: what one lowered step has that another has not: instructions, bytes, collectives."""
 
 from __future__ import annotations
 

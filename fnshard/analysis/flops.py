@@ -1,4 +1,4 @@
-"""Work: what the operators of a kernel's graph do, counted: FLOPs, bytes, elementwise operations, launches.
+"""FLOPs: what the operators of a kernel's graph do, counted: FLOPs, bytes, elementwise operations, launches.
 
 A graph is counted once, whatever the hardware; its seconds are a roofline per piece of work (Williams et
 al., CACM 2009). FLOPs of matmuls and convolutions are torch's own (`torch.utils.flop_counter`);

@@ -1,4 +1,4 @@
-"""Ledger: every byte of a step, from its schedule, before anything runs.
+"""Memory: the ledger of every byte of a step, from its schedule, before anything runs.
 
 `measure` plays a schedule on paper: which storages are alive at each instruction, by category, unit and
 tier. Kernels are counted by `footprint`: by the liveness of their graphs, or by the code that Inductor
@@ -65,6 +65,16 @@ class MemoryAnalysis:
     category, without the batch. `host_bytes`, `disk_bytes`: at their peaks; `host_resident_bytes`,
     `disk_resident_bytes`: between steps. `leaves`: by path, the stored shard, optimizer state, gathered
     parameter and gradient shard. `kernels`: "eager" or "inductor", whose liveness was counted.
+
+    The categories (the rule for each line is its instruction's `memory`):
+
+    - parameter shards, optimizer state: what the state holds, by spec;
+    - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers;
+    - gradients: full ones, this rank's blocks of their sums, accumulators;
+    - saved activations: what kernels return beside gradients, saved for the backward or read by the next one;
+    - kernel workspaces: what lives inside a kernel alone, and temporaries of updates, norms and casts;
+    - transfer and bucket buffers: packed rows, what collectives take, copies between tiers;
+    - inputs: the batch, constants, random keys.
     """
 
     peak_bytes: int
@@ -387,5 +397,8 @@ def footprint_of(
     key = tuple(entries), device, id(generated)
     if key not in known:
         found = None if generated is None else compiled_footprint(module, generated, entries, device)
-        known[key] = found or eager_footprint(module, entries, device), generated  # so that its id stays its
+        known[key] = (
+            found or eager_footprint(module, entries, device),
+            generated,
+        )  # kept alive, so that its id is not taken again
     return known[key][0]

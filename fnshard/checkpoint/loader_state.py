@@ -1,4 +1,4 @@
-"""Plain: a loader's position as JSON and back: what JSON has no word for is tagged, nothing is pickled."""
+"""Loader state: a loader's position as JSON and back: what JSON lacks is tagged, nothing is pickled."""
 
 from __future__ import annotations
 

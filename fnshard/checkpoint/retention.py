@@ -1,4 +1,4 @@
-"""Root: a directory of checkpoints, each named by its step: which are complete, and which may go."""
+"""Retention: of a directory of checkpoints, each named by its step, which are complete, and which may go."""
 
 from __future__ import annotations
 

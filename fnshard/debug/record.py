@@ -48,7 +48,7 @@ ValueKey = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradien
 class RecordedTensor:
     """One tensor that a rank had behind an instruction. `layout`: of blocks of a leaf; None: whole.
 
-    `version`: which of several that mean the same (a leaf gathered twice).
+    `version`: tells apart several that mean the same (a leaf gathered twice).
     """
 
     number: int

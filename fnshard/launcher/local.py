@@ -1,4 +1,4 @@
-"""Launcher: local ranks: start them, say which one failed and why, start them again, end them cleanly.
+"""Local ranks: start them, say which one failed and why, start them again, end them cleanly.
 
 `launch(main, ranks=n)` runs in the process a person started, `run_rank(main)` in each rank
 (`fnshard.launcher.rank`). Torch's own agent is not used: restarts meet stale addresses, it sends SIGTERM only

@@ -1,4 +1,4 @@
-"""Transform: the optimizer's contract: pure `(init, update)` in Optax's signs, and `apply`, the same
+"""Contract: an optimizer is pure `(init, update)` in Optax's signs, and `apply`, the same
 thing in place.
 
 All trees are flat, `{path: tensor}`, and the tensors are whatever piece of the leaf this rank holds.

@@ -1,4 +1,4 @@
-"""Worker: one thread beside the one that launches kernels, so that a device is fed while the host works."""
+"""Host worker: a thread beside the one that launches kernels, which are launched while the host works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PENDING = 2  # heavy calls under way: the thread never idles, and what they read
 
 
 class Worker:
-    """Makes calls in their order. Behind one that failed none is made until that was told.
+    """Makes calls in their order. After one that failed none is made until `wait` has raised its error.
 
     Args:
         device: what its calls find as the current one, if it is a GPU.

@@ -1,4 +1,4 @@
-"""Reading: a step's numbers on their way from the device to the host.
+"""Readback: a step's numbers on their way from the device to the host.
 
 Loss, norms and flags lie on the device when a step returns, which may still be at work on it. One copy behind
 the step's last kernel brings them all to pinned memory, and whoever reads them waits for that copy alone: a

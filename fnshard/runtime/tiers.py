@@ -1,4 +1,4 @@
-"""Memory: the tiers below the device, and transfers between them.
+"""Tiers: memory below the device, and transfers between them.
 
 "host" is pinned memory (`pinned`) where there is an accelerator, else anonymous mappings apart from torch's
 allocator, so that on a CPU too what a device would hold and what the host holds are told apart. "disk" is
@@ -129,7 +129,7 @@ def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device, which nobody waits for: behind pageable memory the host would."""
+    """A copy on the device, issued without a wait: pageable memory is pinned first, or the host waits."""
     if device.type != "cpu" and value.device.type == "cpu" and not value.is_pinned():
         value = value.pin_memory()
     return value.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Choice: one plan of `fit`, what was predicted of it, and what the search found."""
+"""Plan: one plan of `fit`, what was predicted of it, and what the search found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnshard.analysis.timeline import Timeline
 from fnshard.step.lowered import Lowered
 
 OPTIMIZER = ("device", "streamed", "host")
-RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from dear in bytes to dear in time
+RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from most memory to most time
 
 
 @dataclass(frozen=True)

@@ -276,8 +276,8 @@ def data_rank(mesh: Mesh) -> int:
 
 
 def items_of(program: Program) -> float:
-    """How many items a Mean of this rank may count at most: its own word, or a guess (targets and masks
-    are integers).
+    """How many items a Mean of this rank may count at most: its declared bound, or an estimate (targets and
+    masks are integers).
 
     Gradients travel divided by it: too large a guess costs digits in fp16, never correctness.
     """

@@ -1,4 +1,4 @@
-"""Positions: a mask of Python bools in an index, as the integers it stands for."""
+"""Mask indices: a mask of Python bools in an index, as the integers it stands for."""
 
 from __future__ import annotations
 

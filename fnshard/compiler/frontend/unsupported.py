@@ -1,4 +1,4 @@
-"""Refuse: what the tracer would lose in silence raises here instead, with the way out.
+"""Unsupported: what the tracer would lose in silence raises here instead, with the way out.
 
 Patches a few of torch's entry points while a trace runs, and for the tracing thread alone: a loader
 or a checkpoint writer beside it is left in peace.

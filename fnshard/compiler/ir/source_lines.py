@@ -1,4 +1,4 @@
-"""Stacks: which line of the user's code a node was traced at, or an error left."""
+"""Source lines: which line of the user's code a node was traced at, or an error left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source: the code of a distinct segment, numbered afresh, so that equal blocks are equal text."""
+"""Canonical source: the code of a distinct segment, numbered afresh, so that equal blocks are equal text."""
 
 from __future__ import annotations
 

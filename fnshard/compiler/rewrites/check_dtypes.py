@@ -1,4 +1,4 @@
-"""Operands: tensors of several dtypes where an op takes one, which fakes let pass and kernels do not."""
+"""Check dtypes: tensors of several dtypes where an op takes one, which fakes let pass and kernels do not."""
 
 from __future__ import annotations
 

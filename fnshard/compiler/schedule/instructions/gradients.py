@@ -1,4 +1,4 @@
-"""Gradients, from full ones to this rank's blocks of their sum."""
+"""Gradients: from full ones to this rank's blocks of their sum."""
 
 from __future__ import annotations
 

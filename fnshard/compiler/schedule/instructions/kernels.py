@@ -1,4 +1,4 @@
-"""Kernels, and what is done to values of the program between them."""
+"""Kernels: calls of them, and what is done to values of the program between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves, brought to where they are read: cast, gathered, published after an update."""
+"""Leaves: brought to where they are read: cast, gathered, published after an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers between the device and where a value rests, host memory or disk."""
+"""Transfers: between the device and where a value rests, host memory or disk."""
 
 from __future__ import annotations
 
