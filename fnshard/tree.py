@@ -185,8 +185,21 @@ def is_constant(value: Any) -> bool:
 
 
 def is_same(then: Any, now: Any) -> bool:
-    """The same object, or the same constant: 1, True and 1.0 are three."""
-    return then is now or (type(then) is type(now) and is_constant(then) and repr(then) == repr(now))
+    """The same object, or the same constant: 1, True and 1.0 are three.
+
+    >>> is_same(frozenset([0, 8]), frozenset([8, 0])), is_same((1, 2), (1, 2.0))
+    (True, False)
+    """
+    return then is now or (type(then) is type(now) and is_constant(then) and _text(then) == _text(now))
+
+
+def _text(constant: Any) -> str:
+    """What is equal for the same constants: a set's own text depends on how it was made."""
+    if isinstance(constant, tuple | frozenset):
+        texts = [_text(value) for value in constant]
+        texts = sorted(texts) if isinstance(constant, frozenset) else texts
+        return f"{type(constant).__name__}({', '.join(texts)})"
+    return repr(constant)
 
 
 def is_static(leaf: Any) -> bool:

@@ -122,7 +122,7 @@ TABLE = {
         Row(f"{TRAIN.short} hydra.sweeper.n_trials=2")
     ),
     "python -m experiments.train --multirun hydra/sweeper=search_lr 'optimizer.weight_decay=interval(0,0.3)' "
-    "optimizer.b2=choice(0.95,0.99)": Row(f"{TRAIN.short} hydra.sweeper.n_trials=2"),
+    "'optimizer.b2=choice(0.95,0.99)'": Row(f"{TRAIN.short} hydra.sweeper.n_trials=2"),
     "python -m experiments.train --multirun hydra/sweeper=optuna 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'": (
         Row(f"{TRAIN.short} hydra.sweeper.n_trials=2")
     ),
@@ -133,12 +133,12 @@ TABLE = {
     # -- nodes
     "torchrun --nproc-per-node 2 -m experiments.train": TRAIN,
     "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.nodes=2 "
-    "hydra.launcher.gpus_per_node=8": Row(needs=SLURM),
+    "hydra.launcher.gpus_per_node=8 data.rows=16": Row(needs=SLURM),
     "python -m experiments.train --multirun launcher=slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
-    "model=1b": Row(needs=SLURM),
-    "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train model=1b": Row(needs=SLURM),
+    "model=1b data.rows=16": Row(needs=SLURM),
+    "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train model=1b data.rows=16": Row(needs=SLURM),
     "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "
-    "$SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b": (
+    "$SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
         Row(needs=SLURM)
     ),
     "torchrun --nnodes 2 ... -m experiments.train": Row(needs=NODES),
@@ -203,6 +203,7 @@ TABLE = {
     "python -m experiments.checkpoint --part async --ranks 2 --steps 4 --every 1 --rounds 9": (
         Row("--size tiny --rounds 1 --length 16 --backend eager")
     ),
+    "python -m experiments.predict": Row("--rounds 1 --ranks 1 --backend eager --plans '5m full_shard f32'"),
     "python -m experiments.predict --rounds 7": (
         Row("--rounds 1 --ranks 1 --backend eager --plans '5m full_shard f32'")
     ),
