@@ -66,7 +66,7 @@ def _vjp(original: Transform, here: Callable[[], bool]) -> Transform:
             return original(func, *primals, has_aux=has_aux, **kwargs)[1](*cotangents)
 
         def pullback(*cotangents: Any, **_: Any) -> Any:  # functorch's own takes flags of autograd's
-            return (pull if is_inside() else _replayed(pull, here))(primals, cotangents)
+            return _replayed(pull, here)(primals, cotangents)
 
         value, *aux = func(*primals) if has_aux else (func(*primals),)
         return (value, pullback, *aux)

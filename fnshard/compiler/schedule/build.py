@@ -96,7 +96,6 @@ class _Builder:
             b.name: update_buckets(b, self.plan.gathers, self.specs, self.mesh) for b in self.reduces
         }
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
-        self.reduce_of = {p: b for b in self.reduces for p in b.paths}
         self.active = self._active()
         self.complete = self._completion()
         self.reduced: dict[str, ValueName] = {}

@@ -28,13 +28,8 @@ def reshard(schedule: Schedule) -> Schedule:
             earlier = latest.get(line.bucket)
             if earlier is not None and _live_on(schedule, line, earlier, runs):
                 renamed |= dict(zip(made, earlier[2], strict=True))
-                latest[line.bucket] = (last_run.get(made[0], runs), earlier[1], earlier[2])
-                for n in made:
-                    latest[line.bucket] = (
-                        max(latest[line.bucket][0], last_run.get(n, 0)),
-                        earlier[1],
-                        earlier[2],
-                    )
+                last = max(last_run.get(made[0], runs), *(last_run.get(n, 0) for n in made))
+                latest[line.bucket] = (last, *earlier[1:])
                 dropped.update(line.writes)
                 continue
             latest[line.bucket] = (max(last_run.get(n, 0) for n in made), line.phase, made)
