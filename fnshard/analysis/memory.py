@@ -31,7 +31,7 @@ from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
 from fnshard.analysis.tables import columns, megabytes
 from fnshard.analysis.transport import Transport, TransportKind, kind_of
 from fnshard.compiler.ir.program import Program
-from fnshard.compiler.ir.values import SEED, Kind, ValueName
+from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.paper import (
@@ -302,7 +302,7 @@ def _put_inputs(live: LiveMemory, inputs: MemoryInputs, slots: Slots) -> int:
             live.set(
                 base.of(suffix), PaperTensor(block, value.numel(), value.dtype, tuple(value.shape), None)
             )
-    live.set(SEED, live.tensor(1, torch.float32, INPUTS))
+    live.set(LOSS_TANGENT, live.tensor(1, torch.float32, INPUTS))
     held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
     if held:
         live.keep(live.new(held, INPUTS))

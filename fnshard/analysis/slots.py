@@ -19,6 +19,7 @@ from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
+from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.update import Updater
 
 Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -162,8 +163,8 @@ class Updates:
                     f"as it does not run on fake tensors ({type(error).__name__}: {error})",
                     stacklevel=2,
                 )
-                held = (slot for p in bucket.paths for slot in self.slots[p].values())
-                self.known[key] = sum(size_of(shape, dtype) for shape, dtype in held)
+                state = (slot for p in bucket.paths for slot in self.slots[p].values())
+                self.known[key] = sum(size_of(shape, dtype) for shape, dtype in state)
         return self.known[key]
 
     def _run(self, bucket: Bucket, barrier: bool) -> int:
@@ -173,10 +174,10 @@ class Updates:
         with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
             updater = Updater(self.optimizer, specs, mesh, mesh.rank)
             update = updater.bind(bucket)
-            env = self._env(updater, barrier, device)
-            blocks, held, params = {}, {}, {}
+            control = self._control(barrier, device)
+            blocks, own_slots, params = {}, {}, {}
             gathers = gathers_of(self.optimizer, {p: specs[p] for p in bucket.paths})
-            wholes = {
+            gathered = {
                 p: [torch.empty(specs[p].shape, dtype=d, device=device) for d in dtypes]
                 for p, dtypes in gathers.items()
             }
@@ -186,36 +187,34 @@ class Updates:
                     dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
                 block = block_shape(spec.shape, spec.gradient, mesh)
                 blocks[path] = torch.empty(block, dtype=dtype, device=device)
-                held[path] = {
+                own_slots[path] = {
                     n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()
                 }
                 if not (spec.updated_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
             watch = StorageWatch(mesh.device_type)
-            slots = [v for parts in held.values() for v in parts.values()]
-            there = [
+            slots = [v for parts in own_slots.values() for v in parts.values()]
+            inputs = [
                 *blocks.values(),
                 *params.values(),
                 *slots,
-                *(w for some in wholes.values() for w in some),
+                *(w for some in gathered.values() for w in some),
             ]
-            for number, value in enumerate(there):
+            for number, value in enumerate(inputs):
                 watch.adopt(value, CallArgument(number))
             with watch:
-                update(blocks, held, params, wholes, env)
+                update(blocks, own_slots, params, gathered, control)
         return max(watch.peak, 0)
 
-    def _env(self, updater: Updater, barrier: bool, device: torch.device) -> dict[str, Any]:
-        env: dict[str, Any] = {"rescale": lambda summary: None, "skip_if": None}
-        updater.start(env, torch.tensor(0))  # a fake that knows its value, which rates are computed from
-        if barrier:
-            info: StepInfo = env["info"]
-            scalar = torch.zeros((), dtype=torch.float64, device=device)
-            asked = "leaf_norms" in self.optimizer.needs
-            norms = {p: LeafNorms(scalar, scalar) for p in self.schedule.specs} if asked else None
-            env["info"] = replace(info, global_norm=scalar, leaf_norms=norms)
-        return env
+    def _control(self, barrier: bool, device: torch.device) -> StepControl:
+        control = StepControl().started(torch.tensor(0))  # a fake that knows its value: rates are made of it
+        if not barrier:
+            return control
+        scalar = torch.zeros((), dtype=torch.float64, device=device)
+        per_leaf = "leaf_norms" in self.optimizer.needs
+        norms = {p: LeafNorms(scalar, scalar) for p in self.schedule.specs} if per_leaf else None
+        return replace(control, info=replace(control.info, global_norm=scalar, leaf_norms=norms))
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:

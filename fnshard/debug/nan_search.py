@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
+from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     Action,
@@ -187,11 +187,11 @@ class NonFiniteTracker:
     def begin(self, env: Env) -> None:
         """What was there before the step. A float batch may hold -inf: that is a mask."""
         for name, value in env.items():
-            if name in ("flags", "info") or callable(value):
+            if name == CONTROL:
                 continue
             parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
             self.kinds[name] = worst_health([kind for _, kind in parts.values()])
-            state = isinstance(name, ValueName) and name.is_state
+            state = name.is_state
             for part, (tensor, kind) in parts.items():
                 if kind and not (_is_mask(tensor, kind) and not state):
                     self.found.append(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.values import SCALARS, SEED, Kind, ValueName
+from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import Reduced
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
@@ -82,4 +82,4 @@ def describe_value(name: str, part: str = "") -> str:
         return f"{_WORDS[plain.kind]} {text!r}" + (f", {part}" if part else "")
     if plain == SCALARS:
         return f"the step's {part}"
-    return "the loss scale" if plain == SEED else f"value {plain!r}"
+    return "the loss scale" if plain == LOSS_TANGENT else f"value {plain!r}"

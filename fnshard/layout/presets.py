@@ -113,7 +113,9 @@ no_shard = _preset(
 hybrid_shard = _preset(
     lambda s: {"storage": s},
     _inner,
-    """HSDP, FSDP's HYBRID_SHARD: `full_shard` over the inner data axes, replicas over "replicate".""",
+    """HSDP, FSDP's HYBRID_SHARD: `full_shard` over the inner data axes, replicas over "replicate".
+
+    On a mesh without an axis "replicate" it is `full_shard`.""",
 )
 zero3 = full_shard
 

@@ -59,7 +59,7 @@ def match_specs(
             continue
         used.add(hit)
         specs.append(_apply_rule(rules[hit][1], leaf).resolve(leaf, unit_of[path]))
-    unused = [_unused(glob, tied) for i, (glob, _) in enumerate(rules) if i not in used]
+    unused = [_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
     if uncovered:
         raise SpecError(
             f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
@@ -71,7 +71,7 @@ def match_specs(
         raise SpecError(
             f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
             unused,
-            f"mend or delete them; the leaves are: {shown}",
+            f"put the narrower rule first, mend or delete it; the leaves are: {shown}",
         )
     return tree.unflatten(specs, structure)
 
@@ -157,9 +157,15 @@ def _show(rules: Sequence[Rule], index: int | None) -> str:
     return "no rule" if index is None else f"rule {rules[index][0]!r}"
 
 
-def _unused(glob: str, tied: Mapping[str, str]) -> str:
+def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: Mapping[str, str]) -> str:
+    """Why a rule has no leaf: an earlier rule takes them, a tied weight has another name, none matches."""
+    glob = rules[index][0]
+    path = next((p for p in named if fnmatch.fnmatchcase(p, glob)), None)
+    if path is not None:
+        earlier = next(g for g, _ in rules if fnmatch.fnmatchcase(path, g))
+        return f"rule {glob!r}: rule {earlier!r} before it takes {path!r}"
     other = next((o for o in tied if fnmatch.fnmatchcase(o, glob)), None)
-    stored = f": {other!r} is tied and stored as {tied[other]!r}" if other else ""
+    stored = f": {other!r} is tied and stored as {tied[other]!r}" if other else " matches no leaf"
     return f"rule {glob!r}{stored}"
 
 

@@ -19,6 +19,7 @@ differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -296,7 +297,10 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
         for axis in layout.axes:
             if axis not in mesh.names:
                 what = f"{layout!r}: the mesh has no axis {axis!r} (it has: {', '.join(mesh.names)})"
-                out.append((what, f"name one of the mesh's axes, or make the mesh with an axis {axis!r}."))
+                close = difflib.get_close_matches(axis, mesh.names, n=1)
+                meant = f" ({close[0]!r}?)" if close else ""
+                fix = f"name one of the mesh's axes{meant}, or make the mesh with an axis {axis!r}."
+                out.append((what, fix))
             elif axis not in mesh.data_axes:
                 what = f"{layout!r}: {axis!r} is not a data axis"
                 out.append((what, "shard over data axes; tensor axes are not built yet."))

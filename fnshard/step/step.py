@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.analysis.slots import Slots, check_slots, gathers_of, slots_of
 from fnshard.compiler.ir.program import Program
-from fnshard.compiler.ir.values import SCALARS, SEED, slots
+from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.lower import Front
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.errors import StateError, leaves
@@ -25,7 +25,8 @@ from fnshard.optim.contract import Optimizer, check_kind
 from fnshard.optim.contract import check as check_optimizer
 from fnshard.optim.loss_scale import LossScale, exact_seed
 from fnshard.runtime.executor.context import Watch
-from fnshard.runtime.executor.scalars import Scalars, Summary, rescale
+from fnshard.runtime.executor.control import StepControl
+from fnshard.runtime.executor.scalars import Scalars, rescale
 from fnshard.runtime.executor.update import init_slots
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.agreement import optimizer_text
@@ -229,16 +230,17 @@ class Step(Generic[OptimizerT, LossT]):
         loss = program.results[program.outputs.loss].meta["val"]
         divisor = self._divisor(program)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
-        env[SEED] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
-        env["flags"] = dict.fromkeys(self._runner.rank.raised, 1.0)
-        env["rescale"] = lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device)
+        env[LOSS_TANGENT] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
+        control = StepControl(
+            rescale=lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device),
+            skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
+            flags=dict.fromkeys(self._runner.rank.raised, 1.0),
+        )
         if not training:
-            return self._gradients(bound, bound.run(env))
+            return self._gradients(bound, bound.run(env | {CONTROL: control}))
         state = state.consume()
         env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
-        env["skip_if"] = (lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None
-        updates = self._scale.updates(number, state.loss_scale)
-        bound.updater.start(env, torch.tensor(updates))
+        env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
         return self._advance(state, bound, bound.run(env))
 
     def watching(self, observer: Watch) -> AbstractContextManager[None]:
@@ -399,9 +401,9 @@ class Step(Generic[OptimizerT, LossT]):
     # -------------------------------------------------------------- results
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
-        summary: Summary = env[SCALARS]
+        summary, control = env[SCALARS], env[CONTROL]
         self._runner.rank.finished({}, summary.flags)
-        factor = env["rescale"](summary)
+        factor = control.rescale(summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
@@ -411,19 +413,19 @@ class Step(Generic[OptimizerT, LossT]):
             if block is not None and factor is not None:
                 block = block * factor.to(block.device)
             grads.append(None if block is None else block.to(spec.storage_dtype))
-        loss = summary.loss.to(env[SEED].dtype)
+        loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         aux = bound.scalars.aux_tree(summary, env)
         structure = self.resolved.structure.of_gradients
         return (loss if aux is None else (loss, aux)), tree.unflatten(grads, structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
-        summary: Summary = env[SCALARS]
-        loss_scale = self._scale.after(state.loss_scale, env["skip"])
+        summary, control = env[SCALARS], env[CONTROL]
+        loss_scale = self._scale.after(state.loss_scale, control.skip)
         metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:
-            factor = env["rescale"](summary)
+            factor = control.rescale(summary)
             metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
-        metrics.update(self.optimizer.metrics(env["info"]), **self._scale.metrics(loss_scale))
+        metrics.update(self.optimizer.metrics(control.info), **self._scale.metrics(loss_scale))
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fnshard
-from fnshard.compiler.ir.values import Kind, ValueName, kind_of
+from fnshard.compiler.ir.values import Kind, ValueName
 
 SHARD = ValueName(Kind.STORED, "l.0.w#1")
 
@@ -42,7 +42,6 @@ def test_copies_are_known_by_what_they_are_of() -> None:
     assert SHARD.is_state and not SHARD.on_host().is_state
     assert SHARD.on_host().is_copy(Kind.HOST, Kind.STORED) and not SHARD.is_copy(Kind.HOST, Kind.STORED)
     assert not SHARD.on_host().is_copy(Kind.HOST, Kind.REDUCED)
-    assert kind_of(SHARD) is Kind.STORED and kind_of("s:w") is Kind.VALUE
 
 
 def test_only_this_module_knows_the_prefixes() -> None:

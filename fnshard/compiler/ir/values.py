@@ -28,11 +28,11 @@ class Kind(StrEnum):
     REDUCED = "r:"  # a bucket's gradients, summed over ranks
     ACCUMULATED = "a:"  # a bucket's whole gradients, summed over micro-batches
     NORMS = "n:"  # of a bucket's gradients
-    WHOLE = "w:"  # what an update has gathered of a bucket's leaves, by path
+    FULL = "w:"  # what an update has gathered of a bucket's leaves, by path
     FLIGHT = "~"  # a collective or transfer that is not waited for yet
     HOST = "h:"  # a copy on the host
     LOADED = "t:"  # a copy on the device of what rests on the host or on disk
-    VALUE = ""  # of the program, or of the step ("scalars", "seed")
+    VALUE = ""  # of the program, or of the step ("scalars", "loss_tangent")
 
 
 class ValueName(str):
@@ -98,7 +98,9 @@ class ValueName(str):
 _OF_LEAVES = (Kind.STORED, Kind.SLOTS, Kind.GATHERED, Kind.GRADIENT)
 MASTER = "master"  # the slot of a leaf's copy in the optimizer's dtype
 SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
-SEED = ValueName(Kind.VALUE, "seed")  # the tangent of the loss
+LOSS_TANGENT = ValueName(Kind.VALUE, "loss_tangent")  # what the backward begins with
+CONTROL = ValueName(Kind.VALUE, "control")  # a step's `runtime.executor.control.StepControl`
+CONTROL_ON_HOST = CONTROL.on_host()  # with the event that it has arrived
 
 
 def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:
@@ -109,8 +111,3 @@ def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:
 def slots(paths: Iterable[str]) -> tuple[ValueName, ...]:
     """The optimizer state of leaves."""
     return tuple([ValueName(Kind.SLOTS, p) for p in paths])
-
-
-def kind_of(name: str) -> Kind:
-    """The kind of a key of an environment, which holds what has no `ValueName` too."""
-    return name.kind if isinstance(name, ValueName) else Kind.VALUE

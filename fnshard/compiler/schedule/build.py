@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fnshard.compiler.ir.program import Outputs
-from fnshard.compiler.ir.values import SCALARS, SEED, Kind, ValueName, slots, stored
+from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.split import Segment, Segments
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets, update_buckets, wire_dtype
@@ -196,7 +196,7 @@ class _Builder:
 
     def backward(self, micro: int) -> None:
         phase = self.phase("backward", micro)
-        tangents = {self.segments.results[self.outputs.loss]: SEED}
+        tangents = {self.segments.results[self.outputs.loss]: LOSS_TANGENT}
         grads: dict[str, ValueName] = {}
         for segment in reversed(self.segments.segments):
             if segment.index in self.active:
@@ -385,7 +385,7 @@ class _Builder:
             params = () if spec.updated_on == "host" and spec.memory == "device" else shards
             reads = (self.reduced[bucket.name], *params, *own_slots, *scalars)
             for sent in self.update_gathers[bucket.name]:
-                flight, full = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.WHOLE))
+                flight, full = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.FULL))
                 self.lines += [
                     UpdateGather(bucket.unit, "update", reads, (flight,), bucket=sent.name, paths=sent.paths),
                     Wait(bucket.unit, "update", (flight,), (full,), bucket=sent.name, of=UpdateGather),

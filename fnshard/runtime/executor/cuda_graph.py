@@ -1,9 +1,9 @@
 """CUDA graph: forward, backward and reductions of a step captured once and replayed, by one launch.
 
 The first steps run line by line, which loads kernels and fills caches. Then the schedule's lines up to the
-first that reads a number of Python (`passes.graph`) are captured; a later step copies batch, keys, seed and
-flags to where the graph reads them, replays it, and runs the updates line by line behind it: rates stay exact
-floats of the host, and any optimizer will do. What is returned is no memory of the graph's.
+first that reads a number of Python (`passes.graph`) are captured. A later step copies batch, keys, the
+loss's tangent and flags to where the graph reads them, replays it, and runs the updates line by line behind
+it: rates stay exact floats of the host, and any optimizer will do. What is returned is a copy.
 
 Stored shards are read where they lie. A state whose tensors lie elsewhere (a restored one) is captured anew.
 """
@@ -11,21 +11,21 @@ Stored shards are read where they lie. A state whose tensors lie elsewhere (a re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.program import Outputs
-from fnshard.compiler.ir.values import SEED, Kind, kind_of
+from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, Kind
 from fnshard.compiler.schedule.instructions import TRANSFER, Env
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import SpecError, leaves
 
 MODE = "reduce-overhead"  # of `shard_step`
 WARM_steps = 2
-STATIC = (Kind.BATCH, Kind.KEY)  # and the seed: copied to the graph's own tensors
+STATIC = (Kind.BATCH, Kind.KEY)  # and the loss's tangent: copied to the graph's own tensors
 IN_PLACE = (Kind.STORED, Kind.CONSTANT)  # read where they lie
 Run = Callable[[Env], Env]
 
@@ -106,24 +106,24 @@ class Graphed:
         self.calls += 1
         if self.calls <= WARM_steps:
             return self.last(self.first(env))
-        read = tuple((v.data_ptr(), v.stride()) for n, v in env.items() if kind_of(n) in IN_PLACE)
+        read = tuple((v.data_ptr(), v.stride()) for n, v in env.items() if n.kind in IN_PLACE)
         if self.graph is None or read != self.read:
             self._capture(env)
             self.read = read
         for name, tensor in self.static.items():
             tensor.copy_(env[name], non_blocking=True)
         for name, flag in self.flags.items():
-            flag.fill_(env["flags"].get(name, 0.0))
+            flag.fill_(env[CONTROL].flags.get(name, 0.0))
         self.graph.replay()
         out = env | self.made
         return self.last(out | {n: out[n].clone() for n in self.returned})
 
     def _capture(self, env: Env) -> None:
         self.graph, self.made = None, {}  # its memory is wanted
-        self.static = {n: v.clone() for n, v in env.items() if kind_of(n) in STATIC or n == SEED}
-        flag = torch.zeros((), dtype=torch.float64, device=self.static[SEED].device)
+        self.static = {n: v.clone() for n, v in env.items() if n.kind in STATIC or n == LOSS_TANGENT}
+        flag = torch.zeros((), dtype=torch.float64, device=self.static[LOSS_TANGENT].device)
         self.flags = {name: flag.clone() for name in self.flag_names}
-        inside = env | self.static | {"flags": self.flags}
+        inside = env | self.static | {CONTROL: replace(env[CONTROL], flags=self.flags)}
         graph = CudaGraph()
         made = graph.capture(lambda: self.first({**inside}))
         self.made = {n: v for n, v in made.items() if n not in env}

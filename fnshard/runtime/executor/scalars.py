@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.values import CONTROL
 from fnshard.compiler.ir.values import stored as stored_names
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec
@@ -106,7 +107,7 @@ class Scalars:
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
         for flag in self.flags:
-            value = env["flags"].get(flag, 0.0)  # a tensor where a graph reads it
+            value = env[CONTROL].flags.get(flag, 0.0)  # a tensor where a graph reads it
             is_tensor = isinstance(value, Tensor)
             parts.append(value if is_tensor else torch.full((), value, dtype=torch.float64, device=device))
         return torch.stack(parts)

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.values import MASTER
+from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.errors import OptimizerError
 from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
+from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import FusedUpdates
-from fnshard.runtime.executor.scalars import Summary
 from fnshard.runtime.tiers import rest
 
-# gradients, slots, parameters, what was gathered of each leaf in order, and the step's numbers
+# gradients, slots, parameters, what was gathered of each leaf in order, and the step's control
 Gathered = Mapping[str, list[Tensor]]
-UpdateOf = Callable[[Tensors, Slots, Tensors, Gathered, dict[str, Any]], None]
-SendOf = Callable[[Tensors, Slots, Tensors, Gathered, dict[str, Any]], dict[str, Tensor]]
+UpdateOf = Callable[[Tensors, Slots, Tensors, Gathered, StepControl], None]
+SendOf = Callable[[Tensors, Slots, Tensors, Gathered, StepControl], dict[str, Tensor]]
 
 
 class _Reached(Exception):
@@ -74,20 +74,6 @@ class Updater:
     fused: FusedUpdates | None = None
     places: dict[str, Place] = field(default_factory=dict)
 
-    def scalars_arrived(self, env: dict[str, Any], summary: Summary) -> None:
-        """Fill in what the update reads of the whole step: norms, the factor, whether to skip."""
-        factor = env["rescale"](summary)
-        norms, leaf_norms = summary.norm, summary.leaf_norms
-        info = StepInfo(env["info"].step, global_norm=norms, leaf_norms=leaf_norms or None)
-        env["info"] = info if factor is None else info.scaled(factor)
-        env["skip"] = env["skip_if"] is not None and env["skip_if"](summary)
-
-    def start(self, env: dict[str, Any], step: Tensor) -> None:
-        """At the beginning of a step."""
-        info, factor = StepInfo(step), env["rescale"](None)
-        env["info"] = info if factor is None else info.scaled(factor)
-        env["skip"] = False
-
     def bind(self, bucket: Bucket) -> UpdateOf:
         """A function that updates the bucket's leaves from their reduced blocks, where these lie."""
         paths = bucket.paths
@@ -97,20 +83,20 @@ class Updater:
         if all(self._plain(p) for p in paths):
 
             def update_plain(
-                blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+                blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
             ) -> None:
-                if not env["skip"]:
-                    self.optimizer.apply(blocks, slots, params, self._info(env, gathered))
+                if not control.skip:
+                    self.optimizer.apply(blocks, slots, params, self._info(control, gathered))
 
             return update_plain
 
         def update(
-            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
         ) -> None:
-            if env["skip"]:
+            if control.skip:
                 return
             grads, own_slots, targets = self._parts(paths, blocks, slots, params)
-            self.optimizer.apply(grads, own_slots, targets, self._info(env, gathered))
+            self.optimizer.apply(grads, own_slots, targets, self._info(control, gathered))
             for path in paths:
                 if MASTER in slots[path] and path in params:
                     _cut(params[path], self.places[path].stored).copy_(targets[path])
@@ -123,12 +109,12 @@ class Updater:
         self._locate(paths)
 
         def send(
-            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
         ) -> dict[str, Tensor]:
             grads, own_slots, targets = self._parts(paths, blocks, slots, params)
             out = {}
             for piece in bucket.pieces:
-                info = self._info(env, {piece.path: gathered.get(piece.path, [])})
+                info = self._info(control, {piece.path: gathered.get(piece.path, [])})
                 shard = next_gathered(
                     self.optimizer,
                     piece.path,
@@ -165,10 +151,10 @@ class Updater:
             targets[path] = _cut(params[path], where.stored) if master is None else master
         return grads, own_slots, targets
 
-    def _info(self, env: dict[str, Any], gathered: Gathered) -> StepInfo:
+    def _info(self, control: StepControl, gathered: Gathered) -> StepInfo:
         """The step, with what was gathered for this update in the place of a collective."""
         if "gather" not in self.optimizer.needs:
-            return env["info"]
+            return control.info
         taken: dict[str, int] = {}
 
         def gather(path: str, shard: Tensor) -> Tensor:
@@ -179,21 +165,22 @@ class Updater:
                 raise _Reached(shard)
             return gathered[path][number].to(shard.device)
 
-        return env["info"].with_gather(gather, self._cut_shard)
+        return control.info.with_gather(gather, self._cut_shard)
 
-    def numbers(self, env: dict[str, Any], bucket: Bucket) -> tuple[dict[str, Any], Any]:
-        """What the bucket's update reads of the whole step, and the event that it is there behind, if any.
+    def control(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
+        """What the bucket's update reads of the step, and the event that it is there behind, if any.
 
         For an update on the host it is sent there, once before the scalars are known and once after.
         """
-        spec = self.specs[bucket.paths[0]]
-        if spec.updated_on != "host" or self.mesh.device_type == "cpu":
-            return {"info": env["info"], "skip": env["skip"]}, None
-        if env.get("info_of") is not env["info"]:
-            env["info_of"], env["info_on_host"] = env["info"], env["info"].to(torch.device("cpu"))
-            env["info_there"] = torch.Event(self.mesh.device_type)
-            env["info_there"].record()
-        return {"info": env["info_on_host"], "skip": env["skip"]}, env["info_there"]
+        control = env[CONTROL]
+        if self.specs[bucket.paths[0]].updated_on != "host" or self.mesh.device_type == "cpu":
+            return control, None
+        sent = env.get(CONTROL_ON_HOST)
+        if sent is None or sent[0] is not control:
+            on_host, event = control.on_host(), torch.Event(self.mesh.device_type)
+            event.record()
+            sent = env[CONTROL_ON_HOST] = control, on_host, event
+        return sent[1:]
 
     def _bind_fused(self, paths: tuple[str, ...]) -> UpdateOf:
         """The same, compiled. A bucket's leaves are of one dtype on the wire, and may differ in all else."""
@@ -220,12 +207,12 @@ class Updater:
             ]
 
         def update(
-            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, env: dict[str, Any]
+            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
         ) -> None:
-            if env["skip"]:
+            if control.skip:
                 return
             for mine, run in parts:
-                run({p: tensors(p, blocks, slots, params) for p in mine}, env["info"])
+                run({p: tensors(p, blocks, slots, params) for p in mine}, control.info)
 
         return update
 

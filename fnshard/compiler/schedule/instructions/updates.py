@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.values import MASTER, Kind, ValueName
+from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
 from fnshard.compiler.schedule.instructions.base import (
     COMMUNICATION,
     Action,
@@ -87,7 +87,7 @@ class ReduceScalars(Instruction):
             env[out] = context.scalars.unpack(handle.wait())
             handle.release()
             if context.updater is not None:
-                context.updater.scalars_arrived(env, env[out])
+                env[CONTROL] = env[CONTROL].arrived(env[out])
 
         return run
 
@@ -128,7 +128,7 @@ class _OfOptimizer(OfBucket):
     @property
     def gathered(self) -> list[ValueName]:
         """What earlier UpdateGathers brought."""
-        return [n for n in self.reads if n.kind is Kind.WHOLE]
+        return [n for n in self.reads if n.kind is Kind.FULL]
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ class UpdateGather(_OfOptimizer):
         slots, params, earlier = self.slots, self.params, self.gathered
 
         def run(env: Env) -> None:
-            numbers, event = updater.numbers(env, bucket)
+            control, event = updater.control(env, bucket)
             if event is not None:
                 event.synchronize()
             own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-            shards = send(env[reduced].blocks, own_slots, own_params, gathered(env, earlier), numbers)
+            shards = send(env[reduced].blocks, own_slots, own_params, gathered(env, earlier), control)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
             packer.pack_blocks(shards, flat)
             env[flight] = comm.all_gather(flat, bucket.axes)
@@ -219,13 +219,13 @@ class Update(_OfOptimizer):
         masters = {} if params else dict(zip(self.paths, self.writes[: len(self.paths)], strict=True))
 
         def run(env: Env) -> None:
-            numbers, event = updater.numbers(env, bucket)
+            control, event = updater.control(env, bucket)
 
             def call() -> None:
                 if event is not None:
                     event.synchronize()
                 own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-                update(env[reduced].blocks, own_slots, own_params, gathered(env, earlier), numbers)
+                update(env[reduced].blocks, own_slots, own_params, gathered(env, earlier), control)
                 for path, out in masters.items():
                     env[out] = updater.valid_part(path, own_slots[path][MASTER])
 
