@@ -114,6 +114,7 @@ def test_specs_are_frozen() -> None:
     [
         (resolved(P("model")), r"params\['x'\] \[8, 8\] with P\('model'\): the mesh has no axis 'model' "
                                r"\(it has: replicate, shard\).*Fix: name one of the mesh's axes"),
+        (resolved(P("shrad")), r"name one of the mesh's axes \('shard'\?\)"),
         (resolved(P("shard", None, "replicate")), r"3 dims named, the tensor has 2.*a scalar takes P\(\)"),
         (resolved(P("shard"), (), torch.float32), r"1 dims named, the tensor has 0"),
         (resolved(dtype=torch.int64, trainable=True), r"trainable=True and torch.int64.*only float"),
@@ -160,7 +161,9 @@ def test_the_first_match_wins() -> None:
 
 def test_a_rule_that_nothing_uses_is_refused() -> None:
     with pytest.raises(
-        SpecError, match=r"(?s)2 rule\(s\) match no leaf.*'c\.\*'.*'b\.w'.*the leaves are: a.w, a.norm.w"
+        SpecError,
+        match=r"(?s)2 rule\(s\) match no leaf.*'c\.\*' matches no leaf\n.*"
+        r"'b\.w': rule '\*' before it takes 'b\.w'.*the leaves are: a.w, a.norm.w",
     ):
         fs.match_specs(leaves(), [("c.*", LayoutSpec()), ("*", LayoutSpec()), ("b.w", LayoutSpec())])
 
