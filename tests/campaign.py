@@ -1,8 +1,9 @@
 """Fuzz by hand: `python tests/campaign.py 5000 --seed 1`; what fails is shrunk and printed as a test.
 
 Needs PYTHONPATH=.:tests:tests/support. One rank by default, `--layouts` any layout of simulated ranks,
-`--ranks` two processes; `--units 50` lets
-a loop have so many units. Beside failures it counts which rows of the grammar, and operators of ATen, ran.
+`--ranks` two processes; `--units 50` lets a loop have so many units; `--families "in place" views leaves`
+draws from these rows of the grammar alone. Beside failures it counts which rows of the grammar, and operators
+of ATen, ran.
 """
 
 from __future__ import annotations
@@ -85,13 +86,14 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=3)
     parser.add_argument("--layouts", action="store_true")
     parser.add_argument("--ranks", action="store_true")
+    parser.add_argument("--families", nargs="+", choices=grammar.FAMILIES, default=list(grammar.FAMILIES))
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     two = tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)
-    strategy = programs(asked.units).map(Case)
+    strategy = programs(asked.units, asked.families).map(Case)
     if asked.layouts or asked.ranks:
-        strategy = cases(asked.units, two if asked.ranks else AXES)
+        strategy = cases(asked.units, two if asked.ranks else AXES, asked.families)
     with pool(2) as processes:
         runner = (lambda case: processes.run(on_rank, case)) if asked.ranks else simulated
         found = campaign(asked.examples, asked.seed, strategy, runner, asked.seconds)

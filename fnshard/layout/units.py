@@ -101,6 +101,6 @@ def _top(path: str, holds: set[str]) -> str:
     parts = path.split(".")
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n])
-        if prefix not in holds:
+        if prefix and prefix not in holds:
             return prefix
     return path

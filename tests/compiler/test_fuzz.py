@@ -37,6 +37,12 @@ def test_programs_in_layouts(case: Case) -> None:
     check(case)
 
 
+@settings(MODEST, max_examples=8)
+@given(cases(axes=({"shard": 2},), families=("in place", "views", "leaves", "constants")))
+def test_writes_in_layouts(case: Case) -> None:
+    check(case)
+
+
 @settings(MODEST, max_examples=4)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811

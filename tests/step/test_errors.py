@@ -146,8 +146,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: step().lower({"layers.0.w": torch.zeros(8, 8), "b": torch.zeros(1)}, rows()), SpecError,
         r"differ in 2 leaves.*params\['b'\] has no spec.*specs\['layers.1.w'\] has no leaf.*Fix"),
     "two leaves of one path": (
-        lambda: fs.match_specs({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, [("*", LayoutSpec())]),
-        SpecError, "two leaves have the same path.*'a.b'.*Fix"),
+        lambda: fs.match_specs({"a": {1: torch.zeros(1), "1": torch.zeros(1)}}, [("*", LayoutSpec())]),
+        SpecError, "two leaves have the same path.*'a.1'.*Fix: rename keys"),
     "constants for leaves": (
         lambda: step()({**chain(2), "layers.0.w": None, "layers.1.w": 3}, rows()), SpecError,
         r"2 leaves.*'layers.0.w'\] has no leaf.*'layers.1.w'\] has no leaf"),

@@ -149,6 +149,78 @@ def test_records_are_parameters_batches_aux_and_arguments_of_torch_func(make_tre
     same((state.params.z, state.params.a), (tree.z - 0.1 * grads.z, tree.a - 0.1 * grads.a))
 
 
+@fs.tree.register
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A module as Equinox's are: what is no tensor is static."""
+
+    w: Any
+    b: Any = None
+    act: Any = torch.tanh
+    name: str = "linear"
+
+
+def kind(w: Tensor, b: Tensor) -> dict[str, tuple[Any, list[str]]]:
+    """Trees of two leaves, and their paths."""
+    return {
+        "static fields": (
+            {"layers": [Linear(w=w), Linear(w=b, act=torch.sin)]},
+            ["layers.0.w", "layers.1.w"],
+        ),
+        "nested": (Data([Named(w, None)], Attrs((b,), {})), ["z.0.z", "a.z.0"]),
+        "keys of any type": ({10: w, (1, -2): b}, ["10", "(1, -2)"]),
+        "dots": ({"a.b": w, "a": {"b": b}, "c": {}}, ["a%2Eb", "a.b"]),
+        "dots and their escape": ({"a%2Eb": w, "a": {"b": None}, "a.b": b}, ["a%252Eb", "a%2Eb"]),
+        "odd keys": ({"a/b@0,2#1 *[x]": w, "": {"é\n": b}}, ["a/b@0,2#1 *[x]", ".é\n"]),
+        "tuple": ((w, "name", [None, {"w": b}], 2.0), ["0", "2.1.w"]),
+        "deque": (collections.deque([w, b]), ["0", "1"]),
+        "a tensor": (w, ["value"]),
+    }
+
+
+def kind_loss(p: Any, x: Tensor) -> Tensor:
+    h = x
+    for leaf in fs.tree.flatten(p)[0]:
+        h = torch.tanh(h @ leaf)
+    return h.square().mean()
+
+
+@pytest.mark.parametrize("name", kind(X, X))
+def test_every_kind_of_tree_is_trained_moved_saved_and_named(name: str, tmp_path: Any) -> None:
+    tree, paths = kind(*torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)).double())[name]
+    leaves, form = fs.tree.flatten(tree)
+    grads = torch.func.grad(lambda p: kind_loss(p, ROWS.double()))(leaves)
+    expected = [w - 0.1 * g for w, g in zip(leaves, grads, strict=True)]
+    mesh, rows = fs.make_mesh(shard=2, simulated=True), ROWS.double()
+    specs, plain = fs.presets.full_shard(tree, mesh), fs.presets.no_shard(tree, mesh)
+    step = fs.shard_step(kind_loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+    forward = fs.shard_forward(kind_loss, specs, mesh=mesh, backend="eager")
+
+    def run(rank: int) -> None:
+        part = rows[2 * rank : 2 * rank + 2]
+        state = step.init(tree)
+        same(forward(state.params, part), kind_loss(tree, part))
+        state, _ = step(state, part)
+        full = fs.unshard(state.params, specs, mesh)
+        moved = fs.reshard(state, specs, plain, mesh).params
+        assert fs.tree.flatten(full)[1] == fs.tree.flatten(moved)[1] == form and type(full) is type(tree)
+        same((fs.tree.flatten(full)[0], fs.tree.flatten(moved)[0]), (expected, expected))
+
+    fs.simulate(mesh, run)
+    assert list(fs.tree.flatten_with_paths(tree)[0]) == paths
+    globs = ["".join(f"[{c}]" if c in "*[" else c for c in path) for path in paths]
+    one = make(kind_loss, tree, optimizer=fs.optim.sgd(0.1))
+    state, _ = one(one.init(tree), rows)
+    fs.checkpoint.save(tmp_path / "a", state)
+    other = fs.match_specs(tree, [(glob, LayoutSpec(optimizer_memory="host")) for glob in globs])
+    step = fs.shard_step(kind_loss, other, optimizer=fs.optim.sgd(0.1), backend="eager")
+    restored = fs.checkpoint.restore(tmp_path / "a", step).params
+    fs.hf.save(restored, tmp_path / "hf", other)
+    for full in (restored, fs.hf.load(tmp_path / "hf", other)):
+        assert fs.tree.flatten(full)[1] == form
+        same(fs.tree.flatten(full)[0], expected)
+
+
 class Ordered(collections.OrderedDict[str, Any]):
     pass
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grammar
 import reference
 import torch
 from hypothesis import assume
@@ -273,9 +274,14 @@ def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simula
 
 
 @st.composite
-def cases(draw: Any, most_units: int = 3, axes: tuple[dict[str, int], ...] = AXES) -> Case:
+def cases(
+    draw: Any,
+    most_units: int = 3,
+    axes: tuple[dict[str, int], ...] = AXES,
+    families: Sequence[str] = tuple(grammar.FAMILIES),
+) -> Case:
     """Any program in any layout."""
-    program = draw(programs(most_units))
+    program = draw(programs(most_units, families))
     chosen, paths = draw(st.sampled_from(axes)), sorted(program.shapes)
     options: dict[str, Any] = {
         "accumulate": draw(st.sampled_from([1, 1, 2, 3])),

@@ -60,8 +60,10 @@ class Scope:
 
     vocab = Program.vocab
 
-    def __init__(self, draw: Callable[[st.SearchStrategy], Any], sizes: tuple[int, int, int]):
-        self.draw = draw
+    def __init__(
+        self, draw: Callable[[st.SearchStrategy], Any], sizes: tuple[int, int, int], families: Sequence[str]
+    ):
+        self.draw, self.families = draw, families
         self.empty = Program((), {}, sizes)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.closed: list[str] = ["h = x"]  # blocks that are complete
@@ -324,9 +326,9 @@ def tame(value: Any) -> bool:
 
 
 @st.composite
-def programs(draw: Any, most_units: int = 3) -> Program:
+def programs(draw: Any, most_units: int = 3, families: Sequence[str] = tuple(grammar.FAMILIES)) -> Program:
     """A program of blocks: each of a unit of its own, or of several equal ones in a loop."""
-    scope = Scope(draw, draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 6))))
+    scope = Scope(draw, draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 6))), families)
     for number in range(draw(st.integers(1, 4))):
         _block(scope, f"u{number}", draw(st.sampled_from([1, 1, 1, 2, most_units])))
     program = _finish(scope)
@@ -361,7 +363,7 @@ def _block(scope: Scope, unit: str, loops: int) -> None:
 
 def _line(scope: Scope) -> bool:
     """Draw one line and add it if it is any good; False ends the block."""
-    family = scope.pick(["end", *grammar.FAMILIES])
+    family = scope.pick(["end", *scope.families])
     if family == "end":
         return False
     row = scope.pick(grammar.FAMILIES[family])
