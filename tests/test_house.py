@@ -115,7 +115,12 @@ PRIVATE = {
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.roll_call": {"torch.distributed.distributed_c10d._get_default_store"},
     "fnshard.compiler.ir.program": {"torch._ops"},  # OpOverload; others import it from there
-    "fnshard.compiler.frontend.unsupported": {"torch._C", "torch._dynamo", "torch._ops"},
+    "fnshard.compiler.frontend.unsupported": {
+        "torch._C",
+        "torch._dynamo",
+        "torch._ops",
+        "torch._vmap_internals",
+    },
     "fnshard.compiler.frontend.substitutes": {
         "torch._ctc_loss",
         "torch._grouped_mm",
@@ -131,9 +136,11 @@ PRIVATE = {
     },
     "fnshard.compiler.frontend.trace": {"torch._subclasses"},
     "fnshard.compiler.frontend.transforms": {
+        "torch._C",
         "torch._functorch",
         "torch._guards",
         "torch.fx.experimental.proxy_tensor._temp_remove_pre_dispatch_torch_function_mode",
+        "torch.utils._python_dispatch",
     },
     "fnshard.compiler.kernels.differentiate": {
         "torch._functorch",

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad, functional
+from torch.autograd import grad as autograd_grad
 from torch.func import (
     functional_call,
     grad,
@@ -17,11 +19,13 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
+    linearize,
     vjp,
     vmap,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from toys import lower
+from torch.utils.checkpoint import checkpoint
+from toys import lower, our_grads, plain_grads
 
 import fnshard as fs
 from fnshard import TraceError
@@ -165,17 +169,108 @@ def of_a_module(p: Params, x: Tensor) -> Tensor:
     return sum(g.square().mean() for g in grad(f)(p, x).values())
 
 
+def under_no_grad(p: Params, x: Tensor) -> Tensor:
+    def f(z: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = net(p, z)
+        return (scale * z).sum()
+
+    return grad(f)(x).square().mean() + net(p, x).mean()
+
+
+def penalty_of_autograd(p: Params, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    scores = net(p, x)
+    (slope,) = autograd_grad(scores, x, torch.ones_like(scores), create_graph=True, retain_graph=True)
+    return (slope.norm(dim=-1) - 1).square().mean() + scores.mean()
+
+
+def slope_of_an_activation(p: Params, x: Tensor) -> Tensor:
+    h = torch.sigmoid(x @ p["layers.0.w"])
+    out = torch.softmax(h @ p["layers.1.w"], -1).square().sum()
+    unused = x.clone().requires_grad_()
+    slope, none = autograd_grad(out, [h, unused], create_graph=True, allow_unused=True)
+    assert none is None
+    return slope.square().mean() + out
+
+
+def maml_of_autograd(p: Params, x: Tensor) -> Tensor:
+    for first_order in (False, True):
+        slopes = autograd_grad(net(p, x[:3]).square().mean(), p.values(), create_graph=not first_order)
+        p = {k: v - 0.1 * slope for (k, v), slope in zip(p.items(), slopes, strict=True)}
+    return net(p, x[3:]).square().mean()
+
+
+def third_derivative(p: Params, x: Tensor) -> Tensor:
+    t = x[:, :1].detach().requires_grad_()
+    found = [net(p, t.expand(-1, WIDTH))[:, :1]]
+    for _ in range(3):
+        found += autograd_grad(found[-1], t, torch.ones_like(t), create_graph=True)
+    return sum(u.square().mean() for u in found)
+
+
+def without_a_graph(p: Params, x: Tensor) -> Tensor:
+    x.requires_grad = True
+    force = -autograd_grad(net(p, x).sum(), x)[0]
+    assert not force.requires_grad
+    with torch.no_grad():
+        energy = net(p, x).mean()
+    return (force * net(p, x)).mean() + energy * net(p, x.detach()).mean()
+
+
+def writes_before_a_slope(p: Params, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    h = torch.zeros_like(x)
+    h[:, 0] = (x @ p["layers.0.w"])[:, 1]
+    h = (h + x).mul_(2).tanh()
+    return autograd_grad(h.sum(), x, create_graph=True)[0].square().mean() + net(p, x).mean()
+
+
+def all_kinds_in_one(p: Params, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    rows = checkpoint(lambda z: vmap(lambda q: net(p, q).sum())(z), x, use_reentrant=False)
+    y = rows.sum() + grad(lambda z: net(p, z).sum())(x).square().sum()
+    (slope,) = autograd_grad(y, x, create_graph=True)
+    return slope.square().mean() + jvp(lambda z: net(p, z), (x,), (x,))[1].mean()
+
+
+def dual_numbers(p: Params, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(net(p, forward_ad.make_dual(x, x.cos())))
+    return (out * tangent).mean()
+
+
+def of_autograd_functional(p: Params, x: Tensor) -> Tensor:
+    return functional.jacobian(lambda z: net(p, z[None])[0], x[0], create_graph=True).square().mean()
+
+
+def ensemble_of_modules(p: Params, x: Tensor) -> Tensor:
+    """`p` stacked as `stack_module_state` stacks modules."""
+    stacked = {"weight": torch.stack([*p.values()])}
+    outs = vmap(lambda w: functional_call(LINEAR, w, (x,)))(stacked)
+    return outs.tanh().mean(0).square().mean()
+
+
 PROGRAMS: list[Fn] = [
     gradient_penalty, maml, per_sample_gradients, ensemble, pushed_forward, pulled_back,
     curvature, jacobians, hessian_vector, value_and_gradient, mapped_twice, physics, detached,
-    norms_attention_and_losses, looked_up, written_in_place, of_a_module,
+    norms_attention_and_losses, looked_up, written_in_place, of_a_module, under_no_grad, penalty_of_autograd,
+    slope_of_an_activation, maml_of_autograd, third_derivative, without_a_graph, writes_before_a_slope,
+    all_kinds_in_one, dual_numbers, of_autograd_functional, ensemble_of_modules,
 ]  # fmt: skip
+
+
+def written(p: Params, x: Tensor) -> Tensor:
+    h = net(p, x)
+    y = h.square().sum()
+    h.add_(1)
+    return y
 
 
 def plain(fn: Fn, ranks: int) -> tuple[Tensor, list[Tensor]]:
     leaves = {k: v.requires_grad_() for k, v in params().items()}
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-        loss = torch.stack([fn(leaves, x) for x in batches(ranks)]).mean()
+        loss = torch.stack([fn(leaves, x.clone()) for x in batches(ranks)]).mean()
     return loss, list(torch.autograd.grad(loss, leaves.values()))
 
 
@@ -196,11 +291,27 @@ def test_sharded_gradients_are_those_of_plain_torch(fn: Fn) -> None:
             torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
 
 
-def test_inductor_compiles_it() -> None:
-    loss, expected = plain(gradient_penalty, 1)
+def train_on_a_rank(rank: int) -> tuple[float, Params]:
+    mesh = fs.make_mesh(shard=-1)
+    specs = fs.presets.full_shard(params(), mesh)
+    step = fs.shard_step(penalty_of_autograd, specs, mesh=mesh, backend="eager", accumulate=2)
+    value, grads = step(fs.shard(params(), specs, mesh), batches(4)[2 * rank : 2 * rank + 2].flatten(0, 1))
+    return float(value), fs.unshard(grads, specs, mesh, layout="gradient")
+
+
+def test_two_processes_accumulate_what_plain_torch_does(ranks: Any) -> None:
+    loss, expected = plain(penalty_of_autograd, 4)
+    for value, grads in ranks(2).run(train_on_a_rank):
+        torch.testing.assert_close(value, loss.item(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("fn", [gradient_penalty, penalty_of_autograd], ids=lambda f: f.__name__)
+def test_inductor_compiles_it(fn: Fn) -> None:
+    loss, expected = plain(fn, 1)
     mesh = fs.make_mesh(shard=1, simulated=True)
     specs = fs.presets.full_shard(params(), mesh)
-    step = fs.shard_step(gradient_penalty, specs, mesh=mesh)
+    step = fs.shard_step(fn, specs, mesh=mesh)
     ((value, grads),) = fs.simulate(mesh, lambda _: step(params(), batches(1)[0]))
     torch.testing.assert_close(value, loss.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
@@ -221,6 +332,56 @@ def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
     units = ["layers.0", "layers.1"]
     assert order[:2] == [("Gather", u) for u in units]
     assert [u for kind, u in order if kind == "ReduceScatter"] == units[::-1]
+
+
+def test_a_linear_map_keeps_gradients_of_what_it_closes_over() -> None:
+    """Plain `linearize` folds them into constants: `jvp` is what it is compared with."""
+
+    def f(p: Params, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return net(p, z), z * x
+
+    def linearized(p: Params, x: Tensor) -> Tensor:
+        out, push = linearize(lambda z: f(p, x, z), x)
+        return (out[0] * push(x.cos())[0]).mean() + push(x.sin())[1].mean()
+
+    def pushed(p: Params, x: Tensor) -> Tensor:
+        out, push = f(p, x, x), lambda t: jvp(lambda z: f(p, x, z), (x,), (t,))[1]
+        return (out[0] * push(x.cos())[0]).mean() + push(x.sin())[1].mean()
+
+    got, expected = (
+        our_grads(linearized, params(), batches(1)[0]),
+        plain_grads(pushed, params(), batches(1)[0]),
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_value_and_its_slope_share_one_mask() -> None:
+    def of_a_pullback(p: Params, x: Tensor) -> Tensor:
+        y, pull = vjp(lambda z: F.dropout(z.exp(), 0.5, training=True), x)
+        return net(p, x).mean() + 1000 * ((y == 0) != (pull(torch.ones_like(y))[0] == 0)).double().sum()
+
+    assert our_grads(of_a_pullback, params(), batches(1)[0])[0] < 500
+
+
+def test_a_trace_that_begins_anew_leaves_nothing_behind() -> None:
+    class Cached(torch.nn.Module):
+        mask: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.ones_like(x).tril()
+            return x * self.mask
+
+    module = Cached()
+
+    def masked(p: Params, x: Tensor) -> Tensor:
+        x = module(x).requires_grad_()
+        return autograd_grad(net(p, x).sum(), x, create_graph=True)[0].square().mean()
+
+    expected = plain_grads(masked, params(), batches(1)[0])
+    module.mask = None
+    torch.testing.assert_close(our_grads(masked, params(), batches(1)[0]), expected, rtol=1e-10, atol=1e-10)
+    assert module.mask is None
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
@@ -254,7 +415,15 @@ def test_random_numbers_are_drawn_anew_in_every_step(randomness: str) -> None:
     [
         (lambda p, x: vmap(lambda z: z @ p["layers.0.w"][:2])(x).sum(), "`fn` fails in matmul"),
         (lambda p, x: grad(lambda z: net(p, z).sum().item())(x).sum(), "depends on a tensor's value"),
-        (lambda p, x: torch.func.linearize(lambda z: net(p, z), x)[0].sum(), "differentiates inside itself"),
+        (
+            lambda p, x: autograd_grad(net(p, x).sum(), x)[0].sum(),
+            "differentiated Tensors does not",
+        ),
+        (lambda p, x: autograd_grad(written(p, x), p.values())[0].sum(), "modified by an inplace operation"),
+        (
+            lambda p, x: vmap(lambda z: net(p, z).sum().backward())(x),
+            r"backward\(\) called inside",
+        ),
     ],
 )
 def test_a_mistake_inside_is_told_as_one_outside_is(fn: Fn, message: str) -> None:

@@ -22,6 +22,7 @@ from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.outputs import check_count, read_outputs
+from fnshard.compiler.frontend.transforms import Retrace, differentiable, is_of_a_level
 from fnshard.compiler.frontend.unsupported import higher_order, refusals
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.arguments import Arguments
@@ -77,6 +78,24 @@ def trace(
     Raises:
         TraceError: `fn` does what cannot be captured; the message shows the way out.
     """
+    run = partial(_trace, fn, shapes, structure, specs, batch, device, differentiate, sources)
+    try:
+        return run(lambda flat: flat)
+    except Retrace:
+        return run(differentiable)
+
+
+def _trace(
+    fn: Callable[..., Any],
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    structure: tree.TreeDef,
+    specs: Mapping[str, LayoutSpec],
+    batch: Arguments | Sequence[Any],
+    device: torch.device,
+    differentiate: bool,
+    sources: bool,
+    prepared: Callable[[Callable], Callable],
+) -> Program:
     functions = [v for _, v in structure.constants if callable(v)]
     runs = partial(fn, *functions) if functions else fn  # what can run: `fn`, and functions in its tree
     with (
@@ -113,7 +132,7 @@ def trace(
 
         given = list(fakes.values()), list(tensors.values())
         with recorded() as executed, computed_names() as computed:
-            graph_module = _capture(flat, *given, differentiate, device, explained, sources)
+            graph_module = _capture(prepared(flat), *given, differentiate, device, explained, sources)
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
         values |= {Input("batch", n): v for n, v in tensors.items()}
@@ -195,7 +214,7 @@ def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tre
 
 
 def _is_fake(value: Tensor) -> bool:
-    return isinstance(value, FakeTensor)
+    return isinstance(value, FakeTensor) or is_of_a_level(value)
 
 
 def _fake(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, device: torch.device, grad: bool):
@@ -282,7 +301,7 @@ def _check_requires_grad(paths: Iterable[str], before: Sequence[bool], leaf_valu
 
 
 def _check_constants(constants: Mapping[str, Tensor]) -> None:
-    lost = [describe(v) for v in constants.values() if isinstance(v, FakeTensor)]
+    lost = [describe(v) for v in constants.values() if _is_fake(v)]
     if lost:
         raise TraceError(
             f"the trace lost sight of {len(lost)} value(s) that `fn` computes:",

@@ -1,10 +1,14 @@
-"""Transforms: `torch.func` inside `fn`, each call as the ATen ops that functorch makes of it.
+"""Transforms: differentiation inside `fn` (`torch.func`, `torch.autograd.grad`), as ATen ops.
 
-A trace before autograd does not see what happens on functorch's levels. So a call of `grad`, `vjp`, `jvp`
-or `vmap` (and of `jacrev`, `jacfwd`, `hessian`, which call these; nested in any order) is traced
+A trace before autograd does not see what happens on functorch's levels, nor in the backward engine. So a
+call of `grad`, `jvp` or `vmap` (and of `jacfwd`, `hessian`, which call these; nested in any order) is traced
 by itself, on the same fake tensors and beneath the levels, and its ops are replayed into the trace of `fn`.
 They are then ops like any others: cut, gathered for and differentiated once more. Tensors that the function
 closes over are replayed as themselves, so that their gradients are not lost.
+
+What differentiates values that are already there (`torch.autograd.grad`, a pullback of `vjp`, dual numbers)
+stops the trace by `Retrace`: `fn` as a whole is then traced so, on a level of its own (`differentiable`),
+on which autograd records all that `fn` computes.
 """
 
 from __future__ import annotations
@@ -15,16 +19,21 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch._functorch.apis as apis
 import torch._functorch.eager_transforms as eager_transforms
+import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint as checkpoint
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_pre_dispatch_torch_function_mode,
     disable_proxy_modes_tracing,
+    get_proxy_mode,
     make_fx,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard import tree
 
@@ -37,13 +46,22 @@ def is_inside() -> bool:
     return getattr(_state, "inside", False)
 
 
+def is_of_a_level(value: Tensor) -> bool:
+    """Whether it is one of functorch's wrappers, which outlive their level where a module keeps them."""
+    return eager_transforms.is_functorch_wrapped_tensor(value)
+
+
 def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], Any]]]:
     """What is patched while a trace runs: functorch's entries beneath the public names."""
     yield apis, "vmap_impl", _replayed
     yield eager_transforms, "grad_impl", _replayed
     yield eager_transforms, "grad_and_value_impl", _replayed
     yield eager_transforms, "_jvp_with_argnums", _replayed
-    yield eager_transforms, "_vjp_with_argnums", _vjp
+    yield eager_transforms, "_vjp_with_argnums", _retraced
+    yield eager_transforms, "lazy_dynamo_disallow", _unfolded
+    yield torch.autograd, "_engine_run_backward", _retraced
+    yield forward_ad.dual_level, "__enter__", _retraced
+    yield checkpoint, "_checkpoint_without_reentrant_generator", _stored
 
 
 def _replayed(original: Transform, here: Callable[[], bool]) -> Transform:
@@ -55,21 +73,64 @@ def _replayed(original: Transform, here: Callable[[], bool]) -> Transform:
     return call
 
 
-def _vjp(original: Transform, here: Callable[[], bool]) -> Transform:
-    """The value is `func`'s own; its pullback is the transform, of the primals and what is pulled back."""
+class Retrace(BaseException):
+    """`fn` differentiates what it has computed so far: it is to be traced as `differentiable`."""
 
-    def call(func: Callable[..., Any], *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
-        if not here() or is_inside():
-            return original(func, *primals, has_aux=has_aux, **kwargs)
 
-        def pull(primals: Any, cotangents: Any) -> Any:
-            return original(func, *primals, has_aux=has_aux, **kwargs)[1](*cotangents)
+def _retraced(original: Transform, here: Callable[[], bool]) -> Transform:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if here() and not is_inside():
+            raise Retrace
+        return original(*args, **kwargs)
 
-        def pullback(*cotangents: Any, **_: Any) -> Any:  # functorch's own takes flags of autograd's
-            return _replayed(pull, here)(primals, cotangents)
+    return call
 
-        value, *aux = func(*primals) if has_aux else (func(*primals),)
-        return (value, pullback, *aux)
+
+def _unfolded(original: Transform, here: Callable[[], bool]) -> Transform:
+    """`linearize` traces a tangent map and folds its constants, whose gradients are lost: neither is done."""
+
+    def call(function: Transform) -> Transform:
+        if not here():
+            return original(function)
+        if function is eager_transforms.make_fx:
+            return lambda push: lambda _: lambda *tangents: tree.flatten(push(tangents), constants=True)[0]
+        return lambda push: push
+
+    return call
+
+
+def _stored(original: Transform, here: Callable[[], bool]) -> Transform:
+    """A checkpointed region within what is differentiated: what is recomputed is the compiler's affair."""
+
+    def call(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if here() and is_inside():
+            yield
+        else:
+            yield from original(*args, **kwargs)
+
+    return call
+
+
+def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, traced by itself on a functorch level, where autograd records what it computes.
+
+    Not by plain autograd: that detaches what it saves, and a second derivative would end there.
+    """
+
+    def call(*args: Any) -> Any:
+        trained = [v.requires_grad for v in tree.flatten(args)[0]]
+
+        def on_a_level(*args: Any) -> Any:
+            with eager_transforms.grad_increment_nesting() as level:
+                eager_transforms.set_inplace_requires_grad_allowed(True)
+                leaves, structure = tree.flatten(args)
+                wrapped = [eager_transforms._wrap_tensor_for_grad(v, level) for v in leaves]
+                for v, on in zip(wrapped, trained, strict=True):
+                    v.requires_grad_(on)
+                made = run(*tree.unflatten(wrapped, structure))
+                return eager_transforms._undo_create_differentiable(made, level)
+
+        return inlined(on_a_level, args, {})
 
     return call
 
@@ -84,7 +145,7 @@ def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         rest = iter(tensors)
         filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        with sdpa_kernel(SDPBackend.MATH), _GradModes():  # fused attention has no second derivative
             made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in made[0] if isinstance(v, Tensor)]
 
@@ -95,10 +156,26 @@ def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             graph = make_fx(flat, _allow_fake_constant=True)(*(v.detach() for v in inputs))
     finally:
         _state.inside = False
-    results = iter(fx.Interpreter(graph).run(*inputs))
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        results = iter(fx.Interpreter(graph).run(*inputs))
     values, result_structure = made
     filled = [next(results) if isinstance(v, Tensor) else v for v in values]
     return tree.unflatten(filled, result_structure)
+
+
+class _GradModes(TorchDispatchMode):
+    """Notes in the graph, as a trace before autograd does, where ops run in another grad mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = torch.is_grad_enabled()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled() != self.enabled:
+            self.enabled = torch.is_grad_enabled()
+            tracer = get_proxy_mode().tracer
+            tracer.create_node("call_function", torch._C._set_grad_enabled, (self.enabled,), {})
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

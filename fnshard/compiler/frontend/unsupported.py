@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.autograd.forward_ad as forward_ad
+from torch import _vmap_internals
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -43,9 +43,14 @@ _HOOK = report(
     "`fn` registers a gradient hook ({name}), which a trace loses.",
     fix="write what the hook does into the loss, or into the optimizer as a transform.",
 )
-_NESTED = report(
-    "`fn` differentiates inside itself ({name}), which a trace would record as constants.",
-    fix="use torch.func.grad, vjp or jvp, which are traced; shard_step differentiates the loss by itself.",
+_BACKWARD = report(
+    "`fn` calls backward(), which leaves gradients in .grad: a trace loses them.",
+    fix="use torch.autograd.grad or torch.func.grad, which return them; shard_step differentiates the loss "
+    "by itself.",
+)
+_BATCHED_GRADS = report(
+    "`fn` calls torch.autograd.grad with is_grads_batched=True, whose vmap is not torch.func's.",
+    fix="use torch.func.vmap of a pullback of torch.func.vjp, or torch.func.jacrev.",
 )
 _SCRIPT = report(
     "`fn` calls a torch.jit {name}, whose executor hides from a trace what is differentiated.",
@@ -210,14 +215,11 @@ _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 def _patches() -> Iterator[tuple[Any, str, Patch]]:
     yield torch.autograd.Function, "apply", _function_apply
-    yield torch.Tensor, "backward", _refuse(_NESTED, "Tensor.backward")
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, _refuse(_HOOK, name)
     yield from transforms.patches()
-    for name in ("grad", "backward"):
-        yield torch.autograd, name, _refuse(_NESTED, f"torch.autograd.{name}", _by_user)
-    yield torch.func, "linearize", _refuse(_NESTED, "torch.func.linearize")
-    yield forward_ad, "make_dual", _refuse(_NESTED, "forward-mode AD", _by_user)
+    yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", _accumulates)
+    yield _vmap_internals, "_vmap", _refuse(_BATCHED_GRADS, "")
     for owner in (torch, torch.random):
         for name in ("manual_seed", "set_rng_state"):
             yield owner, name, _refuse(_SEED, f"torch.{name}")
@@ -250,9 +252,8 @@ def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
     return lambda _, here: patch(function, here)
 
 
-def _by_user(*_: Any, **__: Any) -> bool:
-    """Whether functorch is not the caller."""
-    return not transforms.is_inside()
+def _accumulates(*_: Any, accumulate_grad: bool = False, **__: Any) -> bool:
+    return accumulate_grad
 
 
 def _is_users_hook(context: Any) -> bool:

@@ -28,7 +28,8 @@ class _Stacks(TorchFunctionMode):
     """Notes the caller of every torch function. (The tracer's own stacks are of functions named forward.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fx_traceback.set_stack_trace([user_line()])
+        if "from_node" not in fx_traceback.get_current_meta():  # else a node is run again, with its own line
+            fx_traceback.set_stack_trace([user_line()])
         return func(*args, **(kwargs or {}))
 
 
