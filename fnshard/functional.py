@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fnshard.compiler.deferred.deferred_init import on_paper, recipe_of
@@ -19,10 +20,15 @@ __all__ = ["make_functional"]
 def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
     """`apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.
 
-    The module is afterwards what it was, bitwise: what forward writes to its attributes, containers and
-    submodules (a table it caches, a counter) is undone, also where it raises. For the time of a call it holds
+    The module is afterwards what it was: what forward writes to its attributes, containers and submodules (a
+    table it caches, a counter in Python) is undone, also where it raises. For the time of a call it holds
     the other leaves, wherever it keeps its own; one call runs at a time. In eager evaluation, activation
     checkpointing inside the module recomputes from the module's own leaves: leave it off there.
+
+    What forward writes to its buffers, in place or by assigning them (BatchNorm's running statistics, the
+    vectors of spectral_norm, a queue), goes into the tensors that were passed, as in
+    `torch.func.functional_call`; those of `params` are the module's own memory. In a step they become part
+    of its state (`LayoutSpec.aggregation`).
 
     `params` holds every parameter and buffer once, by path: an `nn.Parameter` stays one (so that a
     frozen one is known), a buffer is marked as `nn.Buffer`. A tied weight is one leaf, under the
@@ -34,7 +40,8 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     `model.to(dtype)` beforehand or by `LayoutSpec(compute_dtype=)`, not by `{k: v.to(dtype) ...}`.
 
     Raises:
-        TraceError: a parameter has gradient hooks; in `apply`, a module assigns or writes to its own leaves.
+        TraceError: a parameter has gradient hooks; in `apply`, a module assigns its parameters, or buffers of
+            other shapes or dtypes, or writes to what requires grad.
         StateError: in `apply`, other leaves than these.
 
     >>> import torch
@@ -79,26 +86,40 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         places = list(_places(model))
         stored = {id(place.leaf): place.path for place in reversed(places)}  # of tied ones the first
         _check_paths(model, places, stored, params)
-        buffers = {stored[id(place.leaf)] for place in places if place.is_buffer}
-        # A module may write to its buffers: it gets copies.
-        inside = {p: v.clone() if p in buffers and is_plain(v) else v for p, v in params.items()}
-        others = {i: inside[path] for i, path in stored.items()}
-        versions = {path: leaf._version for path, leaf in inside.items() if is_plain(leaf)}
+        others = {i: params[path] for i, path in stored.items()}
+        plain = [path for path, leaf in params.items() if is_plain(leaf)]
+        versions = {path: params[path]._version for path in plain if params[path].requires_grad}
         reached = Reachable(model)
         # A trace looks after the numbers of what it meets: copied here, they would be part of its program.
-        traced = len(versions) < len(inside)
+        traced = len(plain) < len(params)
         numbers = Numbers(t for t in reached.tensors if not traced and id(t) not in others)
         try:
             for container in reached.containers.values():
                 container.replace(others)
             yield
-            lost = [at.path for at in places if at.owner.get(at.key) is not others[id(at.leaf)]]
+            now: dict[str, list[Any]] = {}
+            for at in places:
+                now.setdefault(stored[id(at.leaf)], []).append(at.owner.get(at.key))
         finally:
             for container in reached.containers.values():
                 container.put_back()
             written = numbers.put_back()
-        lost += [path for path, version in versions.items() if inside[path]._version != version]
-        _check_written(dict.fromkeys(lost), written)
+        wrong = [path for path, version in versions.items() if params[path]._version != version]
+        buffers = {stored[id(at.leaf)] for at in places if at.is_buffer}
+        assigned = {p: values for p, values in now.items() if any(v is not params[p] for v in values)}
+        wrong += [p for p, values in assigned.items() if p not in buffers or not _fit(values, params[p])]
+        _check_written(wrong, written)
+        with torch.no_grad():
+            # Copies first: what is assigned to one buffer may be another one.
+            for path, value in [(p, values[0].clone()) for p, values in assigned.items()]:
+                params[path].copy_(value)
+
+
+def _fit(values: Sequence[Any], leaf: Tensor) -> bool:
+    """Whether a leaf can take what was assigned to it: one tensor of its kind, under all of its names."""
+    value = values[0]
+    same = isinstance(value, Tensor) and (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
+    return same and all(v is value for v in values)
 
 
 class _LeafPlace(NamedTuple):
@@ -158,8 +179,8 @@ def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
         raise TraceError(
             f"the module assigns or writes to {leaves(len(wrong))} of its own in forward, which is lost:",
             wrong,
-            "compute it as a local value, or return the new value in aux and pass it with the batch; "
-            "BatchNorm: eval mode, or torch.func.replace_all_batch_norm_modules_(model).",
+            "register what forward changes as a buffer of one shape and dtype (register_buffer); compute the "
+            "rest as local values.",
         )
 
 

@@ -125,6 +125,7 @@ PRIVATE = {
         "torch._ctc_loss",
         "torch._grouped_mm",
         "torch._higher_order_ops",
+        "torch.nn.modules.batchnorm._BatchNorm",
         "torch.ops.aten._ctc_loss_backward",
         "torch.ops.aten._linalg_check_errors",
     },

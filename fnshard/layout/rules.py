@@ -27,7 +27,8 @@ def match_specs(
     them anew (`{k: v.to(...)}`) loses that: cast the module beforehand, or say `compute_dtype`.
 
     Buffers and non-float leaves are replicated and keep their dtype unless the rule says
-    `buffers=True`. `units`: a policy of `fnshard.units` (default: by numeric path part).
+    `buffers=True`; `aggregation` is theirs in any case. `units`: a policy of `fnshard.units` (default: by
+    numeric path part).
 
     Args:
         params: pytree of real, meta or fake tensors, full shapes.
@@ -173,7 +174,7 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
     floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
     if spec.buffers or (floating and not is_buffer(leaf)):
         return spec
-    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard)
+    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard, aggregation=spec.aggregation)
 
 
 def _tensors_only(named: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ __all__ = ["LayoutSpec", "P"]
 
 Axes = str | tuple[str, ...] | None
 Memory = Literal["device", "host", "disk"]
+Aggregation = Literal["mean", "sum", "rank0", "local"]
 DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
 
 
@@ -118,6 +119,10 @@ class LayoutSpec:
         unit: leaves gathered, freed and reduced together; None lets the unit policy say.
         reshard: free the gathered leaf after forward and gather it again for backward.
         buffers: (in a rule) the rule takes buffers and non-float leaves too.
+        aggregation: what becomes of a leaf that `fn` writes to (a running average, a queue, a counter), whose
+            new values differ by rank: the "mean" over ranks, by their rows; "sum" adds all ranks' changes;
+            "rank0" takes the first rank's; "local" leaves each rank its own, of which a checkpoint holds the
+            first rank's. None is "mean" for floats and "rank0" for others. After tf.VariableAggregation.
         shape: the full shape, filled in by `resolve`.
 
     >>> LayoutSpec(P("shard"), compute_dtype=torch.bfloat16).storage
@@ -140,6 +145,7 @@ class LayoutSpec:
     unit: str | None = None
     reshard: bool = True
     buffers: bool = False
+    aggregation: Aggregation | None = None
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -155,6 +161,9 @@ class LayoutSpec:
         for name, tier in (("memory", self.memory), ("optimizer_memory", self.optimizer_memory)):
             if tier not in get_args(Memory):
                 raise SpecError(f"LayoutSpec({name}={tier!r}): one of 'device', 'host', 'disk'.")
+        if self.aggregation not in (None, *get_args(Aggregation)):
+            choices = ", ".join(map(repr, get_args(Aggregation)))
+            raise SpecError(f"LayoutSpec(aggregation={self.aggregation!r}): one of {choices}, or None.")
         if self.update_on not in (None, "host", "device"):
             raise SpecError(f"LayoutSpec(update_on={self.update_on!r}): 'host', 'device' or None.")
         if self.update_on == "host" and self.optimizer_memory == "device":
@@ -181,6 +190,11 @@ class LayoutSpec:
     def resolved(self) -> bool:
         """Whether every default has been filled in from a leaf."""
         return self.shape is not None and self.unit is not None and self.trainable is not None
+
+    @property
+    def aggregated(self) -> Aggregation:
+        """How ranks aggregate what `fn` writes to the leaf."""
+        return self.aggregation or ("mean" if self.compute_dtype.is_floating_point else "rank0")
 
     @property
     def updated_on(self) -> str:

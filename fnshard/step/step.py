@@ -348,6 +348,7 @@ class Step(Generic[OptimizerT, LossT]):
             scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
             barrier=stands_between or (counted and norms),
             counted=counted and not norms,
+            rows=program.rows,
             gathers=gathers_of(self.optimizer, self._stored) if self.optimizer else {},
         )
 

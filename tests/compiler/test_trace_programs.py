@@ -127,17 +127,8 @@ def _loss_of(model: nn.Module) -> tuple[Fn, dict[str, Tensor]]:
     return (lambda p, x: apply(p, x).pow(2).sum()), params
 
 
-def test_batch_norm_in_train_mode_names_the_way_out() -> None:
-    fn, params = _loss_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    with pytest.raises(
-        TraceError,
-        match=r"(?s)3 leaves.*num_batches.*running_mean.*running_var.*replace_all_batch_norm_modules_",
-    ):
-        our_grads(fn, params, rows())
-
-
 @pytest.mark.parametrize("way", ["replaced", "eval"])
-def test_batch_norm_the_way_out(way: str) -> None:
+def test_batch_norm_that_writes_nothing(way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     model = torch.func.replace_all_batch_norm_modules_(model) if way == "replaced" else model.eval()
@@ -147,23 +138,6 @@ def test_batch_norm_the_way_out(way: str) -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(grads["0.weight"], model[0].weight.grad, atol=1e-4, rtol=1e-4)
-
-
-class _Average(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(WIDTH))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = self.mean * 0.9 + x.mean(0) * 0.1
-        return x @ self.weight + self.mean
-
-
-def test_a_module_that_assigns_to_its_buffer() -> None:
-    fn, params = _loss_of(_Average())
-    with pytest.raises(TraceError, match=r"(?s)assigns or writes to 1 leaf.*params\['mean'\].*aux"):
-        our_grads(fn, params, rows())
 
 
 def test_parameters_with_hooks_are_refused_by_make_functional() -> None:
@@ -189,12 +163,6 @@ def test_parametrised_weights(wrap: Callable[[nn.Module], nn.Module]) -> None:
     torch.testing.assert_close(loss, expected.detach())
     trained = {p: v.grad for p, v in model.named_parameters()}
     torch.testing.assert_close({p: grads[p] for p in trained}, trained)
-
-
-def test_spectral_norm_in_train_mode_changes_buffers() -> None:
-    fn, params = _loss_of(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
-    with pytest.raises(TraceError, match=r"(?s)changes 2 leaves in place.*weight.0._u"):
-        our_grads(fn, params, rows())
 
 
 # ------------------------------------------------------------------ what fn sees

@@ -384,14 +384,14 @@ class Counting(nn.Module):
         return x * self.parameter + self.buffer + self.plain
 
 
-@pytest.mark.parametrize("what", ["plain", "buffer", "parameter"])
+@pytest.mark.parametrize("what", ["plain", "parameter"])
 def test_writes_in_place_are_refused_and_undone(what: str) -> None:
     model = Counting(what)
     before = photograph(model)
     apply, params = fs.make_functional(model)
     named = "an attribute, \\[4\\]" if what == "plain" else rf"params\['{what}'\]"
-    with pytest.raises(TraceError, match=rf"(?s)writes to 1 leaf of its own.*{named}.*aux"):
-        apply({p: v.detach().clone() for p, v in params.items()}, rows())
+    with pytest.raises(TraceError, match=rf"(?s)writes to 1 leaf of its own.*{named}.*register_buffer"):
+        apply({p: v.detach().clone().requires_grad_() for p, v in params.items()}, rows())
     step = step_of(lambda p, x: apply(p, x).sum(), params)
     with pytest.raises(TraceError, match="in place"):
         step(params, rows())

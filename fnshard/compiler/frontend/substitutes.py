@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import register_flop_formula
 
 # ------------------------------------------------------------------ products of groups
@@ -299,6 +300,32 @@ def _rrelu_of_torch(
     input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Tensor:
     return _rrelu(input, lower, upper, training)
+
+
+# ------------------------------------------------------------------ statistics
+
+
+def cumulative() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Patches (see `unsupported`): batch norm with momentum=None divides by a count, read as a number."""
+
+    def counting(original: Callable[..., Tensor], here: Callable[[], bool]) -> Callable[..., Tensor]:
+        def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+            running = (self.running_mean, self.running_var)
+            reads = self.momentum is None and self.training and self.running_mean is not None
+            if not reads or not here():
+                return original(self, input)
+            self._check_input_dim(input)
+            new = [torch.zeros_like(v) for v in running]
+            out = F.batch_norm(input, *new, self.weight, self.bias, True, 1.0, self.eps)
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                for old, value in zip(running, new, strict=True):
+                    old.add_((value - old) / self.num_batches_tracked)
+            return out
+
+        return forward
+
+    yield _BatchNorm, "forward", counting
 
 
 # ------------------------------------------------------------------ distributions

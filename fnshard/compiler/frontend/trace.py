@@ -30,7 +30,6 @@ from fnshard.compiler.ir.failures import Call, explain, refused_at
 from fnshard.compiler.ir.guard import computed_names, guard_of, recorded
 from fnshard.compiler.ir.program import (
     Input,
-    OpOverload,
     Program,
     describe,
     mutated_args,
@@ -148,13 +147,15 @@ def _trace(
         with mode, torch.set_grad_enabled(differentiate):
             propagate(graph, _example_inputs(inputs, values))
             program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
-            _check_program(program, differentiate)
+            _check_program(program, specs, differentiate)
+            program = _with_writes(program)
             pure = functionalize(graph)
             if pure is not graph:
                 propagate(pure, _example_inputs(inputs, values))
         recognise_causal(pure)
         keep_rounding(pure)
-        return replace(program, graph=pure, guard=guard_of(runs, executed, computed, reached, copied))
+        guard = guard_of(runs, executed, computed, reached, copied)
+        return replace(program, graph=pure, guard=guard, rows=_rows(batch))
 
 
 @contextmanager
@@ -255,7 +256,8 @@ def _check_written_constants(graph: fx.Graph, inputs: Sequence[Input]) -> None:
         raise TraceError(
             f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
             constants,
-            "clone it first; what must live from step to step comes with the batch and goes out in aux.",
+            "clone it first; what must live from step to step is a leaf of the parameter tree "
+            "(trainable=False), which a step stores.",
         )
 
 
@@ -327,7 +329,7 @@ def _is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout != torch.strided
 
 
-def _check_program(program: Program, differentiate: bool) -> None:
+def _check_program(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
     sparse = [n for n in program.graph.nodes if _is_sparse(n.meta.get("val"))]
     if sparse:
         raise refused_at(
@@ -336,7 +338,7 @@ def _check_program(program: Program, differentiate: bool) -> None:
             "use dense ones: gather and scatter by index.",
         )
     _check_written_constants(program.graph, program.inputs)
-    _check_written(program)
+    _check_written(program, specs, differentiate)
     check_dtypes(program)
     check_count(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
@@ -346,39 +348,50 @@ def _check_program(program: Program, differentiate: bool) -> None:
         )
 
 
-def _check_written(program: Program) -> None:
-    """Refuse writes to leaves, and to running statistics wherever they are kept."""
-    named: dict[int, str] = {}
-    for node, place in zip(program.placeholders, program.inputs, strict=True):
-        if place.kind == "leaf":
-            named[storage_id(node.meta["val"])] = f"params[{place.name!r}]"
-        elif place.kind == "constant":
-            named[storage_id(node.meta["val"])] = f"{describe(node.meta['val'])} that it closes over"
-    written: dict[int, tuple[fx.Node, str]] = {}
+def _writes(program: Program) -> dict[str, fx.Node]:
+    """The leaves that `fn` writes to, each with the first node that does; in the order of the inputs."""
+    first: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
-        for arg in [*mutated_args(node), *_running_stats(node)]:
-            memory = storage_id(arg.meta["val"])
-            if memory in named:
-                op = str(node.target).removesuffix(".default")
-                written.setdefault(memory, (node, f"{named[memory]} by {op}"))
-    if written:
+        for arg in mutated_args(node):
+            first.setdefault(storage_id(arg.meta["val"]), node)
+    named = zip(program.placeholders, program.inputs, strict=True)
+    found = {i.name: first.get(storage_id(n.meta["val"])) for n, i in named if i.kind == "leaf"}
+    return {path: node for path, node in found.items() if node is not None}
+
+
+def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
+    """Refuse writes to leaves that train or are rounded, and in a forward to any."""
+    wrong, narrow = [], []
+    for path, node in _writes(program).items():
+        spec, name = specs[path], f"params[{path!r}] by {str(node.target).removesuffix('.default')}"
+        if spec.trainable or not differentiate:
+            wrong.append((node, name))
+        elif torch.promote_types(spec.storage_dtype, spec.compute_dtype) != spec.compute_dtype:
+            narrow.append((node, f"{name}, stored in {spec.storage_dtype}"))
+    if narrow:
         raise refused_at(
-            f"`fn` changes {leaves(len(written))} in place:",
-            list(written.values()),
-            "a step is a pure function. For BatchNorm: torch.func.replace_all_batch_norm_modules_(model) or "
-            "GroupNorm; InstanceNorm: track_running_stats=False; spectral_norm: in eval mode, or another "
-            "norm; Embedding: max_norm=None; else return the new value in aux.",
+            f"`fn` writes to {leaves(len(narrow))} that it sees in a narrower dtype than they are stored in:",
+            narrow,
+            "compute_dtype=storage_dtype in their specs: what is added to them would be rounded away.",
         )
+    if wrong:
+        fix = "a forward stores nothing: model.eval()."
+        if differentiate:
+            fix = "a step stores what is written to leaves that do not train: buffers, or trainable=False."
+        raise refused_at(f"`fn` changes {leaves(len(wrong))} in place:", wrong, fix)
 
 
-def _running_stats(node: fx.Node) -> list[fx.Node]:
-    """What a batch or instance norm in train mode updates, though its schema does not say so."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return []
-    given = {
-        a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-        for i, a in enumerate(node.target._schema.arguments)
-    }
-    if not (given.get("training") or given.get("use_input_stats")):
-        return []
-    return [v for k in ("running_mean", "running_var") if isinstance(v := given.get(k), fx.Node)]
+def _with_writes(program: Program) -> Program:
+    """The program with the new values of the leaves that it writes to as further results."""
+    written, results = _writes(program), program.results
+    named = zip(program.placeholders, program.inputs, strict=True)
+    nodes = [n for n, i in named if i.kind == "leaf" and i.name in written]
+    program.graph.output_node().args = ([*results, *nodes],)
+    writes = {path: len(results) + number for number, path in enumerate(written)}
+    return replace(program, outputs=replace(program.outputs, writes=writes))
+
+
+def _rows(batch: Arguments | Sequence[Any]) -> int:
+    """The rows of a rank's batch: of the first of its leaves that is cut."""
+    values = Arguments.of(batch).leaves[0].values()
+    return next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 1)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fnshard.compiler.deferred.host_random import DRAWS, draws
 from fnshard.compiler.frontend import transforms
 from fnshard.compiler.frontend.mask_indices import positions
-from fnshard.compiler.frontend.substitutes import SUBSTITUTES, unvalidated
+from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, unvalidated
 from fnshard.compiler.ir.failures import Call
 from fnshard.errors import TraceError, report
 
@@ -231,6 +231,7 @@ def _patches() -> Iterator[tuple[Any, str, Patch]]:
     for owner, attribute, function, name, when in draws():
         yield owner, attribute, _instead(function, _refuse(DRAWS, name, when))
     yield from unvalidated()
+    yield from cumulative()
     yield torch.Tensor, "data", _data
     yield torch.Tensor, "grad_fn", _grad_fn
 

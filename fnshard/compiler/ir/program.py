@@ -40,7 +40,8 @@ class Outputs:
 
     `loss`: index of the loss (or of the Mean's total); `count`: index of the Mean's count, or None.
     `aux`: structure and one entry per aux leaf: ("scalar", i), ("mean", i, j), ("tensor", i) or
-    ("python", value). `bound`: the Mean's own. A forward-only program has no loss and only "tensor" entries.
+    ("python", value). `bound`: the Mean's own. `writes`: by path, the index of a written leaf's new value.
+    A forward-only program has no loss and only "tensor" entries.
     """
 
     loss: int | None
@@ -48,6 +49,7 @@ class Outputs:
     aux_structure: TreeDef | None
     aux: tuple[tuple[Any, ...], ...] = ()
     bound: float | None = None
+    writes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def summed(self) -> list[int]:
@@ -59,7 +61,11 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Program:
-    """The captured forward. `inputs` name the graph's placeholders in order; it holds while `guard` does."""
+    """The captured forward.
+
+    `inputs` name the graph's placeholders in order. `rows`: of one rank's micro-batch. It holds while `guard`
+    does.
+    """
 
     graph: fx.Graph
     inputs: tuple[Input, ...]
@@ -67,6 +73,7 @@ class Program:
     outputs: Outputs
     fake_mode: Any = field(repr=False, default=None)
     guard: Guard = field(repr=False, default_factory=Guard)
+    rows: int = 1
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -165,17 +172,26 @@ def storage_id(value: Tensor) -> int:
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments that this node's op writes to."""
+    """The tensor arguments that this node's op writes to.
+
+    Of a batch or instance norm in train mode its running statistics too, though its schema does not say so.
+    """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
-    schema = node.target._schema
-    if not schema.is_mutable:
+    arguments = node.target._schema.arguments
+    statistics = [a.name for a in arguments if a.name in _RUNNING]
+    if not node.target._schema.is_mutable and not statistics:
         return []
-    out = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            out += [
-                v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node)
-            ]
-    return out
+    given = {
+        a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+        for i, a in enumerate(arguments)
+    }
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    if given.get("training") or given.get("use_input_stats"):
+        written = list(dict.fromkeys([*written, *statistics]))
+    values = (given[n] for n in written)
+    each = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
+    return [v for v in each if isinstance(v, fx.Node)]
+
+
+_RUNNING = ("running_mean", "running_var")

@@ -23,6 +23,7 @@ class Kind(StrEnum):
     STORED = "s:"  # a leaf's shard (state)
     SLOTS = "o:"  # a leaf's optimizer state
     GATHERED = "p:"  # a leaf, whole, in compute dtype
+    WRITTEN = "b:"  # a leaf's new value, whole, where `fn` writes to it
     GRADIENT = "g:"  # of a leaf, whole
     TANGENT = "d:"  # the gradient of a value of the program
     REDUCED = "r:"  # a bucket's gradients, summed over ranks
@@ -75,7 +76,7 @@ class ValueName(str):
 
     @property
     def leaf(self) -> str:
-        """The path of the leaf that this is a shard, the slots, a gathered form or a gradient of, or ""."""
+        """The path of the leaf that this is a shard, the slots, a whole value or a gradient of, or ""."""
         return self.path if self.original.kind in _OF_LEAVES else ""
 
     def of(self, version: str) -> ValueName:
@@ -95,7 +96,7 @@ class ValueName(str):
         return self.kind is kind and self.source.kind in of
 
 
-_OF_LEAVES = (Kind.STORED, Kind.SLOTS, Kind.GATHERED, Kind.GRADIENT)
+_OF_LEAVES = (Kind.STORED, Kind.SLOTS, Kind.GATHERED, Kind.WRITTEN, Kind.GRADIENT)
 MASTER = "master"  # the slot of a leaf's copy in the optimizer's dtype
 SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
 LOSS_TANGENT = ValueName(Kind.VALUE, "loss_tangent")  # what the backward begins with

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -46,12 +46,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Segments:
-    """The cut program. `sources`: the distinct codes, each shared by all segments equal to it."""
+    """The cut program.
+
+    `sources`: the distinct codes, each shared by all segments equal to it. `alike`: written leaves whose new
+    values are the same on all ranks.
+    """
 
     segments: tuple[Segment, ...]
     sources: Mapping[str, Source]
     results: tuple[ValueName, ...]
     values: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    alike: frozenset[str] = frozenset()
 
     def as_text(self) -> str:
         """One line per segment: what it reads, what crosses out of it."""
@@ -69,10 +74,25 @@ class Segments:
 
 def split(program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str]) -> Segments:
     """Cut `program`; `cuts` are the paths whose reading matters (gathered or reduced leaves)."""
+    alike = _alike(program, specs)
     facts = _classify(program, {p: specs[p].unit for p in cuts})
     order = _order(program, facts)
     bounds = _bounds(order, facts, program)
-    return _segments(program, facts, order, bounds)
+    return replace(_segments(program, facts, order, bounds), alike=alike)
+
+
+def _alike(program: Program, specs: Mapping[str, LayoutSpec]) -> frozenset[str]:
+    """Written leaves whose new values rest on leaves alone: counters, averages of leaves."""
+    if not program.outputs.writes:
+        return frozenset()
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    same = {
+        n: None
+        for n, i in inputs
+        if i.kind == "constant" or (i.kind == "leaf" and specs[i.name].aggregated != "local")
+    }
+    rests = derived(program.graph, same)
+    return frozenset(p for p, index in program.outputs.writes.items() if program.results[index] in rests)
 
 
 # ------------------------------------------------------------------ which nodes are lazy
@@ -332,8 +352,7 @@ def _forbidden(position: Mapping[fx.Node, int]) -> set[int]:
 def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:
     starts = [b[0] for b in bounds] + [len(order)]
     home = {n: i for i in range(len(bounds)) for n in order[starts[i] : starts[i + 1]]}
-    last = len(bounds) - 1
-    extra = _materialise_results(program, facts, home, last)
+    extra = _materialise_results(program, facts, home, bounds)
     crossing: dict[fx.Node, None] = {}
     for node in order:
         for source in _closure(node, facts):
@@ -344,11 +363,11 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
             crossing[result] = None
     for node in extra:
         for source in _closure(node, facts):
-            if source in home and home[source] != last:
+            if source in home and home[source] != home[node]:
                 crossing[source] = None
     segments, sources = [], {}
     for i, (start, units) in enumerate(bounds):
-        nodes = order[start : starts[i + 1]] + (extra if i == last else [])
+        nodes = order[start : starts[i + 1]] + [n for n in extra if home[n] == i]
         outs = [n for n in nodes if n in crossing]
         source, inputs = extract(nodes, outs, facts.lazy, facts.inputs)
         sources.setdefault(source.key, source)
@@ -359,11 +378,14 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
     return Segments(tuple(segments), sources, results, values)
 
 
-def _materialise_results(program: Program, facts: _Facts, home: dict, last: int) -> list[fx.Node]:
-    """A result that is a view, a leaf or an input gets a copy: no segment returns an alias."""
-    output = program.graph.output_node()
+def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: list) -> list[fx.Node]:
+    """A result that is a view, a leaf or an input gets a copy: no segment returns an alias.
+
+    It is made in the last segment; a written leaf's new value where the unit that it rests on is read first.
+    """
+    output, written = program.graph.output_node(), set(program.outputs.writes.values())
     results, extra = [], []
-    for result in program.results:
+    for number, result in enumerate(program.results):
         if result in home and not _aliases_another(result, results):
             results.append(result)
             continue
@@ -373,7 +395,11 @@ def _materialise_results(program: Program, facts: _Facts, home: dict, last: int)
         copy.meta["val"] = torch.empty_like(
             value, requires_grad=value.requires_grad and value.is_floating_point()
         )
-        home[copy] = last
+        home[copy] = len(bounds) - 1
+        if number in written and result in facts.lazy:
+            units, made = facts.units[result], [home[n] for n in _closure(copy, facts) if n in home]
+            first = [i for i, (_, read) in enumerate(bounds) if units <= set(read)] if units or made else []
+            home[copy] = max([*first[:1], *made], default=home[copy])
         extra.append(copy)
         results.append(copy)
     output.args = (results,)

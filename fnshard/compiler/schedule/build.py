@@ -14,6 +14,7 @@ from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.split import Segment, Segments
+from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets, update_buckets, wire_dtype
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
@@ -54,6 +55,8 @@ def build(
     b = _Builder(segments, kernels, outputs, specs, mesh, plan)
     for micro in range(plan.accumulate):
         b.forward(micro)
+        if micro == plan.accumulate - 1:
+            b.lines += b.aggregated.issues
         if plan.differentiate:
             if micro == plan.accumulate - 1 and not (plan.barrier or plan.norms):
                 b.scalars_issue()
@@ -96,6 +99,9 @@ class _Builder:
             b.name: update_buckets(b, self.plan.gathers, self.specs, self.mesh) for b in self.reduces
         }
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
+        self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
+        last = {p: self.value(n, self.plan.accumulate - 1) for n, p in self.written.items()}
+        self.aggregated = aggregate(last, self.segments.alike, self.specs, self.mesh, self.plan.rows)
         self.active = self._active()
         self.complete = self._completion()
         self.reduced: dict[str, ValueName] = {}
@@ -141,6 +147,8 @@ class _Builder:
         return f"{name}.{micro}" if self.plan.accumulate > 1 else name
 
     def value(self, name: ValueName, micro: int) -> ValueName:
+        if name in self.written:
+            return ValueName(Kind.WRITTEN, self.written[name], self.version(micro))
         return name if name.kind is Kind.CONSTANT else name.of(self.version(micro))
 
     def version(self, micro: int) -> str:
@@ -151,9 +159,16 @@ class _Builder:
 
     # -------------------------------------------------------------- leaves
 
-    def fetch(self, segment: Segment, paths: Sequence[str], phase: str, version: str) -> dict[str, ValueName]:
-        """Gather the buckets that hold `paths`; returns the name each leaf goes by."""
-        names = {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
+    def fetch(self, segment: Segment, paths: Sequence[str], phase: str, micro: int) -> dict[str, ValueName]:
+        """Gather the buckets that hold `paths`; returns the name each leaf goes by.
+
+        Behind the first micro-batch, a leaf that `fn` writes to is what the micro-batch before has written.
+        """
+        version = f"{phase[0]}{micro}.{segment.index}"
+        written = self.outputs.writes if micro else ()
+        names = {p: ValueName(Kind.WRITTEN, p, self.version(micro - 1)) for p in paths if p in written}
+        paths = [p for p in paths if p not in names]
+        names |= {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
             shards = stored(bucket.paths)
             fresh = tuple(ValueName(Kind.GATHERED, p, f"#{version}") for p in bucket.paths)
@@ -172,7 +187,7 @@ class _Builder:
         phase = self.phase("forward", micro)
         for segment in self.segments.segments:
             kernel = self.kernels[segment.index]
-            names = self.fetch(segment, segment.leaves, phase, f"f{micro}.{segment.index}")
+            names = self.fetch(segment, segment.leaves, phase, micro)
             reads = tuple(self.read(n, names, micro) for n in segment.inputs)
             saved = self.saved(segment, micro) if segment.index in self.active else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
@@ -225,7 +240,7 @@ class _Builder:
         saved = self.saved(segment, micro)
         read = [segment.inputs[r.index] for r in kernel.backward_inputs if r.kind == "input"]
         paths = [n.path for n in read if n.kind is Kind.LEAF]
-        names = self.fetch(segment, paths, phase, f"b{micro}.{segment.index}")
+        names = self.fetch(segment, paths, phase, micro)
         reads = []
         for ref in kernel.backward_inputs:
             if ref.kind == "input":
@@ -252,16 +267,10 @@ class _Builder:
             known[key] = fresh
         self.lines.append(
             Run(
-                unit,
-                phase,
-                tuple(reads),
-                tuple(writes),
-                kernel=kernel.name,
-                backward=True,
-                segment=segment.index,
-                units=segment.units,
+                unit, phase, tuple(reads), tuple(writes),
+                kernel=kernel.name, backward=True, segment=segment.index, units=segment.units,
             )
-        )
+        )  # fmt: skip
         self.lines.extend(adds)
 
     def tangent(
@@ -361,6 +370,7 @@ class _Builder:
             self.lines.append(wait)
 
     def finish(self) -> None:
+        self.lines += self.aggregated.stores
         if self.plan.barrier or self.plan.norms:
             norms = []
             for bucket in self.reduces:
@@ -422,7 +432,8 @@ class _Builder:
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
         of_updates = (b for some in self.update_gathers.values() for b in some)
-        buckets = {b.name: b for b in (*self.gathers, *self.reduces, *self.publishes, *of_updates)}
+        moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated.buckets)
+        buckets = {b.name: b for b in moved}
         return Schedule(
             tuple(self.lines),
             {k.name: k for k in self.kernels},

@@ -25,6 +25,7 @@ class Plan:
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
         gathers: by path, the dtypes of what the optimizer gathers of a leaf in one update, in its order.
+        rows: of this rank's batch, by which the new values of buffers are averaged.
         counted: updates need the scalars of the forward (a Mean's count), which are summed before the
             backward, so that updates stay in it.
     """
@@ -38,3 +39,4 @@ class Plan:
     gathers: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
     scalars: int = 0
     differentiate: bool = True
+    rows: int = 1

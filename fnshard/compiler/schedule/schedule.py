@@ -82,7 +82,7 @@ class Schedule:
                 what = f"{len(i.reads)} values"  # of the scalars: as many aux, norms and micro-batches
                 if bucket:
                     what = f"{bucket.dtype} {i.wire_bytes(self)} bytes {bucket.numel} {bucket.paths}"
-                out.append(f"{i.verb} {i.axes_of(self)} {what}")
+                out.append(f"{i.verb} {i.axes_of(self)} {what} {i.agreed()}".rstrip())
         return tuple(out)
 
     def fingerprint(self) -> str:

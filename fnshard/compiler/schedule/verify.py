@@ -14,6 +14,7 @@ from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.instructions import (
     COMPUTE,
     TRANSFER,
+    AggregateBuffers,
     Cast,
     Free,
     Gather,
@@ -109,7 +110,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
-        or isinstance(issue, ReduceScalars | UpdateGather)
+        or isinstance(issue, ReduceScalars | UpdateGather | AggregateBuffers)
     )
 
 
@@ -170,7 +171,7 @@ def _kept_leaves(schedule: Schedule) -> list[str]:
     """Values that rest on leaves alone and are saved, or cross a cut and may not."""
     problems = [f"{k.name}: {text} is saved" for k in schedule.kernels.values() for text in _saved_leaves(k)]
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
-    read = {name for line in runs for name in line.reads}
+    read = {name for line in runs for name in line.reads if name.kind is not Kind.WRITTEN}
     known: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for line in [r for r in runs if not r.backward]:
         kernel = schedule.kernels[line.kernel]

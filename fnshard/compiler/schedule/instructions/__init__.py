@@ -13,6 +13,7 @@ from fnshard.compiler.schedule.instructions.base import (
     OfBucket,
     Wait,
 )
+from fnshard.compiler.schedule.instructions.buffers import AggregateBuffers, StoreBuffers
 from fnshard.compiler.schedule.instructions.gradients import Accumulate, AllReduce, Local, ReduceScatter
 from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
 from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
@@ -21,8 +22,8 @@ from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
 from fnshard.compiler.schedule.instructions.updates import Norms, ReduceScalars, Update, UpdateGather
 
 __all__ = [
-    "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add", "AllReduce",
-    "Cast", "Env", "Free", "Gather", "Instruction", "Local", "Names", "Norms", "OfBucket", "Publish",
-    "ReduceScalars", "ReduceScatter", "Reduced", "Run", "ToDevice", "ToHost", "Update", "UpdateGather",
-    "Wait", "Zeros",
+    "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
+    "AggregateBuffers", "AllReduce", "Cast", "Env", "Free", "Gather", "Instruction", "Local", "Names",
+    "Norms", "OfBucket", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run", "StoreBuffers",
+    "ToDevice", "ToHost", "Update", "UpdateGather", "Wait", "Zeros",
 ]  # fmt: skip

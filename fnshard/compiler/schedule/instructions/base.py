@@ -79,6 +79,10 @@ class Instruction:
         """The mesh axes that it communicates over."""
         return ()
 
+    def agreed(self) -> str:
+        """What ranks must have alike of a collective beside its axes and its bucket."""
+        return ""
+
     def bind(self, context: Context) -> Action:
         """What the executor does, on an environment."""
         raise self._missing("bind")

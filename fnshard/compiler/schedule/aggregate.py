@@ -1,0 +1,98 @@
+"""Aggregate: the lines that bring what `fn` writes to leaves into the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from fnshard.compiler.ir.values import Kind, ValueName, stored
+from fnshard.compiler.schedule.buckets import Bucket, make_buckets
+from fnshard.compiler.schedule.instructions import AggregateBuffers, Instruction, StoreBuffers, Wait
+from fnshard.errors import SpecError, leaves
+from fnshard.layout.spec import LayoutSpec, P
+from fnshard.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """`issues` stand behind the last forward, `stores` behind the last backward, which reads old values."""
+
+    buckets: tuple[Bucket, ...] = ()
+    issues: tuple[Instruction, ...] = ()
+    stores: tuple[Instruction, ...] = ()
+
+
+def aggregate(
+    written: Mapping[str, ValueName],
+    alike: frozenset[str],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    rows: int,
+) -> Aggregated:
+    """All written leaves, in at most three sums over ranks: of float32, float64 and integers.
+
+    Args:
+        written: by path, this rank's new value.
+        alike: leaves whose new value all ranks compute alike: but for "sum", nothing is sent of them.
+        rows: of this rank's batch.
+
+    Raises:
+        SpecError: a leaf whose dtype has no such aggregation.
+    """
+    ranks = mesh.data_size
+    if not written:
+        return Aggregated()
+    sent = {
+        p: specs[p]
+        for p in written
+        if ranks > 1 and specs[p].aggregated != "local" and (p not in alike or specs[p].aggregated == "sum")
+    }
+    _check(sent)
+    one_unit = {p: replace(s, unit="-") for p, s in sent.items()}
+    buckets = make_buckets(one_unit, mesh, lambda spec: P(), _wire_dtype, "buffers")
+    buckets = tuple(replace(b, name=b.name.replace("/-", "", 1)) for b in buckets)
+    issues, waits, new = [], [], dict(written)
+    for bucket in buckets:
+        flight = ValueName(Kind.FLIGHT, bucket.name)
+        reads = tuple(written[p] for p in bucket.paths)
+        new |= {p: ValueName(Kind.WRITTEN, p, ".all") for p in bucket.paths}
+        rules = tuple(specs[p].aggregated for p in bucket.paths)
+        results = tuple(new[p] for p in bucket.paths)
+        issues.append(
+            AggregateBuffers(
+                "-", "update", reads, (flight,),
+                bucket=bucket.name, paths=bucket.paths, rules=rules, rows=rows,
+            )
+        )  # fmt: skip
+        waits.append(Wait("-", "update", (flight,), results, bucket=bucket.name, of=AggregateBuffers))
+    shards = stored(new)
+    summed = tuple(p for p, s in sent.items() if s.aggregated == "sum")
+    store = StoreBuffers("-", "update", (*new.values(), *shards), shards, summed=summed, ranks=ranks)
+    return Aggregated(buckets, tuple(issues), (*waits, store))
+
+
+def _wire_dtype(spec: LayoutSpec) -> torch.dtype:
+    """Wide enough for the sum, and for any value alone."""
+    dtype = spec.compute_dtype
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if spec.aggregated == "sum" else torch.promote_types(dtype, torch.float32)
+
+
+def _check(sent: Mapping[str, LayoutSpec]) -> None:
+    wrong = [
+        f"params[{p!r}], {s.aggregated!r} of {s.compute_dtype}"
+        for p, s in sent.items()
+        if s.compute_dtype.is_complex
+        or (s.aggregated == "mean" and not s.compute_dtype.is_floating_point)
+        or (s.aggregated == "sum" and s.compute_dtype == torch.bool)
+    ]
+    if wrong:
+        raise SpecError(
+            f"`fn` writes to {leaves(len(wrong))} whose dtype cannot be aggregated so:",
+            wrong,
+            'LayoutSpec(aggregation="rank0" or "local"); of integers also "sum"; a complex leaf as a real '
+            "one (torch.view_as_real).",
+        )

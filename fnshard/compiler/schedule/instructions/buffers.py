@@ -1,0 +1,160 @@
+"""Buffers: what `fn` writes to leaves, aggregated over ranks and stored at the end of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fnshard.compiler.schedule.instructions.base import (
+    COMMUNICATION,
+    Action,
+    Env,
+    Instruction,
+    OfBucket,
+    Wait,
+    bucket_of,
+)
+from fnshard.compiler.schedule.paper import BUFFERS, PaperTensor
+from fnshard.layout.spec import Aggregation, block_slices
+
+if TYPE_CHECKING:
+    from fnshard.analysis.cost import Price, Pricer
+    from fnshard.analysis.rank_memory import RankMemory
+    from fnshard.compiler.schedule.schedule import Schedule
+    from fnshard.runtime.executor.context import Context
+
+
+@dataclass(frozen=True)
+class AggregateBuffers(OfBucket):
+    """Issue: each rank's new values of the leaves in `paths` -> one sum over all data axes.
+
+    A mean is weighted by `rows`, this rank's, whose sum travels behind the values; of "rank0" the others send
+    zeros; what all ranks hold of a "sum" is taken off by StoreBuffers.
+    """
+
+    lane, trips = COMMUNICATION, 2
+
+    rules: tuple[Aggregation, ...] = ()  # in the order of `reads`
+    rows: int = 1
+
+    @property
+    def detail(self) -> str:
+        counts = {rule: self.rules.count(rule) for rule in dict.fromkeys(self.rules)}
+        return f"{self.bucket}: " + ", ".join(f"{n} {rule}" for rule, n in counts.items())
+
+    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
+        return schedule.mesh.ordered(schedule.mesh.data_axes)
+
+    def agreed(self) -> str:
+        return " ".join(self.rules)
+
+    def numel(self, schedule: Schedule) -> int:
+        """Of the buffer that travels: all values, and the rows where there is a mean."""
+        return schedule.buckets[self.bucket].numel + ("mean" in self.rules)
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return self.numel(schedule) * schedule.buckets[self.bucket].dtype.itemsize
+
+    def bind(self, context: Context) -> Action:
+        bucket, comm, axes = bucket_of(self, context), context.comm, self.axes_of(context.schedule)
+        packer, numel, (flight,) = context.packer(self.bucket), self.numel(context.schedule), self.writes
+        here = context.mesh.coordinate(context.rank)
+        first = all(here[axis] == 0 for axis in axes)
+        pairs, rows = list(zip(self.reads, self.rules, strict=True)), self.rows
+
+        def run(env: Env) -> None:
+            flat = comm.send_buffer(numel, bucket.dtype, axes).fill_(rows)
+            parts = packer.blocks(flat[: bucket.numel]).values()
+            for part, (name, rule) in zip(parts, pairs, strict=True):
+                if rule == "rank0" and not first:
+                    part.zero_()
+                else:
+                    part.copy_(env[name])
+                if rule == "mean":
+                    part.mul_(rows)
+            env[flight] = comm.all_reduce(flat, axes)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """The sums, and the means of them."""
+        (flight,), packer, bucket = wait.reads, context.packer(wait.bucket), bucket_of(wait, context)
+        specs, writes = context.schedule.specs, wait.writes
+        means = [specs[p].aggregated == "mean" for p in bucket.paths]
+
+        def run(env: Env) -> None:
+            handle = env.pop(flight)
+            flat = handle.wait()
+            parts = packer.blocks(flat[: bucket.numel]).values()
+            for name, part, mean in zip(writes, parts, means, strict=True):
+                env[name] = part.div_(flat[-1]) if mean else part
+            handle.release()
+
+        return run
+
+    def memory(self, rank: RankMemory) -> None:
+        live, axes = rank.live, self.axes_of(rank.live.schedule)
+        flat = rank.transport.send_buffer(live, self.numel(live.schedule), rank.bucket(self).dtype, axes)
+        live.set(self.writes[0], rank.transport.all_reduce(live, flat, axes))
+
+    @classmethod
+    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
+        live, bucket, flight = rank.live, rank.bucket(wait), rank.live.names[wait.reads[0]]
+        flat = rank.transport.reduced(live, flight)
+        for piece, name in zip(bucket.pieces, wait.writes, strict=True):
+            live.set(name, PaperTensor(flat.storage, piece.numel, flat.dtype, piece.shape))
+        live.drop(wait.reads[0])
+
+    def price(self, pricer: Pricer) -> Price:
+        size = float(self.wire_bytes(pricer.schedule))
+        return pricer.copy(2 * size, **pricer.collective("all_reduce", self.axes_of(pricer.schedule), size))
+
+
+@dataclass(frozen=True)
+class StoreBuffers(Instruction):
+    """New values of leaves, whole -> this rank's stored shards, in place.
+
+    Reads the new values, then the shards, in the order of `writes`. `summed`: leaves whose new value is the
+    sum of those of `ranks` ranks, each of which contains the stored one.
+    """
+
+    summed: tuple[str, ...] = ()
+    ranks: int = 1
+
+    @property
+    def detail(self) -> str:
+        return f"{len(self.writes)} buffers"
+
+    def bind(self, context: Context) -> Action:
+        names = list(zip(self.reads, self.reads[len(self.writes) :], strict=False))
+        stores = [self._store(name.path, context) for name in self.writes]
+
+        def run(env: Env) -> None:
+            for (new, stored), store in zip(names, stores, strict=True):
+                store(env[new], env[stored])
+
+        return run
+
+    def _store(self, path: str, context: Context) -> Callable[[Tensor, Tensor], None]:
+        spec, mesh = context.schedule.specs[path], context.mesh
+        block = block_slices(spec.shape, spec.storage, mesh, mesh.coordinate(context.rank))
+        valid = tuple(slice(0, s.stop - s.start) for s in block)
+        surplus = self.ranks - 1 if path in self.summed else 0
+
+        def store(new: Tensor, stored: Tensor) -> None:
+            new, stored = new[block], stored[valid]
+            stored.copy_(new - surplus * stored.to(new.dtype) if surplus else new)
+
+        return store
+
+    def memory(self, rank: RankMemory) -> None:
+        sizes = [math.prod(rank.specs[p].shape) * 8 for p in self.summed]
+        rank.live.spike(max(sizes, default=0), BUFFERS)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.streamed(2.0 * pricer.bytes_of(self.writes))
