@@ -141,6 +141,7 @@ PRIVATE = {
         "torch._functorch",
         "torch._guards",
         "torch.fx.experimental.proxy_tensor._temp_remove_pre_dispatch_torch_function_mode",
+        "torch.ops.aten._efficientzerotensor",
         "torch.utils._python_dispatch",
     },
     "fnshard.compiler.kernels.differentiate": {

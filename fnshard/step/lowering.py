@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +17,11 @@ from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
+from fnshard.compiler.kernels.split import Segments
 from fnshard.compiler.lower import Front, Keeping, PlanOf, lower, trace_and_split
-from fnshard.errors import SpecError, StateError, TraceError
+from fnshard.errors import SpecError, StateError, TraceError, leaves, report
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.layout.spec import check_specs
+from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.executor import cuda_graph
@@ -123,6 +126,9 @@ class Lowering:
                 stages = lower(self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping)
                 if self.options.passes.graph:
                     cuda_graph.check(stages.schedule, self.optimizer is not None)
+                warning = gathered_at_once(stages.segments, self.specs.stored, self.mesh)
+                if warning:
+                    warnings.warn(warning, stacklevel=4)
                 sizes = bytes_of_batch(batch)
                 lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
                 self.on_paper = key, lowered
@@ -181,3 +187,28 @@ class Lowering:
             if warning:
                 warnings.warn(warning, stacklevel=4)
             return lowered
+
+
+def gathered_at_once(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str | None:
+    """A warning where one kernel reads more than two units hold: prefetching keeps two anyhow."""
+    full_bytes = {
+        path: math.prod(spec.shape) * spec.compute_dtype.itemsize
+        for path, spec in specs.items()
+        if spec.reshard and mesh.ordered(spec.storage.axes)
+    }
+    units: Counter[str] = Counter()
+    for path, size in full_bytes.items():
+        units[specs[path].unit] += size
+    found = [[p for p in segment.leaves if p in full_bytes] for segment in segments.segments]
+    largest = max(found, key=lambda paths: sum(full_bytes[p] for p in paths), default=[])
+    total = sum(full_bytes[p] for p in largest)
+    if not largest or total <= 2 * max(units.values()):
+        return None
+    lines = [f"params[{p!r}] {full_bytes[p] / 1e6:.3f} MB" for p in largest]
+    return report(
+        f"one kernel reads {leaves(len(largest))} of {len({specs[p].unit for p in largest})} units, which "
+        f"are gathered together, {total / 1e6:.3f} MB on every rank:",
+        [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])],
+        "let an operation read the leaves of one unit: what fn stacks or concatenates can be stored as one "
+        "leaf, as torch.func.stack_module_state makes it.",
+    )

@@ -29,18 +29,18 @@ from toys import lower, our_grads, plain_grads
 
 import fnshard as fs
 from fnshard import TraceError
-from fnshard.compiler.schedule.instructions import Gather, ReduceScatter
+from fnshard.compiler.schedule.instructions import Gather, ReduceScatter, Run
 
 Params = dict[str, Tensor]
 Fn = Callable[[Params, Tensor], Tensor]
 LAYERS, WIDTH, ROWS = 2, 4, 6
 
 
-def params() -> Params:
+def params(layers: int = LAYERS) -> Params:
     numbers = torch.Generator().manual_seed(0)
     shape = (WIDTH, WIDTH)
     return {
-        f"layers.{i}.w": torch.randn(shape, dtype=torch.float64, generator=numbers) / 2 for i in range(LAYERS)
+        f"layers.{i}.w": torch.randn(shape, dtype=torch.float64, generator=numbers) / 2 for i in range(layers)
     }
 
 
@@ -160,6 +160,16 @@ def written_in_place(p: Params, x: Tensor) -> Tensor:
 LINEAR = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
 
 
+def tangents_of_norms(p: Params, x: Tensor) -> Tensor:
+    """A tangent of the input alone: those of the weights are zero."""
+
+    def f(z: Tensor) -> Tensor:
+        z = F.layer_norm(z, (WIDTH,), p["layers.0.w"][0], p["layers.0.w"][1]) @ p["layers.1.w"]
+        return F.batch_norm(z, None, None, p["layers.1.w"][0], training=True).sin()
+
+    return jvp(f, (x,), (x.cos(),))[1].square().mean()
+
+
 def of_a_module(p: Params, x: Tensor) -> Tensor:
     def f(q: Params, z: Tensor) -> Tensor:
         for w in q.values():
@@ -256,7 +266,7 @@ PROGRAMS: list[Fn] = [
     curvature, jacobians, hessian_vector, value_and_gradient, mapped_twice, physics, detached,
     norms_attention_and_losses, looked_up, written_in_place, of_a_module, under_no_grad, penalty_of_autograd,
     slope_of_an_activation, maml_of_autograd, third_derivative, without_a_graph, writes_before_a_slope,
-    all_kinds_in_one, dual_numbers, of_autograd_functional, ensemble_of_modules,
+    all_kinds_in_one, dual_numbers, of_autograd_functional, ensemble_of_modules, tangents_of_norms,
 ]  # fmt: skip
 
 
@@ -332,6 +342,27 @@ def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
     units = ["layers.0", "layers.1"]
     assert order[:2] == [("Gather", u) for u in units]
     assert [u for kind, u in order if kind == "ReduceScatter"] == units[::-1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [gradient_penalty, penalty_of_autograd, maml, per_sample_gradients, curvature, hessian_vector],
+    ids=lambda f: f.__name__,
+)
+def test_a_transform_of_a_whole_model_gathers_one_unit_after_the_other(
+    fn: Fn, recwarn: pytest.WarningsRecorder
+) -> None:
+    low = lower(fn, params(4), batches(1)[0], ranks=2)
+    runs = [i for i in low.schedule.instructions if isinstance(i, Run)]
+    gathers = [i for i in low.schedule.instructions if isinstance(i, Gather)]
+    assert {i.unit for i in runs} == {f"layers.{i}" for i in range(4)}
+    assert len(gathers) > 2 * 4  # forward, the slope, and backward of both
+    assert not recwarn.list
+
+
+def test_units_that_are_gathered_at_once_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"(?s)4 leaves of 4 units.*layers\.3\.w.*stack_module_state"):
+        lower(ensemble, params(4), batches(1)[0], ranks=2)
 
 
 def test_a_linear_map_keeps_gradients_of_what_it_closes_over() -> None:
