@@ -31,6 +31,7 @@ from fnshard.adapters.lora import lora
 from fnshard.analysis.hardware import Hardware
 from fnshard.checkpoint.reshard import reshard, reshard_cost
 from fnshard.compiler.deferred.deferred_init import deferred
+from fnshard.compiler.frontend.exchange import all_gather, psum
 from fnshard.debug import profile
 from fnshard.errors import (
     AgreementError,
@@ -86,6 +87,7 @@ __all__ = [
     "TrainState",
     "Whole",
     "adapters",
+    "all_gather",
     "checkpoint",
     "codecs",
     "debug",
@@ -105,6 +107,7 @@ __all__ = [
     "plot",
     "presets",
     "profile",
+    "psum",
     "reshard",
     "reshard_cost",
     "run_rank",

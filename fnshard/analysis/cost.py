@@ -23,6 +23,7 @@ from fnshard.compiler.schedule.instructions import (
     TRANSFER,
     Accumulate,
     Add,
+    Exchange,
     Instruction,
     Local,
     Names,
@@ -161,6 +162,10 @@ class Pricer:
                 sizes[line.writes[0]] = sizes.get(line.reads[0], 0.0)
             elif isinstance(line, Zeros):
                 sizes[line.writes[0]] = math.prod(line.like.shape) * line.like.dtype.itemsize
+            elif isinstance(line, Exchange):
+                sizes[line.writes[0]] = math.prod(line.received(self.schedule)) * line.like.dtype.itemsize
+            elif isinstance(line, Wait) and line.is_for(Exchange):
+                sizes[line.writes[0]] = sizes[line.reads[0]]
             elif isinstance(line, Wait | Local) and line.writes and line.writes[0].kind is Kind.REDUCED:
                 sizes[line.writes[0]] = float(self.schedule.buckets[line.bucket].row_bytes)
             elif isinstance(line, Accumulate) and line.writes[0].original.kind is Kind.REDUCED:

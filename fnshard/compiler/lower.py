@@ -13,7 +13,8 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.kernels.remat import Remat, policies
-from fnshard.compiler.kernels.split import Segments, split
+from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.kernels.split import split
 from fnshard.compiler.schedule.build import build
 from fnshard.compiler.schedule.passes import (
     insert_frees,
@@ -97,11 +98,11 @@ def trace_and_split(
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
-            device=trace_device(mesh), differentiate=plan_of is not None, sources=sources,
+            device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
         cuts = frozenset(p for p, s in stored.items() if s.trainable or mesh.ordered(s.storage.axes))
         plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
-        return Front(program, split(program, stored, cuts), plan)
+        return Front(program, split(program, stored, cuts, mesh.ordered(mesh.data_axes)), plan)
 
 
 def schedule_for(

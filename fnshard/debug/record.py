@@ -21,6 +21,7 @@ from fnshard.compiler.schedule.instructions import (
     Add,
     Cast,
     Env,
+    Exchange,
     Gather,
     Instruction,
     Local,
@@ -164,6 +165,9 @@ def _before(line: Instruction, env: Env) -> _Found:
 def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
     if isinstance(line, Run):
         yield from _of_run(line, env, schedule)
+    elif isinstance(line, Wait) and line.is_for(Exchange):
+        (name,) = line.writes
+        yield ("gradient of value" if name.kind is Kind.TANGENT else "value", name), env[name], None, ""
     elif isinstance(line, Add):
         yield ("sum", line.writes[0]), env[line.writes[0]], None, ""
     elif isinstance(line, Cast) or (isinstance(line, Wait) and line.is_for(Gather)):

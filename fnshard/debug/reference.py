@@ -246,7 +246,8 @@ def _cause(in_parts: CheckReport, loss: Tensor, count: int) -> str:
             "Cause: `fn` itself. What the step gave is the mean of its losses on the "
             f"{count} parts of the batch, unsharded; that is not its loss on the whole batch.",
             fix=f"return a mean over rows (of a sum the step gives 1/{count}); fs.Mean(total, count) where "
-            "parts count unequally. Batch statistics and contrastive losses are no means of parts.",
+            "parts count unequally. Batch statistics and contrastive losses are no means of parts: "
+            "fs.psum and fs.all_gather make them of all ranks' rows.",
         )
     if not bool(torch.isfinite(loss)):
         return _NOT_FINITE

@@ -37,7 +37,7 @@ def check_agreement(
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
     """
-    program = {f"collective {i}": line for i, line in enumerate(schedule.communication())}
+    program = {f"collective {i}": line for i, line in enumerate(schedule.communication(shapes=True))}
     program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate)}
     if comm.mesh.size > 1:
         program |= settings()

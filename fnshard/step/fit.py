@@ -57,6 +57,8 @@ def fit(
 ) -> Fit:
     """The fastest specs and remat whose predicted peak is at most `device_bytes`.
 
+    A batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`): that is another function.
+
     Args:
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
         mesh: may be abstract.
@@ -121,6 +123,8 @@ class Search:
         self.fronts: dict[int, tuple[Step, Front, dict[str, Kernel]]] = {}
         self.seen: dict[Choice, Candidate] = {}
         self.units = self._units()
+        if self._front(self.divisors[0])[1].segments.exchanges:
+            self.divisors = self.divisors[:1]
 
     # -------------------------------------------------------------- lowering a plan
 

@@ -21,7 +21,7 @@ from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
-from fnshard.compiler.kernels.split import Segments
+from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.schedule import Schedule

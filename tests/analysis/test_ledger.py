@@ -135,6 +135,31 @@ def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: 
     check_case(ranks(2), case, backend)
 
 
+def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
+    """Peak bytes, predicted and measured, where exchanges are most of them."""
+    mesh, draw = fs.make_mesh(shard=2, device="cpu"), torch.Generator().manual_seed(0)
+    params = {f"layers.{i}.w": torch.randn(64, 64, generator=draw) for i in range(3)}
+
+    def fn(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        for w in p.values():
+            x = (x @ w).tanh()
+            x = x + (fs.psum(x) if kind == "psum" else fs.all_gather(x).square().mean(0))
+        return x.square().mean()
+
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+    lowered, real = follow(step, params, torch.randn(1024, 64, generator=draw))
+    transport = connection(mesh).transport_bytes()
+    connection(mesh).close()
+    return lowered.memory_analysis().peak_bytes, real.peak + transport
+
+
+@pytest.mark.parametrize("kind", ["psum", "all_gather"])
+def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:
+    for predicted, real in ranks(2).run(exchanged_on_rank, kind):
+        assert predicted == pytest.approx(real, rel=CLOSE, abs=1 << 16)
+
+
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(
     name=st.sampled_from(sorted(MODELS)),

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
+from fnshard.compiler.frontend.exchange import tracing_on
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.outputs import check_count, read_outputs
 from fnshard.compiler.frontend.transforms import Retrace, differentiable, is_of_a_level
@@ -45,6 +46,7 @@ from fnshard.compiler.rewrites.rounding import keep_rounding
 from fnshard.errors import TraceError, leaves
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Whole
+from fnshard.mesh import Mesh
 
 CLOSURE_LIMIT_bytes = 1 << 20
 _lock = threading.RLock()  # the tracer patches torch's globals: one trace at a time
@@ -58,6 +60,7 @@ def trace(
     batch: Arguments | Sequence[Any],
     *,
     device: torch.device,
+    mesh: Mesh,
     differentiate: bool = True,
     sources: bool = False,
 ) -> Program:
@@ -71,6 +74,7 @@ def trace(
         structure: the parameter tree's, in the order of `shapes`.
         specs: resolved; trainable leaves require grad while tracing.
         batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
+        mesh: whose axes its exchanges name.
         differentiate: `fn` is a loss; else any outputs, traced under no_grad.
         sources: keep where each node comes from (`compiler.ir.source_lines`), which is slow.
 
@@ -78,10 +82,11 @@ def trace(
         TraceError: `fn` does what cannot be captured; the message shows the way out.
     """
     run = partial(_trace, fn, shapes, structure, specs, batch, device, differentiate, sources)
-    try:
-        return run(lambda flat: flat)
-    except Retrace:
-        return run(differentiable)
+    with tracing_on(mesh):
+        try:
+            return run(lambda flat: flat)
+        except Retrace:
+            return run(differentiable)
 
 
 def _trace(

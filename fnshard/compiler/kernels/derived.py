@@ -3,7 +3,8 @@
 What one unit's leaves give is made again where it is read, with these gathered there, and crosses only if
 it is much smaller than they are: else a cut would keep alive, as an activation, what sharding had taken
 apart. What leaves of several units give (a product of two matrices, a running average) may cross as
-activations do: to make it again would gather all of those units at once, time and again.
+activations do: to make it again would gather all of those units at once, time and again. So does what is
+sent to other ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 
 SMALL = 16  # a value this many times smaller than its leaves may cross: a norm, a penalty
 
@@ -54,6 +57,8 @@ def derived(
     found: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset() for n in constants}
     found |= {n: frozenset([n]) for n in leaves}
     for node in graph.nodes:
-        if node.op == "call_function" and all(n in found for n in node.all_input_nodes):
+        if node.op != "call_function" or node.target in (OUTGOING, EXCHANGE):
+            continue
+        if all(n in found for n in node.all_input_nodes):
             found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
     return Derived(found, leaves)

@@ -27,7 +27,7 @@ from fnshard.compiler.ir.program import OpOverload, describe
 from fnshard.compiler.kernels.attention import choosing
 from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.remat import Policy, is_saved
-from fnshard.compiler.kernels.split import Segments
+from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.rewrites.rounding import DECOMPOSITIONS
 from fnshard.errors import SpecError, TraceError
 

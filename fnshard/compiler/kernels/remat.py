@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import fx
 
 from fnshard.compiler.ir.program import OpOverload
-from fnshard.compiler.kernels.split import Segment, Segments
+from fnshard.compiler.kernels.segments import Segment, Segments
 from fnshard.errors import SpecError
 
 Kept = Literal["none", "unit", "offload", "unit+offload"]

@@ -3,7 +3,8 @@
 What is lazy (views of a value, and whatever depends on the leaves of one unit alone) is made again
 in each segment that reads it, so that neither ever crosses a cut. What is left, the *main* nodes,
 is cut where a node first reads a leaf of another unit; between the last read of one unit and the
-first of the next, where the fewest bytes cross.
+first of the next, where the fewest bytes cross. Exchanges stand between segments: each right before its
+first reader, together with all others whose values are there by then.
 """
 
 from __future__ import annotations
@@ -11,78 +12,42 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.program import Input, Program, describe, storage_id
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.ir.program import Input, Program, storage_id
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Source, extract
+from fnshard.compiler.kernels.canonical import Argument, extract
 from fnshard.compiler.kernels.derived import Derived, derived
+from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 from fnshard.layout.spec import LayoutSpec
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One run of the program.
+def split(
+    program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str], data_axes: tuple[str, ...] = ()
+) -> Segments:
+    """Cut `program`.
 
-    `inputs`, `outputs`: printed as "leaf:layers.0.w", "batch:0", "key:key0", "mul_3"; `source`:
-    key of the distinct code; `units`: whose leaves it reads (those that are gathered or reduced).
+    Args:
+        cuts: the paths whose reading matters (gathered or reduced leaves).
+        data_axes: of the mesh, those of one rank left out.
     """
-
-    index: int
-    units: tuple[str, ...]
-    inputs: tuple[ValueName, ...]
-    outputs: tuple[ValueName, ...]
-    source: str
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """Paths of the leaves it reads."""
-        return tuple(n.path for n in self.inputs if n.kind is Kind.LEAF)
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The cut program.
-
-    `sources`: the distinct codes, each shared by all segments equal to it. `alike`: written leaves whose new
-    values are the same on all ranks.
-    """
-
-    segments: tuple[Segment, ...]
-    sources: Mapping[str, Source]
-    results: tuple[ValueName, ...]
-    values: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
-    alike: frozenset[str] = frozenset()
-
-    def as_text(self) -> str:
-        """One line per segment: what it reads, what crosses out of it."""
-        names = {key: f"k{i}" for i, key in enumerate(self.sources)}
-        lines = []
-        for s in self.segments:
-            out = ", ".join(f"{o} {describe(self.values[o])}" for o in s.outputs)
-            reads = ", ".join(i for i in s.inputs if i.kind is not Kind.LEAF)
-            lines.append(f"{s.index}: {names[s.source]}[{'+'.join(s.units)}]({reads}) -> {out}")
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.as_text()
-
-
-def split(program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str]) -> Segments:
-    """Cut `program`; `cuts` are the paths whose reading matters (gathered or reduced leaves)."""
-    alike = _alike(program, specs)
+    alike = _alike(program, specs, data_axes)
+    _write_outgoing(program)
     facts = _classify(program, {p: specs[p].unit for p in cuts})
     order = _order(program, facts)
     bounds = _bounds(order, facts, program)
     return replace(_segments(program, facts, order, bounds), alike=alike)
 
 
-def _alike(program: Program, specs: Mapping[str, LayoutSpec]) -> frozenset[str]:
-    """Written leaves whose new values rest on leaves alone: counters, averages of leaves."""
+def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[str, ...]) -> frozenset[str]:
+    """Written leaves whose new values rest on leaves, or on what all ranks have exchanged, alone: counters,
+    averages of leaves, statistics of the whole batch.
+    """
     if not program.outputs.writes:
         return frozenset()
     inputs = zip(program.placeholders, program.inputs, strict=True)
@@ -91,8 +56,24 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec]) -> frozenset[str]:
         for n, i in inputs
         if i.kind == "constant" or (i.kind == "leaf" and specs[i.name].aggregated != "local")
     }
+    exchanges = program.graph.find_nodes(op="call_function", target=EXCHANGE)
+    same |= {n: None for n in exchanges if set(data_axes) <= set(n.args[2].split(","))}
     rests = derived(program.graph, same)
     return frozenset(p for p, index in program.outputs.writes.items() if program.results[index] in rests)
+
+
+def _write_outgoing(program: Program) -> None:
+    """What an exchange sends is made for it, in one segment."""
+    for node in program.graph.find_nodes(op="call_function", target=EXCHANGE):
+        with program.graph.inserting_before(node):
+            copy = program.graph.call_function(OUTGOING, (node.args[0],))
+        copy.meta["val"] = _empty_like(node.args[0].meta["val"], torch.contiguous_format)
+        node.update_arg(0, copy)
+
+
+def _empty_like(value: Tensor, strides: torch.memory_format = torch.preserve_format) -> Tensor:
+    differentiable = value.is_floating_point() and value.requires_grad
+    return torch.empty_like(value, memory_format=strides, requires_grad=differentiable)
 
 
 # ------------------------------------------------------------------ which nodes are lazy
@@ -103,7 +84,8 @@ class _Facts:
     """What cutting needs to know of each node.
 
     `units`: those it reads, itself or through lazy nodes. `lazy`: made again where they are read. `deferred`:
-    small derived values, made once: by unit where they rest on one (`terms`), else on demand.
+    made once: small derived values, by unit where they rest on one (`terms`), else on demand; exchanges, on
+    demand.
     """
 
     inputs: Mapping[fx.Node, Input]
@@ -111,6 +93,7 @@ class _Facts:
     lazy: set[fx.Node]
     deferred: set[fx.Node]
     terms: Mapping[str, list[fx.Node]]
+    exchanges: list[fx.Node]
 
 
 def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
@@ -126,12 +109,13 @@ def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
             lazy.add(node)
     terms = _find_terms(calls, rests, lazy)
     lazy -= {n for of_unit in terms.values() for n in of_unit}
-    deferred = _find_deferred(calls, rests, lazy, terms)
+    exchanges = [n for n in calls if n.target is EXCHANGE]
+    deferred = _find_deferred(calls, rests, lazy, terms) | set(exchanges)
     units = {n: frozenset([u] if (u := leaves.get(n)) else []) for n in inputs}
     for node in calls:
         reads = (units[n] for n in node.all_input_nodes if n in lazy or n in inputs)
         units[node] = frozenset().union(*reads)
-    return _Facts(inputs, units, lazy, deferred, terms)
+    return _Facts(inputs, units, lazy, deferred, terms, exchanges)
 
 
 def _find_terms(calls: list[fx.Node], rests: Derived, lazy: set[fx.Node]) -> dict[str, list[fx.Node]]:
@@ -192,7 +176,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _order(program: Program, facts: _Facts) -> list[fx.Node]:
-    """Main nodes in program order; terms right after their unit is first read, sums on demand."""
+    """Main nodes in program order; terms behind the first read of their unit, sums, exchanges on demand."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     home: set[str] = set()
@@ -204,6 +188,9 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
         if node not in placed:
             placed.add(node)
             order.append(node)
+            if node.target is EXCHANGE:
+                for other in [n for n in facts.exchanges if n.args[0] in placed]:
+                    place(other)
             for result in _results(node):
                 if result not in facts.lazy:
                     place(result)
@@ -259,18 +246,24 @@ class _Cut:
     options: tuple[int, ...]  # the cheapest positions, in order
 
 
-def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple[int, tuple[str, ...]]]:
-    """(first position, units) of each segment."""
+Units = tuple[str, ...] | None  # that a segment reads; None of a run of exchanges
+
+
+def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple[int, Units]]:
+    """First position and units of each segment and each run of exchanges."""
     cost, forbidden = _crossing(order, facts, program)
     cuts: list[_Cut] = []
-    first: tuple[str, ...] = ()
-    last_read, current = -1, frozenset[str]()
+    firsts: dict[int, Units] = {0: ()}
+    first, last_read, current = 0, -1, frozenset[str]()
     for position, node in enumerate(order):
+        if position and (node.target is EXCHANGE) != (order[position - 1].target is EXCHANGE):
+            first, last_read = position, -1
+            firsts[first] = None if node.target is EXCHANGE else tuple(sorted(current))
         reads = facts.units[node]
         if not reads:
             continue
         if last_read < 0:
-            first = tuple(sorted(reads))
+            firsts[first] = tuple(sorted(reads))
         elif not reads <= current:
             options = [c for c in range(last_read + 1, position + 1) if c not in forbidden]
             least = min(cost[c] for c in options)
@@ -281,7 +274,10 @@ def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple
         if last_read < 0 or not reads <= current:
             current = reads
         last_read = position
-    return [(0, first), *((p, c.units) for p, c in zip(_place(cuts), cuts, strict=True))]
+    placed = dict(zip(_place(cuts), (c.units for c in cuts), strict=True))
+    if order and order[-1].target is EXCHANGE:  # what copies its result
+        firsts[len(order)] = ()
+    return sorted((firsts | placed).items())
 
 
 def _family(units: frozenset[str]) -> str:
@@ -365,17 +361,30 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
         for source in _closure(node, facts):
             if source in home and home[source] != home[node]:
                 crossing[source] = None
-    segments, sources = [], {}
+    segments, sources, exchanges = [], {}, []
     for i, (start, units) in enumerate(bounds):
         nodes = order[start : starts[i + 1]] + [n for n in extra if home[n] == i]
+        if units is None:
+            exchanges += [_exchanged(n, len(segments) - 1) for n in nodes]
+            continue
+        if not nodes and exchanges:
+            continue
         outs = [n for n in nodes if n in crossing]
         source, inputs = extract(nodes, outs, facts.lazy, facts.inputs)
         sources.setdefault(source.key, source)
         names = tuple(ValueName(Kind.VALUE, n.name) for n in outs)
-        segments.append(Segment(i, units, inputs, names, source.key))
+        segments.append(Segment(len(segments), units, inputs, names, source.key))
     values = {n.name: n.meta["val"] for n in [*crossing, *extra]}
     results = tuple(ValueName(Kind.VALUE, n.name) for n in program.results)
-    return Segments(tuple(segments), sources, results, values)
+    return Segments(tuple(segments), sources, results, values, exchanges=tuple(exchanges))
+
+
+def _exchanged(node: fx.Node, behind: int) -> Exchanged:
+    sent, kind, axes, dim, _ = node.args
+    names = (ValueName(Kind.VALUE, n.name) for n in (sent, node))
+    return Exchanged(
+        kind, tuple(axes.split(",")), dim, behind, *names, Argument.of(sent.meta["val"], "value")
+    )
 
 
 def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: list) -> list[fx.Node]:
@@ -391,15 +400,14 @@ def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: li
             continue
         with program.graph.inserting_before(output):
             copy = program.graph.call_function(torch.ops.aten.clone.default, (result,))
-        value = result.meta["val"]
-        copy.meta["val"] = torch.empty_like(
-            value, requires_grad=value.requires_grad and value.is_floating_point()
-        )
+        copy.meta["val"] = _empty_like(result.meta["val"])
         home[copy] = len(bounds) - 1
         if number in written and result in facts.lazy:
             units, made = facts.units[result], [home[n] for n in _closure(copy, facts) if n in home]
-            first = [i for i, (_, read) in enumerate(bounds) if units <= set(read)] if units or made else []
-            home[copy] = max([*first[:1], *made], default=home[copy])
+            segments = [i for i, (_, read) in enumerate(bounds) if read is not None]
+            first = [i for i in segments if units <= set(bounds[i][1])] if units or made else []
+            earliest = max([*first[:1], *made], default=home[copy])
+            home[copy] = next(i for i in segments if i >= earliest)
         extra.append(copy)
         results.append(copy)
     output.args = (results,)

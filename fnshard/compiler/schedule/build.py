@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.split import Segment, Segments
+from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets, update_buckets, wire_dtype
 from fnshard.compiler.schedule.instructions import (
@@ -35,6 +35,7 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
     Zeros,
 )
+from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.layout.spec import LayoutSpec
@@ -102,6 +103,7 @@ class _Builder:
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
         last = {p: self.value(n, self.plan.accumulate - 1) for n, p in self.written.items()}
         self.aggregated = aggregate(last, self.segments.alike, self.specs, self.mesh, self.plan.rows)
+        self.exchanges = self.segments.exchanges_behind()
         self.active = self._active()
         self.complete = self._completion()
         self.reduced: dict[str, ValueName] = {}
@@ -123,6 +125,7 @@ class _Builder:
         active: set[int] = set()
         for segment in reversed(self.segments.segments):
             kernel = self.kernels[segment.index]
+            reached |= {e.sent for e in self.exchanges[segment.index] if e.received in reached}
             if kernel.backward is None or not kernel.grads:
                 continue
             if any(segment.outputs[i] in reached for i in kernel.tangents):
@@ -199,6 +202,9 @@ class _Builder:
                     kernel=kernel.name, segment=segment.index, units=segment.units,
                 )
             )  # fmt: skip
+            for each in self.exchanges[segment.index]:
+                names = self.value(each.sent, micro), self.value(each.received, micro)
+                self.lines += exchange(each, self.mesh, self.unit(segment), phase, *names)
 
     def read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
         return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
@@ -214,6 +220,8 @@ class _Builder:
         tangents = {self.segments.results[self.outputs.loss]: LOSS_TANGENT}
         grads: dict[str, ValueName] = {}
         for segment in reversed(self.segments.segments):
+            for each in self.exchanges[segment.index]:
+                self.exchange_back(each, self.unit(segment), phase, micro, tangents)
             if segment.index in self.active:
                 self.backward_of(segment, micro, phase, tangents, grads)
             done = [b for b in self.reduces if self.complete[b.name] == segment.index]
@@ -228,13 +236,9 @@ class _Builder:
                 self.reduced[bucket.name] = name
 
     def backward_of(
-        self,
-        segment: Segment,
-        micro: int,
-        phase: str,
-        tangents: dict[ValueName, ValueName],
+        self, segment: Segment, micro: int, phase: str, tangents: dict[ValueName, ValueName],
         grads: dict[str, ValueName],
-    ) -> None:
+    ) -> None:  # fmt: skip
         kernel = self.kernels[segment.index]
         unit = self.unit(segment)
         saved = self.saved(segment, micro)
@@ -273,15 +277,19 @@ class _Builder:
         )  # fmt: skip
         self.lines.extend(adds)
 
+    def exchange_back(
+        self, each: Exchanged, unit: str, phase: str, micro: int, tangents: dict[ValueName, ValueName]
+    ) -> None:
+        """The dual: the cotangent of what was sent, of all ranks' cotangents of what was received."""
+        if each.received in tangents and each.like.requires_grad:
+            fresh = ValueName(Kind.TANGENT, each.sent.path, f"{self.version(micro)}@{each.received}")
+            known, tangents[each.sent] = tangents[each.received], fresh  # nobody else reads what was sent
+            self.lines += exchange(each, self.mesh, unit, phase, known, fresh, backward=True)
+
     def tangent(
-        self,
-        segment: Segment,
-        index: int,
-        unit: str,
-        phase: str,
-        micro: int,
+        self, segment: Segment, index: int, unit: str, phase: str, micro: int,
         tangents: dict[ValueName, ValueName],
-    ) -> ValueName:
+    ) -> ValueName:  # fmt: skip
         name = segment.outputs[index]
         if name not in tangents:
             zero = ValueName(Kind.TANGENT, name.path, self.version(micro))
@@ -401,15 +409,9 @@ class _Builder:
                     Wait(bucket.unit, "update", (flight,), (full,), bucket=sent.name, of=UpdateGather),
                 ]
                 reads += (full,)
+            writes = (*shards, *own_slots)
             self.lines.append(
-                Update(
-                    bucket.unit,
-                    "update",
-                    reads,
-                    (*shards, *own_slots),
-                    bucket=bucket.name,
-                    paths=bucket.paths,
-                )
+                Update(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=bucket.paths)
             )
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)

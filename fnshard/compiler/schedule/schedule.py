@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.instructions import COMMUNICATION, Instruction, Names
+from fnshard.compiler.schedule.instructions import COMMUNICATION, COMPUTE, Instruction, Names
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
@@ -73,17 +74,19 @@ class Schedule:
         bucket = self.buckets.get(getattr(instruction, "bucket", ""))
         return f"  {short_dtype(bucket.dtype) + ' ' if bucket else ''}{size / 1e6:.3f} MB"
 
-    def communication(self) -> tuple[str, ...]:
-        """The sequence of collectives, as every rank must hold it; the batch's shape is not in it."""
-        out = []
-        for i in self.instructions:
-            if i.lane == COMMUNICATION:
-                bucket = self.buckets.get(getattr(i, "bucket", ""))
-                what = f"{len(i.reads)} values"  # of the scalars: as many aux, norms and micro-batches
-                if bucket:
-                    what = f"{bucket.dtype} {i.wire_bytes(self)} bytes {bucket.numel} {bucket.paths}"
-                out.append(f"{i.verb} {i.axes_of(self)} {what} {i.agreed()}".rstrip())
-        return tuple(out)
+    def communication(self, shapes: bool = False) -> tuple[str, ...]:
+        """The sequence of collectives, as every rank must hold it.
+
+        Args:
+            shapes: those of exchanges too, which may depend on the batch's.
+        """
+        lines = [i for i in self.instructions if i.lane == COMMUNICATION]
+        return tuple(f"{i.verb} {i.axes_of(self)} {i.wire_text(self, shapes)}" for i in lines)
+
+    @cached_property
+    def issues(self) -> Mapping[ValueName, Instruction]:
+        """By flight, the line that has issued it."""
+        return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
 
     def fingerprint(self) -> str:
         """Hash of `communication`."""

@@ -16,6 +16,7 @@ from fnshard.compiler.schedule.instructions import (
     TRANSFER,
     AggregateBuffers,
     Cast,
+    Exchange,
     Free,
     Gather,
     Instruction,
@@ -110,7 +111,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
-        or isinstance(issue, ReduceScalars | UpdateGather | AggregateBuffers)
+        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateGather)
     )
 
 

@@ -14,6 +14,7 @@ from fnshard.compiler.schedule.instructions.base import (
     Wait,
 )
 from fnshard.compiler.schedule.instructions.buffers import AggregateBuffers, StoreBuffers
+from fnshard.compiler.schedule.instructions.exchange import Exchange
 from fnshard.compiler.schedule.instructions.gradients import Accumulate, AllReduce, Local, ReduceScatter
 from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
 from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
@@ -23,7 +24,7 @@ from fnshard.compiler.schedule.instructions.updates import Norms, ReduceScalars,
 
 __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
-    "AggregateBuffers", "AllReduce", "Cast", "Env", "Free", "Gather", "Instruction", "Local", "Names",
-    "Norms", "OfBucket", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run", "StoreBuffers",
-    "ToDevice", "ToHost", "Update", "UpdateGather", "Wait", "Zeros",
+    "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
+    "Names", "Norms", "OfBucket", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
+    "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateGather", "Wait", "Zeros",
 ]  # fmt: skip

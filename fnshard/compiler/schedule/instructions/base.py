@@ -79,9 +79,10 @@ class Instruction:
         """The mesh axes that it communicates over."""
         return ()
 
-    def agreed(self) -> str:
-        """What ranks must have alike of a collective beside its axes and its bucket."""
-        return ""
+    def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
+        """Of a collective: what all ranks must have alike, beside verb and axes; with `shapes`, what depends
+        on the batch's too."""
+        return f"{len(self.reads)} values"  # of the scalars: as many aux, norms and micro-batches
 
     def bind(self, context: Context) -> Action:
         """What the executor does, on an environment."""
@@ -112,6 +113,11 @@ class Instruction:
         return pricer.compute(0.0, 0.0)
 
     @classmethod
+    def wait_detail(cls, wait: Wait) -> str:
+        """What the Wait for what this has issued says beyond its verb."""
+        return wait.bucket
+
+    @classmethod
     def _missing(cls, method: str) -> ScheduleError:
         return ScheduleError(f"the instruction {cls.__name__} has no {method}(); see `Instruction`.")
 
@@ -130,6 +136,10 @@ class OfBucket(Instruction):
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
         return schedule.buckets[self.bucket].axes if self.lane == COMMUNICATION else ()
 
+    def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
+        bucket = schedule.buckets[self.bucket]
+        return f"{bucket.dtype} {self.wire_bytes(schedule)} bytes {bucket.numel} {bucket.paths}"
+
     def rows_bytes(self, schedule: Schedule) -> int:
         """Of every rank's row of the bucket."""
         bucket = schedule.buckets[self.bucket]
@@ -144,7 +154,7 @@ class Wait(OfBucket):
 
     @property
     def detail(self) -> str:
-        return f"{self.of.verb} {self.bucket}"
+        return f"{self.of.verb} {self.of.wait_detail(self)}"
 
     def is_for(self, *kinds: type[Instruction]) -> bool:
         """Whether what it waits for is of one of these classes."""

@@ -49,8 +49,8 @@ class AggregateBuffers(OfBucket):
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
         return schedule.mesh.ordered(schedule.mesh.data_axes)
 
-    def agreed(self) -> str:
-        return " ".join(self.rules)
+    def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
+        return f"{super().wire_text(schedule)} {' '.join(self.rules)}"
 
     def numel(self, schedule: Schedule) -> int:
         """Of the buffer that travels: all values, and the rows where there is a mean."""

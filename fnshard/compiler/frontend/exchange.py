@@ -1,0 +1,174 @@
+"""Exchange: what `fn` computes together with other ranks, `psum` and `all_gather`, one op of a program each.
+
+No kernel runs an exchange, and autograd never sees one: `kernels.split` cuts the program where it stands, the
+schedule has a line `Exchange` in its place, and in the backward the line of its dual.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.frontend import transforms
+from fnshard.errors import TraceError
+from fnshard.mesh import Mesh
+
+__all__ = ["all_gather", "psum"]
+
+# By kind, what the backward does with the cotangent: each rank's loss is its own, and their sum is minimised.
+DUALS = {"psum": "psum", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+_LIB = torch.library.Library("fnshard", "FRAGMENT")
+# What `split` writes before an exchange: what is sent lies in memory of its own, and is an activation.
+_LIB.define("outgoing(Tensor x) -> Tensor")
+_LIB.impl(
+    "outgoing",
+    lambda x: x.clone(memory_format=torch.contiguous_format),
+    "CompositeImplicitAutograd",
+)
+
+
+@torch.library.custom_op("fnshard::exchange", mutates_args=())
+def _exchange(x: Tensor, kind: str, axes: str, dim: int, ranks: int) -> Tensor:
+    raise RuntimeError("an exchange is a line of a schedule, and runs in no kernel.")
+
+
+@_exchange.register_fake
+def _(x: Tensor, kind: str, axes: str, dim: int, ranks: int) -> Tensor:
+    return x.new_empty(received_shape(x.shape, kind, dim, ranks))
+
+
+def _refuse_derivative(ctx: Any, grad: Tensor) -> None:
+    raise TraceError(
+        "`fn` differentiates through fs.psum or fs.all_gather inside itself.",
+        fix="exchange what the inner derivative gives, outside of it; shard_step differentiates the loss.",
+    )
+
+
+_exchange.register_autograd(_refuse_derivative)
+EXCHANGE, OUTGOING = torch.ops.fnshard.exchange.default, torch.ops.fnshard.outgoing.default
+
+
+def received_shape(shape: Sequence[int], kind: str, dim: int, ranks: int) -> tuple[int, ...]:
+    """What each rank has of an exchange of such tensors."""
+    sizes = list(shape)
+    if kind == "all_gather":
+        sizes[dim] *= ranks
+    elif kind == "reduce_scatter":
+        sizes[dim] //= ranks
+    return tuple(sizes)
+
+
+_state = threading.local()
+
+
+@contextmanager
+def tracing_on(mesh: Mesh) -> Iterator[None]:
+    """While `fn` is traced on this thread: the mesh whose axes its exchanges name."""
+    before, _state.mesh = getattr(_state, "mesh", None), mesh
+    try:
+        yield
+    finally:
+        _state.mesh = before
+
+
+Summed = TypeVar("Summed", Tensor, int, float)
+Axes = str | Sequence[str] | None
+
+
+def psum(x: Summed, axes: Axes = None) -> Summed:
+    """The sum of `x` over the ranks that hold other rows of the batch, inside a function that is sharded.
+
+    Outside of a step there is one process, with all rows, and the sum is `x` itself. So `fn` is the same
+    function of the whole batch in both: `psum(x.sum(0)) / psum(len(x))` is the mean over all rows.
+
+    The gradient is that of the function of the whole batch: the cotangent of `x` is the sum of all ranks'
+    cotangents. Under `accumulate`, ranks exchange what they have of one micro-batch. The result is kept for
+    the backward, under `remat` too. As `jax.lax.psum`.
+
+    Args:
+        x: a tensor of the same shape on every rank, or a number, which is multiplied by how many ranks there
+            are. Half precision is summed as the wire sums gradients.
+        axes: of the mesh, a name or several; default all data axes.
+
+    Raises:
+        TraceError: an axis that the mesh lacks; a boolean; inside of a torch.func transform.
+
+    >>> import fnshard as fs
+    >>> def fn(params, x):
+    ...     mean = fs.psum(x.sum(0)) / fs.psum(len(x))
+    ...     return ((x - mean) @ params["w"]).square().mean()
+    >>> params, mesh = {"w": torch.ones(3)}, fs.make_mesh(shard=4, abstract=True)
+    >>> step = fs.shard_step(fn, fs.presets.full_shard(params, mesh), mesh=mesh)
+    >>> step.lower(params, torch.ones(2, 3)).comm_analysis()["exchange"]
+    {'count': 1, 'bytes': 12}
+    """
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        return x * _group("psum", axes)[1]
+    return _exchanged("psum", x, axes, 0)
+
+
+def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
+    """The `x` of all ranks that hold other rows of the batch, behind one another along `dim`.
+
+    In the order of the batch's rows, so that outside of a step, in one process with all rows, it is `x`
+    itself. For losses that compare with every row of the batch (SimCLR, CLIP). In the backward each rank
+    gets the sum of all ranks' cotangents of its own rows, by a reduce-scatter. As
+    `jax.lax.all_gather(tiled=True)`.
+
+    Args:
+        x: [..., n, ...] -> [..., n * ranks, ...]; of the same shape on every rank, not 0-d.
+        dim: along which.
+        axes: as `psum`'s.
+
+    Raises:
+        TraceError: as `psum`; a dim that `x` has not.
+    """
+    return _exchanged("all_gather", x, axes, dim)
+
+
+def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.")
+    names, ranks = _group(kind, axes)
+    if not -x.dim() <= dim < x.dim() and kind != "psum":
+        raise TraceError(
+            f"`fn` calls fs.{kind} along dim {dim} of {list(x.shape)}.",
+            fix="a dim that it has; x.reshape(1) of a 0-d tensor.",
+        )
+    if getattr(_state, "mesh", None) is not None and transforms.is_inside():
+        raise TraceError(
+            f"`fn` calls fs.{kind} inside a torch.func transform.",
+            fix="call it on what the transform takes or gives; shard_step differentiates the loss by itself.",
+        )
+    if ranks == 1:
+        return x
+    if x.dtype == torch.bool and kind == "psum":
+        raise TraceError("`fn` calls fs.psum of booleans.", fix="x.int() to count them.")
+    if x.is_complex():
+        return torch.view_as_complex(_exchanged(kind, torch.view_as_real(x), names, dim % max(x.dim(), 1)))
+    return EXCHANGE(x, kind, ",".join(names), dim % max(x.dim(), 1), ranks)
+
+
+def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
+    """The axes of an exchange, those of size one left out, and how many ranks they span."""
+    mesh: Mesh | None = getattr(_state, "mesh", None)
+    if mesh is None:
+        return (), 1
+    names = mesh.data_axes if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    unknown = [n for n in names if n not in mesh.names]
+    if unknown or len(set(names)) < len(names):
+        shown = ", ".join(map(repr, unknown or names))
+        raise TraceError(
+            f"`fn` calls fs.{kind} over {shown}, which mesh {mesh} "
+            + ("does not have." if unknown else "has once."),
+            fix=f"axes: some of {', '.join(mesh.names)}, each once; left out, all data axes.",
+        )
+    names = tuple(n for n in names if mesh.axis_size(n) > 1)
+    return names, math.prod(map(mesh.axis_size, names))

@@ -1,0 +1,82 @@
+"""Segments: a program that is cut, as data: runs of code, and the exchanges between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fnshard.compiler.ir.program import describe
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.canonical import Argument, Source
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One run of the program.
+
+    `inputs`, `outputs`: printed as "leaf:layers.0.w", "batch:0", "key:key0", "mul_3"; `source`:
+    key of the distinct code; `units`: whose leaves it reads (those that are gathered or reduced).
+    """
+
+    index: int
+    units: tuple[str, ...]
+    inputs: tuple[ValueName, ...]
+    outputs: tuple[ValueName, ...]
+    source: str
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Paths of the leaves it reads."""
+        return tuple(n.path for n in self.inputs if n.kind is Kind.LEAF)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """An exchange behind segment `behind`: which value is sent, and what its result is called."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int
+    behind: int
+    sent: ValueName
+    received: ValueName
+    like: Argument  # what is sent
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.sent} {self.like}) over {', '.join(self.axes)} -> {self.received}"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The cut program.
+
+    `sources`: the distinct codes, each shared by all segments equal to it. `alike`: written leaves whose new
+    values are the same on all ranks.
+    """
+
+    segments: tuple[Segment, ...]
+    sources: Mapping[str, Source]
+    results: tuple[ValueName, ...]
+    values: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    alike: frozenset[str] = frozenset()
+    exchanges: tuple[Exchanged, ...] = ()
+
+    def exchanges_behind(self) -> dict[int, list[Exchanged]]:
+        """By the index of the segment they stand behind."""
+        return {s.index: [e for e in self.exchanges if e.behind == s.index] for s in self.segments}
+
+    def as_text(self) -> str:
+        """One line per segment: what it reads, what crosses out of it."""
+        names = {key: f"k{i}" for i, key in enumerate(self.sources)}
+        lines, behind = [], self.exchanges_behind()
+        for s in self.segments:
+            out = ", ".join(f"{o} {describe(self.values[o])}" for o in s.outputs)
+            reads = ", ".join(i for i in s.inputs if i.kind is not Kind.LEAF)
+            lines.append(f"{s.index}: {names[s.source]}[{'+'.join(s.units)}]({reads}) -> {out}")
+            lines += [f"   {e}" for e in behind[s.index]]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_text()

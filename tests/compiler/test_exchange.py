@@ -1,0 +1,333 @@
+"""Exchanges inside `fn`: what ranks give is what one autograd graph over all ranks gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from toys import chain, lower
+
+import fnshard as fs
+from fnshard import Mesh, TraceError
+from fnshard.compiler.schedule.instructions import Exchange
+
+Params = dict[str, Tensor]
+WIDTH, ROWS = 4, 4
+D = torch.float64
+
+
+def params() -> Params:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"layers.0.w": (WIDTH, WIDTH), "layers.1.w": (WIDTH, WIDTH), "scale": (WIDTH,)}
+    return {p: torch.randn(s, dtype=D, generator=draw) for p, s in shapes.items()}
+
+
+def rows(ranks: int) -> Tensor:
+    return torch.randn(ranks * ROWS, WIDTH, dtype=D, generator=torch.Generator().manual_seed(1))
+
+
+# ------------------------------------------------------------------ programs; `on`: fs, or ranks as threads
+
+
+def centred(on: Any, p: Params, x: Tensor) -> Tensor:
+    """Batch normalisation in two sums, each layer; the loss is this rank's own."""
+    for i in range(2):
+        x = x @ p[f"layers.{i}.w"]
+        count = on.psum(len(x))
+        x = x - on.psum(x.sum(0)) / count
+        x = x / (on.psum(x.square().sum(0)) / count + 1e-3).sqrt()
+    return (x * p["scale"]).tanh().square().mean()
+
+
+def contrastive(on: Any, p: Params, x: Tensor) -> Tensor:
+    """Each row against those of all ranks."""
+    here, there = x @ p["layers.0.w"], x.sin() @ p["layers.1.w"]
+    scores = F.normalize(here, dim=-1) @ F.normalize(on.all_gather(there), dim=-1).T
+    return (scores.logsumexp(1) - scores.diagonal().sum() / len(scores) * p["scale"].sum()).mean()
+
+
+def nested(on: Any, p: Params, x: Tensor) -> Tensor:
+    """A sum of what was summed, of views, of a unit in the middle, along another dim, and one read twice."""
+    h = (x @ p["layers.0.w"]).tanh()
+    total = on.psum(h[1:].T)
+    h = h + on.psum((total * h[1:].T).sum()) / 100 + total.mean()
+    wide = on.all_gather(h.view(2, -1), dim=1)
+    return ((h @ p["layers.1.w"]).square().mean() + wide.cos().mean()) * p["scale"].sum()
+
+
+def of_leaves(on: Any, p: Params, x: Tensor) -> Tensor:
+    """Of what rests on leaves alone, small and large, of a leaf, a constant and of the loss itself."""
+    norm = on.psum(p["layers.0.w"].square().mean())
+    w = on.psum(p["layers.1.w"] * 2) + on.all_gather(p["scale"])[: p["scale"].shape[0]]
+    ones = on.psum(torch.ones((), dtype=D))
+    return on.psum((x @ w).tanh().mean() * norm + p["layers.0.w"].sum() * ones)
+
+
+def detached(on: Any, p: Params, x: Tensor) -> Tensor:
+    """Integers, no_grad and an unused sum send no cotangent."""
+    h = x @ p["layers.0.w"]
+    counted = on.psum((h > 0).sum(0))
+    with torch.no_grad():
+        mean = on.psum(h.sum(0))
+    on.psum(h.exp())
+    return ((h - mean) / counted.clamp(min=1)).square().mean() + (x @ p["layers.1.w"] * p["scale"]).mean()
+
+
+def a_mean(on: Any, p: Params, x: Tensor) -> fs.Mean:
+    h = (x @ p["layers.0.w"]).tanh()
+    kept = x[:, 0] > 0
+    h = h - on.psum(h.sum(0)) / on.psum(kept.sum()).clamp(min=1)
+    return fs.Mean(((h @ p["layers.1.w"]).square().sum(1) * kept).sum() * p["scale"].sum(), kept.sum())
+
+
+def by_axis(on: Any, p: Params, x: Tensor) -> Tensor:
+    h = x @ p["layers.0.w"]
+    h = h - on.psum(h.sum(0), "replicate").tanh() + on.all_gather(h, 0, ("shard",)).mean(0)
+    return (h @ p["layers.1.w"] * on.psum(p["scale"], ["shard", "replicate"])).square().mean()
+
+
+def complex_numbers(on: Any, p: Params, x: Tensor) -> Tensor:
+    h = torch.view_as_complex((x @ p["layers.0.w"]).view(-1, 2, 2))
+    h = h * on.psum(h.sum(0)) + on.all_gather(h, dim=-1).sum(-1, keepdim=True)
+    return h.abs().mean() + (x @ p["layers.1.w"] * p["scale"]).mean()
+
+
+PROGRAMS = [centred, contrastive, nested, of_leaves, detached, a_mean, by_axis, complex_numbers]
+
+
+# ------------------------------------------------------------------ the truth: ranks as threads of one graph
+
+
+class Together:
+    """`psum` and `all_gather` of threads that build one autograd graph."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.barrier = mesh, threading.Barrier(mesh.size)
+        self.given: list[Any] = [None] * mesh.size
+        self.own = threading.local()
+
+    def everyones(self, x: Tensor, axes: Any) -> list[Tensor]:
+        axes = self.mesh.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        self.given[self.own.rank] = x
+        self.barrier.wait(30)
+        out = [self.given[r] for r in self.mesh.group_ranks(axes, self.own.rank)]
+        self.barrier.wait(30)
+        return out
+
+    def psum(self, x: Any, axes: Any = None) -> Any:
+        return x * self.mesh.size if isinstance(x, int) else sum(self.everyones(x, axes))
+
+    def all_gather(self, x: Tensor, dim: int = 0, axes: Any = None) -> Tensor:
+        return torch.cat(self.everyones(x, axes), dim)
+
+    def run(self, fn: Callable[..., Any], p: Params, batches: list[Tensor]) -> list[Any]:
+        results: list[Any] = [None] * self.mesh.size
+
+        def one(rank: int) -> None:
+            self.own.rank = rank
+            results[rank] = fn(self, p, batches[rank])
+
+        threads = [threading.Thread(target=one, args=(r,)) for r in range(self.mesh.size)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        return results
+
+
+def truth(program: Any, mesh: Mesh, x: Tensor, micros: int = 1) -> tuple[Tensor, Params]:
+    """The mean of all ranks' and micro-batches' losses, and its gradient by plain autograd."""
+    leaves = {p: v.clone().requires_grad_() for p, v in params().items()}
+    parts = [part.chunk(micros) for part in x.chunk(mesh.size)]
+    losses = [
+        loss
+        for micro in range(micros)
+        for loss in Together(mesh).run(program, leaves, [each[micro] for each in parts])
+    ]
+    if isinstance(losses[0], fs.Mean):
+        loss = sum(m.total for m in losses) / sum(m.count for m in losses)
+    else:
+        loss = torch.stack(losses).mean()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    made = [torch.zeros_like(v) if g is None else g for v, g in zip(leaves.values(), grads, strict=True)]
+    return loss.detach(), dict(zip(leaves, made, strict=True))
+
+
+def sharded(
+    rank: int, program: Any, mesh: Mesh, preset: str, step: Any = None, **options: Any
+) -> tuple[Tensor, Params]:
+    """Loss and whole gradients of this rank's rows."""
+    specs = fs.presets.PRESETS[preset](params(), mesh)
+    step = step or make_step(program, mesh, preset, **options)
+    loss, grads = step(step.init(params()), rows(mesh.size).chunk(mesh.size)[rank])
+    return loss.detach(), fs.unshard(grads, specs, mesh, layout="gradient")
+
+
+def make_step(program: Any, mesh: Mesh, preset: str, **options: Any) -> Any:
+    specs = fs.presets.PRESETS[preset](params(), mesh)
+    options = {"backend": "eager", **options}
+    return fs.shard_step(lambda p, x: program(fs, p, x), specs, mesh=mesh, **options)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "hybrid_shard": {},
+    "no_shard": {"remat": "unit"},
+    "zero2": {"accumulate": 2},
+    "shard_grad_op": {"remat": 0.3, "prefetch": 0, "overlap": 0},
+}
+
+
+@pytest.mark.parametrize("preset", SETTINGS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ranks_equal_one_graph_over_all_of_them(program: Any, preset: str) -> None:
+    mesh, options = fs.make_mesh(replicate=2, shard=2, simulated=True), SETTINGS[preset]
+    expected = truth(program, mesh, rows(mesh.size), options.get("accumulate", 1))
+    step = make_step(program, mesh, preset, **options)
+    for got in fs.simulate(mesh, lambda rank: sharded(rank, program, mesh, preset, step)):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+# ------------------------------------------------------------------ real ranks
+
+
+ON_PROCESSES = [(centred, "eager"), (contrastive, "eager"), (of_leaves, "eager"), (contrastive, "inductor")]
+
+
+def on_rank(rank: int) -> list[Any]:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    return [sharded(rank, program, mesh, "full_shard", backend=b) for program, b in ON_PROCESSES]
+
+
+def test_processes_equal_one_graph(ranks: Any) -> None:
+    expected = [truth(p, fs.make_mesh(shard=2, abstract=True), rows(2)) for p, _ in ON_PROCESSES]
+    for got in ranks(2).run(on_rank):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+# ------------------------------------------------------------------ on paper
+
+
+def own(x: Tensor) -> Tensor:
+    return x
+
+
+def with_each(exchange: Callable[..., Tensor]) -> Callable[[Params, Tensor], Tensor]:
+    def fn(p: Params, x: Tensor) -> Tensor:
+        h = x @ p["layers.0.w"]
+        return (exchange(h).sum(0) * (h @ p["layers.1.w"])).mean() * p["scale"].sum()
+
+    return fn
+
+
+def paper(fn: Callable[..., Any], **options: Any) -> Any:
+    return lower(fn, params(), rows(1), ranks=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "kinds", "bytes_", "sent"),
+    [
+        (fs.psum, ["psum", "psum"], 2 * 128, 2 * 2 * 3 * 128 // 4),
+        (fs.all_gather, ["all_gather", "reduce_scatter"], 2 * 512, 2 * 3 * 512 // 4),
+    ],
+)
+def test_each_has_its_dual_and_its_bytes(exchange: Any, kinds: list[str], bytes_: int, sent: int) -> None:
+    lowered = paper(with_each(exchange))
+    issued = [i for i in lowered.schedule.instructions if isinstance(i, Exchange)]
+    assert [(i.kind, i.phase) for i in issued] == list(zip(kinds, ("forward", "backward"), strict=True))
+    moved = [r for r in lowered.comm_analysis().rows if r.verb == "exchange"]
+    assert (sum(r.bytes for r in moved), sum(r.sent_bytes for r in moved)) == (bytes_, sent)
+    busy = [paper(with_each(e)).timeline("h100").busy_seconds["communication"] for e in (own, exchange)]
+    assert busy[1] > busy[0]
+
+
+def test_what_is_ready_goes_together_and_equal_blocks_share_kernels() -> None:
+    def fn(p: Params, x: Tensor) -> Tensor:
+        for w in p.values():
+            x = x @ w
+            mean, square = fs.psum(x.mean(0)), fs.psum(x.square().mean(0))
+            x = (x - mean) / square
+        return x.mean()
+
+    made = {n: lower(fn, chain(n), torch.ones(2, 8), ranks=4, remat="unit") for n in (3, 12)}
+    assert made[3].schedule.counts()["exchange"] == 3 * 2 * 2
+    assert len(made[12].kernels) == len(made[3].kernels)
+    assert len(made[3].segments.segments) == 4  # one behind each pair of sums
+
+
+@pytest.mark.parametrize(("exchange", "most"), [(own, 2), (fs.psum, 1)])
+def test_fit_cuts_no_batch_whose_rows_are_exchanged(exchange: Any, most: int) -> None:
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    found = fs.fit(with_each(exchange), params(), mesh, batch=(rows(1),))
+    assert max(c.choice.accumulate for c, _ in found.rejected) == most
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: fs.psum(x, "shrad"), r"fs.psum over 'shrad', which mesh \(shard=4\) does not have"),
+        (lambda x: fs.psum(x, ("shard", "shard")), "fs.psum over 'shard', 'shard', which mesh"),
+        (lambda x: fs.psum(x > 0), "fs.psum of booleans"),
+        (lambda x: fs.psum([x]), "fs.psum of list"),
+        (lambda x: fs.all_gather(x, 2), r"fs.all_gather along dim 2 of \[4, 4\]"),
+        (lambda x: fs.all_gather(x.sum()), r"fs.all_gather along dim 0 of \[\]"),
+        (lambda x: torch.func.vmap(fs.psum)(x), "fs.psum inside a torch.func transform"),
+        (lambda x: torch.func.grad(lambda y: fs.psum(y.sum()))(x), "fs.psum inside a torch.func transform"),
+    ],
+)
+def test_mistakes_are_named(call: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        paper(with_each(call))
+
+
+def test_outside_of_a_step_and_on_one_rank_nothing_is_exchanged() -> None:
+    x = rows(1)
+    assert fs.psum(x) is x and fs.all_gather(x) is x and fs.psum(3) == 3
+    counts = lower(with_each(fs.psum), params(), x, ranks=1).schedule.counts()
+    assert counts == lower(with_each(own), params(), x, ranks=1).schedule.counts()
+
+
+# ------------------------------------------------------------------ around a step
+
+
+def test_a_sum_on_some_ranks_alone_is_refused() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def run(rank: int) -> None:
+        fn = with_each(fs.psum if rank else own)
+        step = fs.shard_step(fn, fs.presets.full_shard(params(), mesh), mesh=mesh, backend="eager")
+        step(step.init(params()), rows(1))
+
+    with pytest.raises(fs.AgreementError, match=r"exchange \('shard',\) psum torch.float64"):
+        fs.simulate(mesh, run)
+
+
+def test_batches_of_other_sizes_share_a_step_and_an_evaluation_exchanges_too() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(params(), mesh)
+    step = fs.shard_step(with_each(fs.all_gather), specs, mesh=mesh, backend="eager")
+    forward = fs.shard_forward(
+        lambda p, x: fs.all_gather(x @ p["layers.0.w"]), specs, mesh=mesh, backend="eager"
+    )
+
+    def run(rank: int) -> list[Tensor]:
+        blocks = step.init(params())
+        parts = [x.chunk(2)[rank] for x in (rows(2), rows(2)[:4])]
+        return [*(step(blocks, x)[0] for x in parts), forward(blocks, parts[0])]
+
+    for large, small, seen in fs.simulate(mesh, run):
+        for loss, x in ((large, rows(2)), (small, rows(2)[:4])):
+            torch.testing.assert_close(loss, with_each(own)(params(), x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(seen, rows(2) @ params()["layers.0.w"], rtol=1e-12, atol=1e-12)
+
+
+def test_check_and_bisect_follow_exchanges() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs, fn = fs.presets.full_shard(params(), mesh), with_each(fs.psum)
+    assert fs.debug.check(fn, params(), rows(2), specs, mesh)
+    same = fs.debug.bisect(fn, fs.presets.no_shard(params(), mesh), specs, params(), rows(2), mesh=mesh)
+    other = fs.debug.bisect(with_each(own), specs, specs, params(), rows(2), mesh=mesh)
+    assert not same and same.compared > other.compared
