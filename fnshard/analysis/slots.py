@@ -16,6 +16,7 @@ from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
+from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.spec import LayoutSpec, block_shape
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
@@ -26,7 +27,11 @@ Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
-    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included."""
+    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included.
+
+    Args:
+        specs: of leaves as they rest, or as a step works with them (`ResolvedSpecs.paired`); so is the state.
+    """
     out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     known: dict[Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     for path, spec in specs.items():
@@ -35,11 +40,9 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
         shape = block_shape(spec.shape, spec.optimizer, mesh)
         key = shape, spec.optimizer_dtype, spec.has_master
         if key not in known:
-            block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
-            made = optimizer.init_leaf(block)
-            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
-            if spec.has_master:
-                known[key][MASTER] = shape, spec.optimizer_dtype
+            block = as_pairs(torch.empty(shape, dtype=spec.optimizer_dtype, device="meta"))
+            made = optimizer.init_leaf(block) | ({MASTER: block} if spec.has_master else {})
+            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in slots_at_rest(made, spec).items()}
         out[path] = known[key]
     return out
 

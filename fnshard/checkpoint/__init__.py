@@ -35,7 +35,7 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.tensorfile import DTYPES, PASSING, Corrupt
+from fnshard.runtime.files.tensorfile import PASSING, STATE_DTYPES, Corrupt
 from fnshard.step.init import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
 from fnshard.step.state import TrainState
@@ -230,7 +230,7 @@ def restore(
         slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
         params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
         scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
-        loss_scale = {k: torch.zeros((), dtype=DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
+        loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
         zero = torch.zeros((), dtype=torch.int64)
         return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs.tree, on))
 

@@ -21,7 +21,7 @@ from fnshard.checkpoint.loader_state import decode
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, from_json, reader
 from fnshard.runtime.files.tensorfile import (
-    DTYPES,
+    STATE_DTYPES,
     BLOCK_bytes,
     Corrupt,
     HEADER_LIMIT_bytes,
@@ -191,7 +191,7 @@ def _manifest(values: Any) -> Manifest:
 
 
 def _check_leaf(name: str, leaf: SavedLeaf, files: Mapping[str, DataFile]) -> None:
-    shape, itemsize = leaf.shape, DTYPES[leaf.dtype].itemsize
+    shape, itemsize = leaf.shape, STATE_DTYPES[leaf.dtype].itemsize
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
         raise ValueError(f"{name}: no tensor is {list(shape)}")
     for chunk in leaf.chunks:
@@ -229,4 +229,4 @@ def _check_apart(leaves: Mapping[str, SavedLeaf], files: Mapping[str, DataFile])
     for at, name, dtype, chunk in sorted(placed, key=lambda p: p[0]):
         if at < ends[chunk.file]:
             raise ValueError(f"{name}: its bytes in {chunk.file} from {at} on are not its own")
-        ends[chunk.file] = at + math.prod(chunk.shape) * DTYPES[dtype].itemsize
+        ends[chunk.file] = at + math.prod(chunk.shape) * STATE_DTYPES[dtype].itemsize

@@ -23,8 +23,8 @@ from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest
 from fnshard.checkpoint.state_leaves import RestoreTarget
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import (
-    DTYPES,
     PASSING,
+    STATE_DTYPES,
     BLOCK_bytes,
     Corrupt,
     open_regular,
@@ -66,7 +66,7 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
     """What this rank reads: the overlap of each saved chunk with its own boxes."""
     for target in targets.values():
         saved = manifest.leaves[target.source]
-        dtype, part, (offset, shape) = DTYPES[saved.dtype], target.part(mesh), target.box(mesh)
+        dtype, part, (offset, shape) = STATE_DTYPES[saved.dtype], target.part(mesh), target.box(mesh)
         for chunk in saved.chunks:
             low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
             ends = zip(offset, shape, chunk.offset, chunk.shape, strict=True)
@@ -160,7 +160,7 @@ def verify_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
     try:
         for title, leaf in manifest.leaves.items():
             for chunk in (c for c in leaf.chunks if c.file == name):
-                size = math.prod(chunk.shape) * DTYPES[leaf.dtype].itemsize
+                size = math.prod(chunk.shape) * STATE_DTYPES[leaf.dtype].itemsize
                 try:
                     for start in range(0, size, BLOCK_bytes):
                         out = memoryview(buffer)[: min(BLOCK_bytes, size - start)]

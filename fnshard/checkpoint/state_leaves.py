@@ -21,7 +21,7 @@ from fnshard.layout.codecs import CODECS
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, P, block_shape, block_slices
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.tensorfile import DTYPES, NAMES
+from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
@@ -51,7 +51,7 @@ class LocalLeaf:
 
     def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
         """The full leaf as a manifest names it."""
-        return SavedLeaf(self.shape, NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
+        return SavedLeaf(self.shape, STATE_NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def resolved_as_saved(specs: ResolvedSpecs, saved: Mapping[str, SavedLeaf]) -> R
     if missing:
         raise CheckpointError("the checkpoint is of another model; it has not:", missing[:20])
     of = [saved[f"params/{p}"] for p in named]
-    shapes = [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
+    shapes = [torch.empty(leaf.shape, dtype=STATE_DTYPES[leaf.dtype], device="meta") for leaf in of]
     return specs.resolve(tree.unflatten(shapes, specs.structure))
 
 
@@ -149,7 +149,7 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
         spec, whole = specs[path], leaf.shape == specs[path].shape
         if slot == MASTER and not spec.has_master:
             continue
-        dtype = spec.optimizer_dtype if whole else DTYPES[leaf.dtype]
+        dtype = spec.optimizer_dtype if whole else STATE_DTYPES[leaf.dtype]
         shape = block_shape(spec.shape, spec.optimizer, mesh) if whole else leaf.shape
         out[path][slot] = shape, dtype
     for path in out:
@@ -181,7 +181,7 @@ def restore_targets(
             wrong.append(f"{name} {list(leaf.shape)} is not in the checkpoint")
         elif saved[source].shape != leaf.shape:
             wrong.append(f"{name} is {list(leaf.shape)} here and {list(saved[source].shape)} there")
-        elif _kind(leaf.block.dtype) != _kind(DTYPES[saved[source].dtype]):
+        elif _kind(leaf.block.dtype) != _kind(STATE_DTYPES[saved[source].dtype]):
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
             out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, source)
@@ -247,7 +247,7 @@ def _source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> str |
     if kind == "params":
         master = f"optimizer/{path}/{MASTER}"
         if name in saved and master in saved:
-            mine, its = (DTYPES[saved[n].dtype] for n in (name, master))
+            mine, its = (STATE_DTYPES[saved[n].dtype] for n in (name, master))
             return master if mine != leaf.block.dtype and its.itemsize > mine.itemsize else name
     elif name not in saved and kind == "optimizer" and name.endswith(f"/{MASTER}"):
         name = f"params/{path.removesuffix(f'/{MASTER}')}"

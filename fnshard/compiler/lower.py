@@ -93,7 +93,7 @@ def trace_and_split(
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
         sources: keep where in the user's code each node comes from.
     """
-    stored = specs.stored
+    stored = specs.paired
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
@@ -152,7 +152,7 @@ def lower(
         if getattr(error, "placed", True):
             raise
         front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True)
-    return schedule_for(front, specs.stored, mesh, keeping, passes)
+    return schedule_for(front, specs.paired, mesh, keeping, passes)
 
 
 def run_passes(schedule: Schedule, passes: Passes, offloaded: frozenset[int] = frozenset()) -> Schedule:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.errors import SpecError, StateError
+from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, block_slices
 from fnshard.losses import Whole
@@ -149,7 +150,7 @@ def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
         return float("inf"), float("inf")
     if a.numel() == 0:
         return 0.0, 0.0
-    x, y = a.double(), b.double()
+    x, y = (as_pairs(v).double() for v in (a, b))
     gap = (x - y).abs()
     gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap.nan_to_num(nan=float("inf")))
     finite = [v[v.isfinite()].abs() for v in (x, y)]

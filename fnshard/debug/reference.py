@@ -190,7 +190,10 @@ def _unsharded(
             for (p, s), v in zip(specs.items(), given.values(), strict=True)
         }
         seen = tree.unflatten(
-            [v.to(specs[p].compute_dtype) if v.is_floating_point() else v for p, v in stored.items()],
+            [
+                v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
+                for p, v in stored.items()
+            ],
             structure,
         )
         results = [batch.call(fn, seen) for batch in batches]

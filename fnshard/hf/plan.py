@@ -17,6 +17,7 @@ from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
 from fnshard.hf.write import LeafWriter, Put
 from fnshard.layout.codecs import block_of
+from fnshard.layout.pairs import as_complex, as_pairs
 from fnshard.layout.spec import LayoutSpec, block_slices
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
@@ -204,12 +205,14 @@ def gather_rows(
             if receives:
                 yield low, piece
             continue
-        flat = comm.send_buffer(piece.numel(), piece.dtype, axes)
-        flat.view(piece.shape).copy_(piece)
+        sent = as_pairs(piece)
+        flat = comm.send_buffer(sent.numel(), sent.dtype, axes)
+        flat.view(sent.shape).copy_(sent)
         handle = comm.all_gather(flat, axes)
         parts = handle.wait()
         if receives:
-            views = [part.view(piece.shape) for part in parts]
+            views = [part.view(sent.shape) for part in parts]
+            views = list(map(as_complex, views)) if piece.is_complex() else views
             yield from _joined(views, spec_slices, low, shape)
         handle.release()
 

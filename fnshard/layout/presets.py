@@ -44,7 +44,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         for path, leaf in named.items():
             if any(fnmatch.fnmatchcase(path, pattern) for pattern, _ in rules):
                 continue
-            if is_buffer(leaf) or not leaf.dtype.is_floating_point:
+            if is_buffer(leaf) or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 layout = P()
             else:
                 split = leaf.shape[:1] if policy.get("codec") else leaf.shape  # rows are coded one by one

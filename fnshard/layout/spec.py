@@ -330,12 +330,8 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
 def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     if not spec.trainable:
         return
-    if not spec.compute_dtype.is_floating_point:
-        yield (
-            f"trainable=True and {spec.compute_dtype}",
-            "only float leaves train: trainable=False, or hold a complex leaf as a real one "
-            "(torch.view_as_real).",
-        )
+    if not spec.compute_dtype.is_floating_point and not spec.compute_dtype.is_complex:
+        yield f"trainable=True and {spec.compute_dtype}", "only floats train: trainable=False."
     for name in ("compute_dtype", "reduce_dtype"):
         dtype = getattr(spec, name)
         if dtype.is_floating_point and dtype.itemsize == 1:

@@ -176,7 +176,7 @@ class Search:
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front, known = self._front(choice.accumulate)
-        specs = ResolvedSpecs.of(self.specs_of(choice)).stored
+        specs = ResolvedSpecs.of(self.specs_of(choice)).paired
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         with without_autocast():

@@ -102,7 +102,7 @@ class Lowering:
 
     def _take(self, specs: ResolvedSpecs) -> None:
         if specs.complete:
-            check_specs(specs.stored, self.mesh)
+            check_specs(specs.paired, self.mesh)
         self.specs = specs
 
     def lower(self, batch: Batch) -> Lowered:

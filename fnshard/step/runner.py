@@ -18,6 +18,7 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.graph import graph_length
+from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
 from fnshard.losses import Whole
 from fnshard.mesh import Mesh, make_mesh
@@ -168,7 +169,7 @@ class Runner:
             return known
         found = check_agreement(rank.comm, lowered.schedule, settings, items_of(lowered.program))
         if self.replayed is None:  # of a replay, one may hold the NaN that is looked for
-            compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.stored)
+            compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.paired)
         return found
 
     @contextmanager
@@ -186,7 +187,7 @@ class Runner:
         mesh = self.lowering.mesh
         updater = None
         if (optimizer := self.lowering.optimizer) is not None:
-            updater = Updater(optimizer, self.lowering.specs.stored, mesh, mesh.rank, self._fused)
+            updater = Updater(optimizer, self.lowering.specs.paired, mesh, mesh.rank, self._fused)
         context = Context(
             lowered.schedule,
             lowered.compiled,
@@ -218,7 +219,7 @@ class Runner:
         return Graphed(first, last, returned, FLAGS)
 
     def blocks(self, params: Any) -> dict[str, Tensor]:
-        """This rank's stored blocks by path, in the order of the specs.
+        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs.
 
         Raises:
             StateError: blocks of another mesh or spec.
@@ -235,6 +236,8 @@ class Runner:
             if form == structure:
                 self._checked = specs, found
             blocks = [given[p] for p in specs]
+        if self.lowering.specs.paired is not specs:
+            blocks = list(map(as_pairs, blocks))
         # A schedule writes in place, which torch refuses for what requires grad.
         return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 

@@ -14,6 +14,7 @@ from fnshard.compiler.deferred.deferred_init import check_values, recipe_of, val
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_of
+from fnshard.layout.pairs import as_complex, as_pairs, is_complex, paired_specs
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, block_shape, check_specs, is_spec
 from fnshard.mesh import Mesh
@@ -53,7 +54,7 @@ def shard(
     resolved = ResolvedSpecs.of(specs).resolve(params)
     named = resolved.leaves
     check_codecs(named)
-    check_specs(named, mesh)
+    check_specs(paired_specs(named), mesh)
     given = tree.flatten_with_paths(params)[0]
     check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
     for path, spec in named.items():
@@ -165,15 +166,16 @@ def gather_full(
 ) -> dict[str, Tensor]:
     """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective."""
     out: dict[str, Tensor] = {}
-    split = {p: s for p, s in specs.items() if mesh.ordered(s.storage.axes)}
+    split = {p: s for p, s in paired_specs(specs).items() if mesh.ordered(s.storage.axes)}
     with torch.no_grad():
         for bucket in make_buckets(split, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "unshard"):
             packer = Packer(bucket, mesh, mesh.rank)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks({p: blocks[p] for p in bucket.paths}, flat)
+            packer.pack_blocks({p: as_pairs(blocks[p]) for p in bucket.paths}, flat)
             handle = comm.all_gather(flat, bucket.axes)
             out |= packer.unpack_rows(handle.wait(), bucket.dtype)
             handle.release()
+    out = {p: as_complex(full) if is_complex(specs[p]) else full for p, full in out.items()}
     return out | {p: blocks[p].to(mesh.device, copy=True) for p in specs if p not in out}
 
 

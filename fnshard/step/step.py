@@ -18,6 +18,7 @@ from fnshard.compiler.lower import Front
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
+from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -82,6 +83,10 @@ class Step(Generic[OptimizerT, LossT]):
     @property
     def _stored(self) -> Mapping[str, LayoutSpec]:
         return self._lowering.specs.stored
+
+    @property
+    def _paired(self) -> Mapping[str, LayoutSpec]:
+        return self._lowering.specs.paired
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves.
@@ -153,8 +158,9 @@ class Step(Generic[OptimizerT, LossT]):
             return shards
         self._check_optimizer()
         specs, mesh, disk_dir = self._stored, self.mesh, self.options.disk_dir
-        blocks = tree.flatten_with_paths(shards)[0]
-        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
+        blocks = {p: as_pairs(v) for p, v in tree.flatten_with_paths(shards)[0].items()}
+        slots = init_slots(self.optimizer, blocks, self._paired, mesh, mesh.rank, disk_dir)
+        slots = {p: slots_at_rest(own, specs[p]) for p, own in slots.items()}
         shards = narrowed(shards, specs, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return TrainState(step, shards, slots, self._scale.init(), number, where=(self.specs, mesh))
@@ -239,7 +245,10 @@ class Step(Generic[OptimizerT, LossT]):
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
         state = state.consume()
-        env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
+        held = state.opt_state
+        if self._paired is not self._stored:
+            held = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in held.items()}
+        env |= zip(slots(held), held.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
         return self._advance(state, bound, bound.run(env))
 
@@ -349,7 +358,7 @@ class Step(Generic[OptimizerT, LossT]):
             barrier=stands_between or (counted and norms),
             counted=counted and not norms,
             rows=program.rows,
-            gathers=gathers_of(self.optimizer, self._stored) if self.optimizer else {},
+            gathers=gathers_of(self.optimizer, self._paired) if self.optimizer else {},
         )
 
     @property
@@ -363,7 +372,7 @@ class Step(Generic[OptimizerT, LossT]):
             outputs=lowered.program.outputs,
             results=lowered.segments.results,
             mesh=self.mesh,
-            specs=self._stored,
+            specs=self._paired,
             accumulate=self.options.accumulate,
             norms=self._plan(lowered.program).norms,
             leaf_norms=self._leaf_norms,
@@ -408,16 +417,14 @@ class Step(Generic[OptimizerT, LossT]):
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
-        grads = []
-        for path, spec in self._stored.items():
-            block = blocks.get(path)
-            if block is not None and factor is not None:
-                block = block * factor.to(block.device)
-            grads.append(None if block is None else block.to(spec.storage_dtype))
+        grads: dict[str, Tensor] = {}
+        for path, block in blocks.items():
+            scaled = block if factor is None else block * factor.to(block.device)
+            grads[path] = scaled.to(self._paired[path].storage_dtype)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         aux = bound.scalars.aux_tree(summary, env)
         structure = self.resolved.structure.of_gradients
-        return (loss if aux is None else (loss, aux)), tree.unflatten(grads, structure)
+        return (loss if aux is None else (loss, aux)), tree.unflatten(self.resolved.rested(grads), structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
         summary, control = env[SCALARS], env[CONTROL]

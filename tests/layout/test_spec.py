@@ -197,14 +197,6 @@ def test_buffers_take_a_rule_only_if_it_says_so() -> None:
     assert wide["b"].storage == P("shard") and not wide["b"].trainable
 
 
-def test_complex_leaves_are_not_frozen_in_silence() -> None:
-    params = {"w": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}
-    specs = fs.match_specs(params, [("*", LayoutSpec())])
-    with pytest.raises(SpecError, match=r"(?s)trainable=True and torch.complex64.*view_as_real"):
-        check_specs(specs, MESH)
-    check_specs(fs.match_specs(params, [("*", LayoutSpec(trainable=False))]), MESH)
-
-
 # ------------------------------------------------------------------ tied weights
 
 

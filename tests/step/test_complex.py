@@ -1,0 +1,206 @@
+"""Complex leaves: trained as torch.optim trains them, in every layout and tier, and kept as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import sharded
+import torch
+from models import MODELS
+from torch import Tensor
+
+import fnshard as fs
+from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError
+
+MODEL = MODELS["complex_leaves"]()
+SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(3e-3, weight_decay=0.1))
+WIDE = {"optimizer_memory": "host", "memory": "host"}
+CASES: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
+    "clipped by |z|": ("full_shard", 2, CLIPPED, {"remat": "unit", "accumulate": 3}),
+    "zero2": (
+        "zero2",
+        4,
+        fs.optim.adamw(3e-3, weight_decay=0.1),
+        {"accumulate": 3, "accumulate_mode": "local"},
+    ),
+    "hybrid": ("hybrid_shard", 4, SGD, {}),
+    "on the host": ("full_shard", 2, SGD, {"policy": WIDE, "remat": "unit+offload"}),
+    "inductor": ("zero1", 2, CLIPPED, {"backend": "inductor"}),
+}
+
+
+def torchs(optimizer: Any) -> tuple[Any, float | None]:
+    if optimizer is SGD:
+        return lambda named: torch.optim.SGD(
+            named.values(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1
+        ), None
+    return reference.adamw(3e-3), 0.1 if optimizer is CLIPPED else None
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n == "inductor")) for n in CASES]
+)
+def test_they_train_as_torch_trains_them(name: str) -> None:
+    preset, world, optimizer, options = CASES[name]
+    rule, clip = torchs(optimizer)
+    steps = [[batch] for batch in MODEL.batches(sharded.STEPS)]
+    expected = reference.train(MODEL.loss, MODEL.params, steps, rule, clip=clip)
+    for got in sharded.simulate(MODEL, preset, world, optimizer, **options):
+        sharded.assert_same(got, expected)
+        if clip is not None:
+            sharded.assert_floats(got.norms, expected.norms)
+
+
+def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
+    """A step on one rank, its specs, and a state of it that was saved."""
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    specs = sharded.specs_of(model, "full_shard", mesh, **policy)
+    step = sharded.make_step(mesh, model, specs, fs.optim.adamw(0.1))
+    state, _ = step(step.init(model.params), *model.batch(0))
+    fs.checkpoint.save(folder, state)
+    return step, specs, state
+
+
+@pytest.mark.parametrize("model", [MODEL, sharded.as_float(MODEL)], ids=["complex128", "complex64"])
+def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any) -> None:
+    step, specs, state = saved(model, tmp_path / "a")
+    kinds = {n: leaf.dtype for n, leaf in fs.checkpoint.manifest(tmp_path / "a").leaves.items()}
+    complex_name = "C128" if model is MODEL else "C64"
+    assert kinds["params/layers.0.mix"] == kinds["optimizer/layers.0.mix/mu"] == complex_name
+    wide = fs.match_specs(
+        model.params,
+        [("*mix", LayoutSpec(optimizer_dtype=torch.complex128)), ("*", LayoutSpec(memory="host"))],
+    )
+    other = fs.shard_step(model.loss, wide, backend="eager", optimizer=fs.optim.adamw(0.1))
+    for restored in (
+        fs.checkpoint.restore(tmp_path / "a", step),
+        fs.checkpoint.restore(tmp_path / "a", specs),
+        fs.checkpoint.restore(tmp_path / "a", other),
+        fs.checkpoint.restore(tmp_path / "a", {p: LayoutSpec() for p in model.params}),
+        fs.reshard(state.copy(), specs, wide),
+    ):
+        for path, block in state.params.items():
+            assert torch.equal(restored.params[path], block), path
+            for name, slot in state.opt_state[path].items():
+                assert torch.equal(restored.opt_state[path][name].to(slot.dtype), slot), (path, name)
+    blocks = fs.checkpoint.restore_params(tmp_path / "a", other)
+    assert all(torch.equal(blocks[p], state.params[p]) for p in blocks)
+    assert other(fs.reshard(state, specs, wide), *model.batch(1))[1]["loss"].isfinite()
+
+
+def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
+    _, specs, state = saved(sharded.as_float(MODEL), tmp_path / "a")
+    fs.hf.save(state, tmp_path / "hf")
+    assert all(torch.equal(v, state.params[p]) for p, v in fs.hf.load(tmp_path / "hf", specs).items())
+    _, _, state = saved(MODEL, tmp_path / "b")
+    with pytest.raises(StateError, match=r"(?s)no such dtype.*filter'\] is torch.complex128.*Fix: .*\.pt"):
+        fs.hf.save(state, tmp_path / "no")
+    fs.hf.export(state, tmp_path / "a.pt")
+    assert all(torch.equal(v, state.params[p]) for p, v in torch.load(tmp_path / "a.pt").items())
+
+
+def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any) -> None:
+    saved(MODEL, tmp_path / "a")
+    real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}
+    specs = fs.match_specs(real, [("*", LayoutSpec())])
+    with pytest.raises(CheckpointError, match=r"layers.0.filter is \[7, 2\] here and \[7\] there"):
+        fs.checkpoint.restore_params(tmp_path / "a", specs)
+    halves = fs.match_specs({p: v.real for p, v in MODEL.params.items()}, [("*", LayoutSpec())])
+    with pytest.raises(CheckpointError, match=r"layers.0.filter is torch.float64 here and C128 there"):
+        fs.checkpoint.restore_params(tmp_path / "a", halves)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"compute_dtype": torch.bfloat16}, r"mix'\] torch.complex128 with compute_dtype=torch.bfloat16"),
+        (
+            {"optimizer_dtype": torch.float32},
+            r"optimizer_dtype=torch.float32\n.*Fix: optimizer_dtype=torch.com",
+        ),
+        ({"codec": "int8", "trainable": False}, r"mix'\] \[7, 7\] with codec='int8' of torch.complex128"),
+    ],
+)
+def test_what_no_complex_leaf_can_be_is_refused_by_leaf(policy: dict[str, Any], message: str) -> None:
+    specs = fs.match_specs(MODEL.params, [("*mix", LayoutSpec(**policy)), ("*", LayoutSpec())])
+    for make in (
+        lambda: fs.shard(MODEL.params, specs, fs.make_mesh()),
+        lambda: sharded.make_step(None, MODEL, specs, SGD),
+    ):
+        with pytest.raises(SpecError, match=f"(?s){message}"):
+            make()
+
+
+def test_gradients_forwards_and_checks_are_of_complex_leaves() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.match_specs(MODEL.params, [("*mix", LayoutSpec(P(None, "shard"))), ("*", LayoutSpec())])
+    grads_of = sharded.make_step(mesh, MODEL, specs, None)
+    forward = fs.shard_forward(
+        lambda p, x: p["layers.0.mix"] @ p["layers.0.filter"] + x.sum(), specs, mesh=mesh, backend="eager"
+    )
+    expected, loss = reference.gradients(MODEL.loss, MODEL.params, *MODEL.batch(0))
+
+    def run(rank: int) -> None:
+        blocks = fs.shard(MODEL.params, specs, mesh)
+        value, grads = grads_of(blocks, *sharded.part(MODEL.batch(0), rank, 2))
+        grads = fs.unshard(grads, specs, mesh, layout="gradient")
+        torch.testing.assert_close((value, grads), (loss, expected), rtol=0, atol=1e-10)
+        out = MODEL.params["layers.0.mix"] @ MODEL.params["layers.0.filter"] + 1
+        torch.testing.assert_close(forward(blocks, torch.ones(1)), out)
+
+    fs.simulate(mesh, run)
+    fs.debug.check(MODEL.loss, MODEL.params, MODEL.batch(0), specs=specs, mesh=mesh)
+
+
+def moved_on_rank(rank: int, folder: str) -> tuple[Any, Any]:
+    """Trained, saved, restored in another layout and trained on, by two processes."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    batches = [sharded.part(batch, rank, 2) for batch in MODEL.batches(2)]
+    made = [sharded.specs_of(MODEL, preset, mesh) for preset in ("full_shard", "zero2")]
+    first, second = (sharded.make_step(mesh, MODEL, specs, CLIPPED) for specs in made)
+    state, _ = first(first.init(MODEL.params), *batches[0])
+    fs.checkpoint.save(folder, state)
+    state, metrics = second(fs.checkpoint.restore(folder, second), *batches[1])
+    state = fs.reshard(state, *made[::-1], mesh)
+    return fs.unshard(state.params, made[0], mesh), metrics["loss"]
+
+
+def test_processes_save_and_move_them(ranks: Any, tmp_path: Any) -> None:
+    steps = [[batch] for batch in MODEL.batches(2)]
+    expected = reference.train(MODEL.loss, MODEL.params, steps, reference.adamw(3e-3), clip=0.1)
+    for params, loss in ranks(2).run(moved_on_rank, str(tmp_path / "a")):
+        assert abs(float(loss) - expected.losses[1]) < 1e-6
+        torch.testing.assert_close(params, expected.params, rtol=0, atol=1e-10)
+    step = sharded.make_step(
+        fs.make_mesh(shard=1, device="cpu"),
+        MODEL,
+        fs.match_specs(MODEL.params, [("*", LayoutSpec())]),
+        CLIPPED,
+    )
+    alone, _ = step(fs.checkpoint.restore(tmp_path / "a", step), *MODEL.batch(1))
+    torch.testing.assert_close(alone.params, expected.params, rtol=0, atol=1e-10)
+
+
+def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None:
+    """The schedule, and every byte of it, is that of real leaves [..., 2]."""
+    real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}
+
+    def of_pairs(p: dict[str, Tensor], *batch: Tensor) -> Tensor:
+        return MODEL.loss(
+            {q: torch.view_as_complex(v) if MODEL.params[q].is_complex() else v for q, v in p.items()}, *batch
+        )
+
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    lowered = [
+        fs.shard_step(
+            fn, fs.match_specs(params, [("*mix", LayoutSpec(P("shard"))), ("*", LayoutSpec())]), mesh=mesh,
+            optimizer=CLIPPED, backend="eager",
+        ).lower(params, *MODEL.batch(0))
+        for fn, params in ((MODEL.loss, MODEL.params), (of_pairs, real))
+    ]  # fmt: skip
+    assert str(lowered[0].schedule) == str(lowered[1].schedule)
+    assert lowered[0].memory_analysis().peak_bytes == lowered[1].memory_analysis().peak_bytes
