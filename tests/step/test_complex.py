@@ -156,6 +156,26 @@ def test_gradients_forwards_and_checks_are_of_complex_leaves() -> None:
     fs.debug.check(MODEL.loss, MODEL.params, MODEL.batch(0), specs=specs, mesh=mesh)
 
 
+def test_a_complex_buffer_that_is_written_to_is_stored() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.ones(3, dtype=torch.float64), "seen": torch.nn.Buffer(torch.zeros(3) * 1j)}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        z = torch.polar(x, x)
+        p["seen"].lerp_(z.mean(0).to(torch.complex64), 0.5)
+        return ((z * p["w"]).real.square() * p["seen"].abs().detach()).mean()
+
+    step = fs.shard_step(loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=SGD, backend="eager")
+    rows = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    expected = torch.polar(rows, rows).mean(0).to(torch.complex64) / 2
+
+    def run(rank: int) -> None:
+        state, _ = step(step.init(params), rows[2 * rank : 2 * rank + 2])
+        torch.testing.assert_close(state.params["seen"], expected)
+
+    fs.simulate(mesh, run)
+
+
 def moved_on_rank(rank: int, folder: str) -> tuple[Any, Any]:
     """Trained, saved, restored in another layout and trained on, by two processes."""
     mesh = fs.make_mesh(shard=2, device="cpu")

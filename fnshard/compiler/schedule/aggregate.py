@@ -85,14 +85,12 @@ def _check(sent: Mapping[str, LayoutSpec]) -> None:
     wrong = [
         f"params[{p!r}], {s.aggregated!r} of {s.compute_dtype}"
         for p, s in sent.items()
-        if s.compute_dtype.is_complex
-        or (s.aggregated == "mean" and not s.compute_dtype.is_floating_point)
+        if (s.aggregated == "mean" and not s.compute_dtype.is_floating_point)
         or (s.aggregated == "sum" and s.compute_dtype == torch.bool)
     ]
     if wrong:
         raise SpecError(
             f"`fn` writes to {leaves(len(wrong))} whose dtype cannot be aggregated so:",
             wrong,
-            'LayoutSpec(aggregation="rank0" or "local"); of integers also "sum"; a complex leaf as a real '
-            "one (torch.view_as_real).",
+            'LayoutSpec(aggregation="rank0" or "local"); of integers also "sum".',
         )
