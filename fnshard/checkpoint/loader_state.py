@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import CheckpointError
-from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES, bytes_of
+from fnshard.runtime.files.tensorfile import DTYPES, NAMES, bytes_of
 
 TAG = "__is__"
 DEEPEST = 100  # lists and dicts in each other
@@ -45,9 +45,9 @@ def _encoded(value: Any, name: str) -> Any:
         # A copy: torch takes no other byte order, and no array that must not be written to.
         native = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
         return _tagged("array", _encoded(native, name))
-    if isinstance(value, Tensor) and value.dtype in STATE_NAMES and value.layout == torch.strided:
+    if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:
         text = base64.b64encode(bytes_of(value)).decode()
-        return _tagged("tensor", [STATE_NAMES[value.dtype], list(value.shape), text])
+        return _tagged("tensor", [NAMES[value.dtype], list(value.shape), text])
     if isinstance(value, bytes):
         return _tagged("bytes", base64.b64encode(value).decode())
     if isinstance(value, tuple):
@@ -110,8 +110,8 @@ def _tensor(of: Any) -> Tensor:
     if not all(type(size) is int for size in shape):
         raise ValueError(f"a tensor of shape {shape}")
     if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=STATE_DTYPES[name])
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=STATE_DTYPES[name]).reshape(shape)
+        return torch.empty(shape, dtype=DTYPES[name])
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=DTYPES[name]).reshape(shape)
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
