@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
@@ -138,7 +139,7 @@ def nan_hunt(
     batch = as_arguments(step.fn, batch, keywords)
     again, training = step.replay(backend="eager"), isinstance(state, TrainState)
     tracker, found = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank), []
-    copy = state.copy() if training else state
+    copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]

@@ -29,6 +29,7 @@ from fnshard.compiler.schedule.instructions import (
     Reduced,
     ReduceScalars,
     Run,
+    StoreBuffers,
     Update,
     Wait,
 )
@@ -181,7 +182,7 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield from _of_reduction(line, env, schedule)
     if isinstance(line, Update):
         yield from _of_update(line, env, schedule)
-    if isinstance(line, Wait) and line.is_for(Publish):
+    if isinstance(line, StoreBuffers) or (isinstance(line, Wait) and line.is_for(Publish)):
         for name in line.writes:
             yield ("updated leaf", name.leaf), env[name], schedule.specs[name.leaf].storage, ""
 

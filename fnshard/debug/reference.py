@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,7 +129,8 @@ def check(
     params, batch = on_device(mesh, params), on_device(mesh, as_arguments(fn, batch, keywords))
     parts = split_batch(batch, mesh.data_size)
     step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
-    if any(i.kind == "key" for i in parts[0].call(step.lower, params).program.inputs):
+    program = parts[0].call(step.lower, params).program
+    if any(i.kind == "key" for i in program.inputs):
         raise StateError(
             "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
             fix="model.eval() before make_functional, or dropout=0; fs.debug.bisect compares two layouts "
@@ -137,17 +138,18 @@ def check(
         )
     losses, grads, leaves = _sharded(step, params, parts)
     named = step.resolved.leaves
-    micros = [without_wrapper(m) for part in parts for m in micro_batches(part, step.options.accumulate)]
+    accumulate = step.options.accumulate
+    micros = [[without_wrapper(m) for m in micro_batches(part, accumulate)] for part in parts]
     dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
     rtol = tolerance(*dtypes) if rtol is None else rtol
     found = []
-    for batches in ([without_wrapper(batch)], micros):
-        loss, expected = _unsharded(fn, leaves, named, batches)
+    for batches in ([[without_wrapper(batch)]], micros):
+        loss, expected = _unsharded(fn, leaves, named, batches, program.outputs.writes)
         found.append(_compare(mesh, losses, grads, loss, expected, named, rtol, atol))
         if found[0]:
             finite = bool(torch.isfinite(loss))
             return found[0] if finite else replace(found[0], cause=_NOT_FINITE)
-    result = replace(found[0], cause=_cause(found[1], losses[0], len(micros)))
+    result = replace(found[0], cause=_cause(found[1], losses[0], len(parts) * accumulate))
     if strict:
         raise DebugError(str(result), report=result)
     return result
@@ -178,9 +180,17 @@ def _sharded(
 
 
 def _unsharded(
-    fn: Callable[..., Any], params: Any, specs: Mapping[str, LayoutSpec], batches: Sequence[Arguments]
+    fn: Callable[..., Any],
+    params: Any,
+    specs: Mapping[str, LayoutSpec],
+    ranks: Sequence[Sequence[Arguments]],
+    written: Collection[str],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by torch's own autograd: of the mean over `batches`, or of one Mean of all."""
+    """Loss and gradients by torch's own autograd: of the mean over all batches, or of one Mean of all.
+
+    Args:
+        ranks: the micro-batches of each, which hand on the leaves in `written`.
+    """
     given, structure = tree.flatten_with_paths(params)
     with torch.inference_mode(False), torch.enable_grad():
         stored = {
@@ -189,14 +199,16 @@ def _unsharded(
             .requires_grad_(s.trainable)
             for (p, s), v in zip(specs.items(), given.values(), strict=True)
         }
-        seen = tree.unflatten(
-            [
-                v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
-                for p, v in stored.items()
-            ],
-            structure,
-        )
-        results = [batch.call(fn, seen) for batch in batches]
+        seen = {
+            p: v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
+            for p, v in stored.items()
+        }
+        results = []
+        for batches in ranks:
+            own = dict(seen)
+            for batch in batches:
+                own |= {p: own[p].detach().clone() for p in written}
+                results.append(batch.call(fn, tree.unflatten(own.values(), structure)))
         losses = [r[0] if isinstance(r, tuple) else r for r in results]
         if isinstance(losses[0], Mean):
             counts = sum(torch.as_tensor(m.count).double() for m in losses)

@@ -328,6 +328,11 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
+    if not spec.trainable and spec.aggregation == "local" and spec.storage.axes:
+        yield (
+            f"aggregation='local' and storage={spec.storage!r}",
+            "each rank keeps a whole leaf of its own: storage=P(), or another aggregation.",
+        )
     if not spec.trainable:
         return
     if not spec.compute_dtype.is_floating_point and not spec.compute_dtype.is_complex:

@@ -88,13 +88,15 @@ def compare_replicas(
     """Refuse replicas that start out different: they would stay so, in silence. A collective.
 
     What a rank stores whole, or shares with others that store the same block, is summed up and
-    compared; nothing is moved (DDP broadcasts rank 0's values instead).
+    compared; nothing is moved (DDP broadcasts rank 0's values instead). Leaves with aggregation="local" may
+    differ.
 
     Raises:
         AgreementError: on every rank, naming the leaves.
     """
     mesh, here = comm.mesh, comm.mesh.coordinate()
-    shared = {p: mesh.ordered(s.storage.axes) for p, s in specs.items()}
+    alike = {p: s for p, s in specs.items() if s.trainable or s.aggregation != "local"}
+    shared = {p: mesh.ordered(s.storage.axes) for p, s in alike.items()}
     shared = {p: axes for p, axes in shared.items() if mesh.axes_size(axes) < mesh.size}
     if not shared:
         return

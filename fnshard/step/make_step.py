@@ -52,7 +52,9 @@ def shard_step(
 
     Args:
         fn: written for one device and full shapes; returns a 0-d loss or `Mean`, or `(loss, aux)`. It may
-            read numbers, flags and tensors that are no arguments; for other values it is traced again.
+            read numbers, flags and tensors that are no arguments; for other values it is traced again. What
+            it writes to leaves that do not train is state: micro-batches hand it on, and the step stores it
+            (without an optimizer, in `params`); `LayoutSpec.aggregation` joins what ranks have written.
         specs: a tree of `LayoutSpec`, from `match_specs` or a preset.
         mesh: default one axis "shard" over all ranks there are.
         optimizer: see `fnshard.optim`.
@@ -65,7 +67,8 @@ def shard_step(
         mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
             CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. A step that
-            overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule.
+            overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule;
+            what `fn` has written to leaves is stored all the same, as BatchNorm's statistics are in torch.
             The host waits for its norm: with a dynamic scale, and no other, a device idles before updates.
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
         remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import StateError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.optim.contract import Optimizer
 
 __all__ = ["Metrics", "TrainState"]
@@ -99,7 +101,8 @@ class TrainState:
 
     Args:
         step: 0-d int64 on the host, the number of steps made; those skipped by dynamic loss scaling too.
-        params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
+        params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`); `buffers` are
+            those of them that do not train.
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
             `optimizer_dtype` where that differs from storage.
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
@@ -147,6 +150,20 @@ class TrainState:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_FIELDS})
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The stored blocks of leaves that do not train, by path: what steps write here is what `fn` writes.
+
+        A read-only view of `params`: BatchNorm's statistics, queues, teachers, and what is merely frozen.
+
+        Raises:
+            StateError: the state does not know its specs.
+        """
+        if self.where is None:
+            raise StateError("this TrainState does not know its specs: `params` has all leaves.")
+        specs, blocks = ResolvedSpecs.of(self.where[0]).stored, tree.flatten_with_paths(self.params)[0]
+        return MappingProxyType({p: v for p, v in blocks.items() if not specs[p].trainable})
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fnshard as fs
-from fnshard import LayoutSpec
+from fnshard import LayoutSpec, P
+from fnshard.errors import SpecError, StateError, TraceError
 
 WIDTH, ROWS, LR, STEPS, ATOL = 6, 8, 0.05, 3, 1e-10
 
@@ -269,3 +272,311 @@ def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat
     expected = plain(model, 2, accumulate)
     for got in simulated(model, strategy, axes, accumulate=accumulate, remat=remat):
         same(got, expected)
+
+
+def on_rank(rank: int, name: str, backend: str) -> tuple[dict[str, Tensor], list[float]]:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    made = training(model_of(name), mesh, "full_shard", accumulate=2, remat="unit", backend=backend)
+    return run(rank, mesh, made)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("two_dtypes", "inductor"), ("spectral", "eager")])
+def test_processes_follow_plain_torch(ranks: Any, name: str, backend: str) -> None:
+    for got in ranks(2).run(on_rank, name, backend, timeout=300.0):
+        same(got, plain(model_of(name), 2, accumulate=2), 1e-10 if backend == "eager" else 1e-6)
+
+
+# ------------------------------------------------------------------ rules
+
+
+def uneven(batch: Tensor) -> list[Tensor]:
+    return list(batch.split([5, 11]))
+
+
+def ruled(rule: str) -> Callable[[str, LayoutSpec], LayoutSpec]:
+    return lambda path, spec: replace(spec, aggregation=rule)
+
+
+class Tally(nn.Module):
+    """An integer and a float that differ by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("positive", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.full((WIDTH,), 1e6, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.positive += (x > 0).sum()
+            self.total += (x[0] * 8).round().float()
+        return (x * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rule", [None, "sum", "rank0", "local"])
+def test_rules_of_what_differs_by_rank(rule: str | None, split: bool) -> None:
+    """Of uneven batches; a leaf that is stored split is cut again."""
+    torch.manual_seed(0)
+    model, mesh = Tally().double(), fs.make_mesh(shard=2, simulated=True)
+    model.total = model.total.float()
+    layout = dict.fromkeys(("storage", "gradient", "optimizer"), P("shard")) if split else {}
+    change = lambda p, s: replace(s, aggregation=rule, **(layout if p == "total" else {}))  # noqa: E731
+    if rule == "local" and split:
+        with pytest.raises(SpecError, match=r"(?s)params\['total'\].*aggregation='local'.*storage=P\(\)"):
+            training(model, mesh, "no_shard", change=change)
+        return
+    made = training(model, mesh, "no_shard", change=change)
+    got = fs.simulate(mesh, lambda rank: run(rank, mesh, made, uneven))
+    for rank, each in enumerate(got):
+        expected = plain(model, 2, rule=rule, cut=uneven)
+        if rule == "local":  # every rank's own
+            expected = plain(model, 1, cut=lambda b, rank=rank: [uneven(b)[rank]])
+        for path in ("positive", "total"):
+            torch.testing.assert_close(each[0][path], expected[0][path], rtol=0, atol=0.1 * (rule is None))
+
+
+def lowered(name: str, **options: Any) -> fs.step.lowered.Lowered:
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    step, params, _ = training(model_of(name), mesh, "full_shard", **options)
+    return step.lower(params, batches()[0][:ROWS])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "elements"),
+    [
+        ("batch_norm", None, {torch.float64: 4 * WIDTH + 1}),
+        ("two_dtypes", None, {torch.float64: 4 * WIDTH + 2 * 3 + 1, torch.float32: 2 * WIDTH + 1}),
+        ("spectral", None, {}),
+        ("teacher", None, {}),
+        ("batch_norm", "local", {}),
+        ("batch_norm", "sum", {torch.float64: 4 * WIDTH, torch.int64: 2}),
+    ],
+)
+def test_what_all_ranks_compute_alike_is_not_sent(name: str, rule: str | None, elements: Any) -> None:
+    """And the rest by one sum per dtype, whose bytes are counted (each leaf begins at 128 bytes)."""
+    schedule = lowered(name, change=ruled(rule)).schedule
+    lines = [i for i in schedule.instructions if i.verb == "aggregate_buffers"]
+    found = {schedule.buckets[i.bucket].dtype: i for i in lines}
+    assert found.keys() == elements.keys()
+    assert schedule.counts()["store_buffers"] == 1
+    for dtype, line in found.items():
+        padded = sum(p.numel for p in schedule.buckets[line.bucket].pieces) + ("mean" in line.rules)
+        assert padded == elements[dtype]
+        assert 0 <= line.wire_bytes(schedule) - padded * dtype.itemsize < 128 * len(line.reads)
+        assert dict(zip(line.paths, line.rules, strict=True)).keys() == set(line.paths)
+
+
+def test_a_step_that_writes_nothing_has_no_lines_for_it() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double().eval()
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    apply, params = fs.make_functional(model)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(lambda p, x: apply(p, x).sum(), specs, mesh=mesh, optimizer=fs.optim.sgd(LR))
+    assert "buffers" not in step.lower(params, batches()[0]).as_text()
+
+
+def test_ranks_that_aggregate_otherwise_are_told(ranks: Any) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)AgreementError.*another program.*aggregate_buffers"):
+        ranks(2).run(differing)
+
+
+def differing(rank: int) -> None:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    made = training(model_of("batch_norm"), mesh, "no_shard", change=ruled(["mean", "rank0"][rank]))
+    run(rank, mesh, made)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class Assigning(nn.Module):
+    def __init__(self, assign: Callable[[Any, Tensor], None], tied: bool = False):
+        super().__init__()
+        self.assign, self.weight = assign, nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("a", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("b", self.a if tied else torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assign(self, x)
+        return (x * self.weight * self.a).sum()
+
+
+def assigned(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], None]:
+    return lambda module, x: setattr(module, name, value(module, x))
+
+
+def swapped(module: Any, x: Tensor) -> None:
+    module.a, module.b = module.b, module.a
+
+
+def weight_in_place(module: Any, x: Tensor) -> None:
+    module.weight.data.mul_(2)
+
+
+REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "another shape": (
+        Assigning(assigned("a", lambda m, x: x)),
+        r"assigns.*params\['a'\].*one shape and dtype",
+    ),
+    "another dtype": (Assigning(assigned("a", lambda m, x: m.a.float())), r"assigns.*params\['a'\]"),
+    "no tensor": (Assigning(assigned("b", lambda m, x: None)), r"assigns.*params\['b'\]"),
+    "one name of two": (Assigning(assigned("b", lambda m, x: m.b + 1), tied=True), r"assigns.*params\['a'\]"),
+    "a leaf that trains": (Assigning(weight_in_place), r"changes 1 leaf in place.*'weight'.*do not train"),
+    "its gradient": (
+        Assigning(lambda m, x: m.a.add_(m.weight)),
+        r"changes requires_grad of 1 leaf.*params\['a'\].*detach",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    model, words = REFUSED[name]
+    step, params, _ = training(model, fs.make_mesh(shard=1), "no_shard")
+    with pytest.raises(TraceError, match=f"(?s){words}"):
+        step.lower(params, batches()[0])
+
+
+def test_other_refusals() -> None:
+    model, mesh = model_of("batch_norm"), fs.make_mesh(shard=1)
+    apply, params = fs.make_functional(copy.deepcopy(model))
+    with pytest.raises(TraceError, match=r"(?s)changes 6 leaves.*stores nothing: model.eval\(\)"):
+        fs.shard_forward(apply, fs.presets.no_shard(params, mesh), mesh=mesh)(params, batches()[0])
+    narrow = training(
+        model_of("teacher"), mesh, "no_shard", policy={"compute_dtype": torch.bfloat16, "buffers": True}
+    )
+    with pytest.raises(
+        TraceError, match=r"(?s)writes to 6 leaves that it sees in a narrower dtype.*teacher.0"
+    ):
+        narrow[0].lower(narrow[1], batches()[0].bfloat16())
+    with pytest.raises(SpecError, match=r"LayoutSpec\(aggregation='median'\): one of 'mean', 'sum', 'rank0'"):
+        LayoutSpec(aggregation="median")
+    whole = training(Tally(), fs.make_mesh(shard=2, abstract=True), "no_shard", change=ruled("mean"))
+    with pytest.raises(SpecError, match=r"(?s)1 leaf whose dtype.*'positive'\], 'mean' of torch.int64"):
+        whole[0].lower(whole[1], batches()[0].float())
+
+
+# ------------------------------------------------------------------ eager
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "cumulative", "spectral", "counter", "queue", "teacher"])
+def test_eager_writes_to_what_is_passed(name: str) -> None:
+    """As `torch.func.functional_call` does; the module itself, with other leaves, stays what it was."""
+    model, x = copy.deepcopy(model_of(name)), batches()[0]
+    apply, params = fs.make_functional(model)
+    given = {p: v.detach().clone() for p, v in params.items()}
+    before = {p: v.clone() for p, v in model.state_dict().items()}
+    loss = apply(given, x)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(loss, model(x))
+    torch.testing.assert_close(given, dict(model.state_dict()))
+
+
+def test_what_is_assigned_may_be_another_buffer() -> None:
+    apply, params = fs.make_functional(Assigning(swapped))
+    given = {p: v.detach().clone() for p, v in params.items()}
+    apply(given, batches()[0])
+    assert (given["a"].unique().tolist(), given["b"].unique().tolist()) == ([1.0], [0.0])
+
+
+# ------------------------------------------------------------------ the state
+
+
+def test_the_state_shows_its_buffers() -> None:
+    model, mesh = model_of("batch_norm"), fs.make_mesh(shard=1)
+    step, params, _ = training(model, mesh, "full_shard")
+    state = step.init(params)
+    assert sorted(state.buffers) == sorted(p for p, _ in model.named_buffers())
+    assert all(state.buffers[p] is state.params[p] for p in state.buffers)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        state.buffers["a"] = torch.zeros(1)
+    with pytest.raises(StateError, match="does not know its specs"):
+        _ = fs.TrainState(state.step, state.params, {}, {}, state.seed).buffers
+
+
+def test_without_an_optimizer_they_are_written_where_they_are_passed() -> None:
+    model = model_of("batch_norm")
+    step, params, _ = training(model, fs.make_mesh(shard=1), "no_shard", optimizer=None)
+    blocks, kept = step.init(params), {p: v.detach().clone() for p, v in params.items()}
+    step(blocks, batches()[0])
+    expected = plain(model, 1, steps=1)[0]
+    for path, _ in model.named_buffers():
+        torch.testing.assert_close(blocks[path], expected[path], rtol=0, atol=ATOL)
+        assert torch.equal(params[path], kept[path])
+    found = {p: v.clone() for p, v in blocks.items()}
+    fs.debug.nan_hunt(step, blocks, batches()[0])
+    assert all(torch.equal(blocks[p], v) for p, v in found.items())
+
+
+def test_a_skipped_step_stores_what_it_has_written() -> None:
+    """As torch's AMP does: the forward is not scaled, and has run."""
+    model, mesh = copy.deepcopy(model_of("batch_norm")), fs.make_mesh(shard=1)
+    apply, params = fs.make_functional(model)
+    specs = fs.presets.no_shard(params, mesh)
+    step = fs.shard_step(
+        lambda p, x, factor: apply(p, x) * factor, specs, mesh=mesh, backend="eager",
+        optimizer=fs.optim.sgd(LR), loss_scale="dynamic",
+    )  # fmt: skip
+    state = step.init(params)
+    state, metrics = step(state, batches()[0], torch.tensor(float("inf")))
+    assert int(metrics["skipped_steps"]) == 1
+    expected = plain(model, 1, steps=1)[0]
+    for path, leaf in state.params.items():
+        of_module = params[path] if path not in state.buffers else expected[path]
+        torch.testing.assert_close(leaf, of_module.detach(), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("name", ["two_dtypes", "teacher"])
+def test_leaves_that_rest_elsewhere(name: str, memory: str, tmp_path: Path) -> None:
+    options = {"disk_dir": str(tmp_path)} if memory == "disk" else {}
+    policy = {"memory": memory, "optimizer_memory": memory, "buffers": True}
+    for got in simulated(model_of(name), "full_shard", policy=policy, accumulate=2, **options):
+        same(got, plain(model_of(name), 2, accumulate=2))
+
+
+def saved_on_rank(rank: int, folder: str) -> tuple[dict[str, Tensor], Tensor]:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    step, params, specs = training(model_of("two_dtypes"), mesh, "full_shard")
+    state = step.init(params)
+    for batch in batches():
+        state, _ = step(state, batch.chunk(2)[rank])
+    fs.checkpoint.save(folder, state)
+    evaluate, _ = evaluation(mesh, specs)
+    return fs.unshard(state.params, specs, mesh), evaluate(state, batches()[0])
+
+
+def evaluation(mesh: fs.Mesh, specs: Any = None) -> tuple[Any, Any]:
+    apply, params = fs.make_functional(copy.deepcopy(model_of("two_dtypes")).eval())
+    specs = specs or fs.presets.no_shard(params, mesh)
+    run = lambda p, x: apply({**p, **{k: v.clone() for k, v in p.items() if k in counters}}, x)  # noqa: E731
+    counters = [k for k in params if k.endswith(("low", "unread"))]  # which are written in eval mode too
+    return fs.shard_forward(run, specs, mesh=mesh, backend="eager"), specs
+
+
+def test_a_checkpoint_has_them_on_any_mesh(ranks: Any, tmp_path: Path) -> None:
+    (full, value), _ = ranks(2).run(saved_on_rank, str(tmp_path / "3"))
+    one = fs.make_mesh(shard=1)
+    step, _, _ = training(model_of("two_dtypes"), one, "no_shard")
+    state = fs.checkpoint.restore(tmp_path, step)
+    assert all(torch.equal(state.params[p], v) for p, v in full.items())
+    assert torch.equal(evaluation(one)[0](state, batches()[0]), value)
+    state, metrics = step(state, batches()[0])
+    assert torch.isfinite(metrics["loss"])
+
+
+# ------------------------------------------------------------------ tools
+
+
+def test_tools_know_the_lines() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    apply, params = fs.make_functional(copy.deepcopy(model_of("queue")))
+    sharded, whole = fs.presets.full_shard(params, mesh), fs.presets.no_shard(params, mesh)
+    assert fs.debug.check(apply, params, batches()[0], sharded)
+    options = {"optimizer": fs.optim.sgd(LR)}
+    assert not fs.debug.bisect(apply, whole, sharded, params, batches()[0], mesh=mesh, **options)
+    made = lowered("two_dtypes")
+    assert made.comm_analysis()["aggregate_buffers"]["count"] == 2
+    assert made.memory_analysis().peak_bytes > 0
+    assert {"aggregate_buffers", "store_buffers"} <= {s.verb for s in made.timeline("h100").spans}

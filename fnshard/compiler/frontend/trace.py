@@ -303,7 +303,8 @@ def _check_requires_grad(paths: Iterable[str], before: Sequence[bool], leaf_valu
         raise TraceError(
             f"`fn` changes requires_grad of {leaves(len(changed))}, which a trace loses:",
             [f"params[{p!r}]" for p in changed],
-            "say trainable=True or False in the leaf's spec, or read it through .detach().",
+            "say trainable=True or False in the leaf's spec, or read it through .detach(); write to "
+            "buffers under torch.no_grad(), or what is detached.",
         )
 
 
