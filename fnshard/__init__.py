@@ -32,6 +32,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.checkpoint.reshard import reshard, reshard_cost
 from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, psum
+from fnshard.compiler.frontend.limits import bounded
 from fnshard.debug import profile
 from fnshard.errors import (
     AgreementError,
@@ -88,6 +89,7 @@ __all__ = [
     "Whole",
     "adapters",
     "all_gather",
+    "bounded",
     "checkpoint",
     "codecs",
     "debug",

@@ -39,6 +39,7 @@ PUBLIC = [
     "Whole",
     "adapters",
     "all_gather",
+    "bounded",
     "checkpoint",
     "codecs",
     "debug",
@@ -138,6 +139,12 @@ PRIVATE = {
         "torch.amp.autocast_mode._exit_autocast",
     },
     "fnshard.compiler.frontend.trace": {"torch._subclasses"},
+    "fnshard.compiler.frontend.ragged.run": {
+        "torch._subclasses",
+        "torch.ops.aten._local_scalar_dense",
+    },
+    "fnshard.compiler.frontend.control_flow": {"torch._higher_order_ops"},
+    "fnshard.compiler.frontend.limits": {"torch._check"},  # public, but for its name
     "fnshard.compiler.frontend.transforms": {
         "torch._C",
         "torch._functorch",

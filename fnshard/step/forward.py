@@ -84,6 +84,7 @@ class Forward:
         bound = self._runner.bind(passed, blocks, lambda lowered: None)
         env = bound.run(self._runner.inputs(bound.lowered, blocks, passed, seed, number))
         outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results
+        self._runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
                 "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
         return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)

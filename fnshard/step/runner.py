@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.memory import made_of
+from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.program import Limit, Program
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.graph import graph_length
 from fnshard.layout.pairs import as_pairs
@@ -87,12 +88,23 @@ class RankState:
     last: Reading = Reading()
     steps: int = 0
 
-    def finished(self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor]) -> Reading:
-        """A step has been launched: its scalars and flags begin to be copied to the host."""
+    def finished(
+        self,
+        scalars: Mapping[Any, Tensor],
+        flags: Mapping[str, Tensor],
+        excesses: Mapping[Limit, Tensor],
+    ) -> Reading:
+        """A step has been launched: its scalars, flags and excesses begin to be copied to the host.
+
+        Raises:
+            StateError: it, or the one before it where a device is still at work on it, exceeds a limit.
+        """
         self.raised.clear()
         self.steps += 1
-        named = {**scalars, **{("flag", f): v for f, v in flags.items()}}
+        named = {**scalars, **{("flag", f): v for f, v in flags.items()}, **excesses}
         self.before, self.last = self.last, Reading.of(named, self.transfers.device)
+        if excesses:
+            check_limits((self.last if self.last.event is None else self.before).numbers())
         return self.last
 
     def heard(self, flag: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.compiler.frontend.limits import check_limits
 from fnshard.errors import StateError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.optim.contract import Optimizer
@@ -62,6 +63,9 @@ class Metrics(dict[str, Any]):
         One of `aux` that is named as one of the step's own is `aux.loss`, say; deeper trees are not read.
         Waits for the end of this step, and for nothing that was launched behind it: a loop that reads the
         numbers of one step after it has called the next step leaves a device no gap.
+
+        Raises:
+            StateError: the step exceeds a limit of `fn`'s, see `fs.bounded`.
         """
         numbers = self._numbers()
         clash = {n for n in numbers if len(n) > 1 and n[1:] in numbers}
@@ -71,6 +75,7 @@ class Metrics(dict[str, Any]):
         tensors, reading = getattr(self, "_sent", ({}, None))
         scalars = self.scalars()
         arrived = reading.numbers() if reading is not None else {}
+        check_limits(arrived)
         same = {n for n, v in scalars.items() if tensors.get(n) is v}  # others were assigned since
         return {n: arrived[n] if n in same else v.item() for n, v in scalars.items()}
 

@@ -412,7 +412,7 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
         summary, control = env[SCALARS], env[CONTROL]
-        self._runner.rank.finished({}, summary.flags)
+        self._runner.rank.finished({}, summary.flags, summary.excesses)
         factor = control.rescale(summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
@@ -437,6 +437,7 @@ class Step(Generic[OptimizerT, LossT]):
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
-        metrics.sent(self._runner.rank.finished(metrics.scalars(), summary.flags))
+        rank = self._runner.rank
+        metrics.sent(rank.finished(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics

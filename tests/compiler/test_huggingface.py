@@ -97,7 +97,7 @@ def layers_gathered(lowered: Lowered) -> list[str]:
 
 
 # The others are built of the same parts: here by hand, and in `test_zoo`.
-QUICK = ("qwen3", "gemma2", "gpt2", "t5", "bert", "vit")
+QUICK = ("qwen3", "gemma2", "gpt2", "t5", "bert", "vit", "jetmoe")
 
 
 @pytest.mark.parametrize(

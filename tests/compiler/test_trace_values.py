@@ -47,12 +47,12 @@ def test_refused_with_the_way_out(name: str) -> None:
 
 RIGHT |= {
     "item of a constant": lambda p, x: run_chain(p, x).sum() * torch.tensor(2.0).item(),
+    "nonzero": lambda p, x: run_chain(p, x)[x.sum(1).nonzero()[:, 0]].sum(),
+    "boolean index": lambda p, x: run_chain(p, x)[x.sum(1) > 0].sum(),
 }  # fmt: skip
 
 REFUSED |= {
     "branch": (lambda p, x: run_chain(p, x).sum() if x.sum() > 0 else x.sum(), "depends on a tensor's value"),
-    "nonzero": (lambda p, x: run_chain(p, x)[x.sum(1).nonzero()[:, 0]].sum(), "depends on a tensor's value"),
-    "boolean index": (lambda p, x: run_chain(p, x)[x.sum(1) > 0].sum(), "depends on a tensor's value"),
     "numpy of a batch leaf": (
         lambda p, x: run_chain(p, x).sum() * float(x.numpy().sum()),
         "depends on a tensor's value",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, pinn, vit
+from experiments.examples import ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit
 
 
 def fell(losses: list[float], by: float) -> bool:
@@ -45,12 +45,16 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
 
 @pytest.mark.parametrize(
     ("module", "steps", "by"),
-    [(maml, 40, 0.85), (gradient_penalty_gan, 60, 0.9), (ensemble_vmap, 30, 0.6), (pinn, 30, 0.8)],
+    [
+        (maml, 40, 0.85),
+        (gradient_penalty_gan, 60, 0.9),
+        (ensemble_vmap, 30, 0.6),
+        (pinn, 30, 0.8),
+        (moe, 30, 0.95),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_differentiation_inside_learns_and_two_ranks_are_one_process(
-    module: Any, steps: int, by: float, ranks: Any
-) -> None:
+def test_it_learns_and_two_ranks_are_one_process(module: Any, steps: int, by: float, ranks: Any) -> None:
     expected = in_double(0, module.train, steps)
     assert fell(expected, by)
     for losses in ranks(2).run(in_double, module.train, 5):
@@ -59,7 +63,7 @@ def test_differentiation_inside_learns_and_two_ranks_are_one_process(
 
 @pytest.mark.parametrize(
     "module",
-    [ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, pinn, vit],
+    [ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit],
     ids=lambda module: module.__name__,
 )
 def test_an_example_is_one_page(module: Any) -> None:

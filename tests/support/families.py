@@ -77,6 +77,13 @@ FAMILIES = {
     "vit": Family("ViT", "ForImageClassification", IMAGES),
 }  # fmt: skip
 
+# Whose experts take parts of rows that are sorted by expert, of lengths that the router decides.
+FAMILIES["jetmoe"] = Family(
+    "JetMoe", "ForCausalLM",
+    {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 4, "num_key_value_heads": 4},
+    tied=EMBEDDED, atol=1e-6,
+)  # fmt: skip
+
 EXPERTS = {**SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 NAMED, LOCAL_EXPERTS = {**EXPERTS, "num_experts": 4}, {**EXPERTS, "num_local_experts": 4}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,

@@ -85,7 +85,7 @@ def _check_mean(mean: Mean, place: str) -> None:
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
         wrong.append(f"total is {_kind(total)}, not a 0-d float tensor")
     counted = isinstance(count, Tensor) and count.dim() == 0 and not count.dtype.is_complex
-    if not counted and not _is_number(count):
+    if not counted and not _is_number(count) and not isinstance(count, torch.SymInt):
         wrong.append(f"count is {_kind(count)}, not a 0-d tensor or a number")
     if bound is not None and not (_is_number(bound) and 0 < bound < float("inf")):
         wrong.append(f"bound is {_kind(bound)}, not a positive finite number or None")
@@ -109,7 +109,8 @@ def _count(mean: Mean) -> Tensor:
     count = mean.count
     if isinstance(count, Tensor):
         return count if count.dtype.is_floating_point else count.to(torch.float32)
-    return torch.full((), float(count), device=mean.total.device)
+    number = count if isinstance(count, torch.SymInt) else float(count)  # x[mask].shape[0] is known by then
+    return torch.full((), number, dtype=torch.float32, device=mean.total.device)
 
 
 def check_count(program: Program) -> None:

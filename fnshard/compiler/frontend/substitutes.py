@@ -22,6 +22,9 @@ from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import register_flop_formula
 
+from fnshard.compiler.frontend.limits import require
+from fnshard.compiler.ir.source_lines import user_line
+
 # ------------------------------------------------------------------ products of groups
 
 
@@ -220,6 +223,18 @@ def _differing(input: Tensor, var: Tensor) -> list[int]:
     return [size for own, size in zip(input.shape, var.shape, strict=True) if own != size]
 
 
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """`torch.bincount` of numbers below `minlength`, as a step reports it where some are not."""
+    if not minlength:
+        return torch.bincount(input, weights, minlength)
+    index = input.long()
+    ones = torch.ones_like(index) if weights is None else weights
+    ones = ones if weights is None or ones.is_floating_point() else ones.double()
+    if index.numel():
+        require(index.max() + 1 - minlength, minlength, "bincount", user_line())
+    return ones.new_zeros(minlength).index_add(0, index.clamp(max=minlength - 1), ones)
+
+
 # ------------------------------------------------------------------ draws
 
 
@@ -392,6 +407,8 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss_of_torch,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
     torch.randperm: _randperm,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,

@@ -15,14 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.exchange import tracing_on
+from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.outputs import check_count, read_outputs
+from fnshard.compiler.frontend.ragged import run as ragged_run
 from fnshard.compiler.frontend.transforms import Retrace, differentiable, is_of_a_level
 from fnshard.compiler.frontend.unsupported import higher_order, refusals
 from fnshard.compiler.ir import source_lines
@@ -107,6 +114,7 @@ def _trace(
         without_autocast(),
         unspoiled(runs, _is_fake) as reached,
         undrawn(reached.of_type(GENERATORS)),
+        Limits() as excesses,
     ):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = {
@@ -125,18 +133,22 @@ def _trace(
             params = tree.unflatten(leaf_values, structure)
             given = dict(zip(tensors, batch_values, strict=True))
             args = tree.unflatten([given.get(n, v) for n, v in named.items()], batch_structure)
+            excesses.clear()
             before = [v.requires_grad for v in leaf_values]
             names.update({id(v): f"params[{p!r}]" for p, v in zip(fakes, leaf_values, strict=True)})
             names.update({id(v): f"batch[{n!r}]" for n, v in given.items()})
             result = args.call(fn, params)
             _check_requires_grad(fakes, before, leaf_values)
-            outputs, values = read_outputs(result, loss=differentiate)
-            collected["outputs"] = outputs
+            collected["outputs"], values = excesses.append(*read_outputs(result, loss=differentiate))
+            return values
+
+        def padded(run: Callable[..., list[Tensor]], *values: list[Tensor]) -> list[Tensor]:
+            collected["outputs"], values = excesses.append(collected["outputs"], run(*values))
             return values
 
         given = list(fakes.values()), list(tensors.values())
         with recorded() as executed, computed_names() as computed:
-            graph_module = _capture(prepared(flat), *given, differentiate, device, explained, sources)
+            graph_module = _capture(prepared(flat), padded, given, differentiate, device, explained, sources)
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
         values |= {Input("batch", n): v for n, v in tensors.items()}
@@ -270,19 +282,28 @@ def _check_written_constants(graph: fx.Graph, inputs: Sequence[Input]) -> None:
 
 
 def _capture(
-    flat: Callable,
-    leaf_fakes: list,
-    batch_fakes: list,
+    flat: Callable[..., list[Tensor]],
+    padded: Callable[..., list[Tensor]],
+    fakes: tuple[list[Tensor], list[Tensor]],
     differentiate: bool,
     device: torch.device,
     explained: Callable[[Exception, Call | None], Exception],
     sources: bool = False,
 ) -> fx.GraphModule:
-    """The graph that `make_fx` records. `explained`: an error that leaves `fn`, as it is to be raised."""
+    """The graph that `make_fx` records.
+
+    Args:
+        padded: as `flat`, of a function that takes its place where lengths depend on data.
+        explained: an error that leaves `fn`, as it is to be raised.
+    """
     with refusals(device) as calls, torch.set_grad_enabled(differentiate):
         try:
-            with source_lines.kept() if sources else nullcontext():
-                return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(leaf_fakes, batch_fakes)
+            try:
+                with source_lines.kept() if sources else nullcontext():
+                    return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(*fakes)
+            except (DynamicOutputShapeException, DataDependentOutputException):
+                run = partial(padded, ragged_run.capture(flat, *fakes))
+                return make_fx(run, tracing_mode="fake", pre_dispatch=True)(*fakes)
         except Exception as error:
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error

@@ -21,8 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.host_random import DRAWS, draws
-from fnshard.compiler.frontend import transforms
+from fnshard.compiler.frontend import control_flow, transforms
 from fnshard.compiler.frontend.mask_indices import positions
+from fnshard.compiler.frontend.ragged.run import check_read
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, unvalidated
 from fnshard.compiler.ir.failures import Call
 from fnshard.errors import TraceError, report
@@ -164,6 +165,7 @@ class Calls(TorchFunctionMode):
         if name in _READS:
             args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
         try:
+            check_read(name, args)
             if name in _INDEXED:
                 args = (args[0], positions(args[1], args[0].shape), *args[2:])
             return SUBSTITUTES.get(func, func)(*args, **kwargs)
@@ -218,6 +220,7 @@ def _patches() -> Iterator[tuple[Any, str, Patch]]:
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield torch.Tensor, name, _refuse(_HOOK, name)
     yield from transforms.patches()
+    yield from control_flow.patches()
     yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", _accumulates)
     yield _vmap_internals, "_vmap", _refuse(_BATCHED_GRADS, "")
     for owner in (torch, torch.random):
@@ -277,9 +280,11 @@ def _function_apply(original: classmethod, here: Callable[[], bool]) -> classmet
 
 def _higher_order_call(original: Callable[..., Any], here: Callable[[], bool]) -> Callable[..., Any]:
     def call(self: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
-        if here():
-            raise higher_order(self.name())
-        return original(self, *args, **kwargs)
+        if not here():
+            return original(self, *args, **kwargs)
+        if self.name() in control_flow.OPERATORS:
+            return control_flow.OPERATORS[self.name()](*args, **kwargs)
+        raise higher_order(self.name())
 
     return call
 

@@ -29,17 +29,23 @@ MIXED = (
     "batch, or what was computed in another dtype, as in x.to(weight.dtype)."
 )
 _VALUE = (
-    "choose with torch.where, mask instead of indexing by a condition, and pass numbers that are known "
-    "before the step as plain Python arguments; what you want to see goes out in aux."
+    "choose with torch.where or torch.cond, or by a mask; lengths such as x[mask].shape[0] are known, and "
+    "fs.bounded says how large one is at most. Pass numbers that are known before the step as plain Python "
+    "arguments; what you want to see goes out in aux."
 )
 _BY_FUNCTION = {
     "__format__": "a value is there when the step has run: return it in aux, as in `return loss, "
     '{"accuracy": accuracy}`, and print it from the metrics.',
-    "nonzero": _VALUE + " A mixture of transformers: model.set_experts_implementation('grouped_mm').",
+    **dict.fromkeys(
+        ("__iter__", "unbind"),
+        "loop over a fixed number, as in range(experts), and select inside. A mixture of transformers: "
+        "model.set_experts_implementation('grouped_mm').",
+    ),
     "one_hot": "say how many classes there are: F.one_hot(labels, num_classes=n).",
-    "bincount": "F.one_hot(x, num_classes=n).sum(0), or torch.zeros(n).scatter_add(0, x, weights).",
+    "bincount": "say how many there will be: minlength=n, or fs.bounded(torch.bincount(x), n).",
     "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
-    "repeat_interleave": "say how many rows there will be: output_size=n.",
+    "repeat_interleave": "say how many rows there will be: output_size=n, or at most "
+    "fs.bounded(torch.repeat_interleave(x, counts), n).",
     "_pack_padded_sequence": "run the recurrent module on the padded rows and mask what lies behind each "
     "length: losses by arange(T) < lengths[:, None]; the last state of a row is its output at lengths - 1.",
 }
@@ -73,6 +79,11 @@ def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) ->
     error = TraceError(headline, lines[:8] + [f"and {len(lines) - 8} more"] * (len(lines) > 8), fix)
     error.placed = any(places)
     return error
+
+
+def way_out(name: str, otherwise: str = _VALUE) -> str:
+    """What to do instead of a torch function that needs values."""
+    return _BY_FUNCTION.get(name, otherwise)
 
 
 @dataclass(frozen=True)
@@ -111,10 +122,14 @@ def explain(
     place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
     call = failed if failed is not None and failed.error is error else None
     if isinstance(error, FnshardError):
-        return TraceError(_placed(str(error), place)) if isinstance(error, TraceError) else error
+        placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
+        return error if placed else TraceError(_placed(str(error), place))
     if _depends_on_values(error):
+        message = re.sub(
+            r".*data-dependent expression (.*?) \(unhinted.*", r"\1, of lengths of data", message
+        )
         headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
-        return TraceError(_message(headline, place, [], _BY_FUNCTION.get(call.name if call else "", _VALUE)))
+        return TraceError(_message(headline, place, [], way_out(call.name if call else "")))
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
         headline = f"`fn` calls an operator that cannot run on tensors without values: {message}"
         fix = "write it with plain torch ops; for a torch.library.custom_op add register_fake."

@@ -35,13 +35,26 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What `fn` has a fixed number of: by how much more it needs is a result, 0 if that is enough.
+
+    `result`: its index. `op`, `place`: who needs it, and in which line of the user's code.
+    """
+
+    result: int
+    size: int
+    op: str
+    place: str = ""
+
+
+@dataclass(frozen=True)
 class Outputs:
     """How `fn`'s outputs lie in the program's flat ones.
 
     `loss`: index of the loss (or of the Mean's total); `count`: index of the Mean's count, or None.
     `aux`: structure and one entry per aux leaf: ("scalar", i), ("mean", i, j), ("tensor", i) or
     ("python", value). `bound`: the Mean's own. `writes`: by path, the index of a written leaf's new value.
-    A forward-only program has no loss and only "tensor" entries.
+    `limits`: what must not be exceeded. A forward-only program has no loss and only "tensor" entries.
     """
 
     loss: int | None
@@ -50,13 +63,21 @@ class Outputs:
     aux: tuple[tuple[Any, ...], ...] = ()
     bound: float | None = None
     writes: Mapping[str, int] = field(default_factory=dict)
+    limits: tuple[Limit, ...] = ()
 
     @property
     def summed(self) -> list[int]:
-        """Indices of what ranks sum with the loss: it, a Mean's count, scalars and Means of aux."""
+        """Indices of what ranks sum with the loss: it, a Mean's count, scalars and Means of aux, limits."""
         count = [] if self.count is None else [self.count]
         aux = [i for kind, *rest in self.aux if kind in ("scalar", "mean") for i in rest]
-        return [self.loss, *count, *aux]
+        return [self.loss, *count, *aux, *(limit.result for limit in self.limits)]
+
+    @property
+    def returned(self) -> list[int]:
+        """Indices of a rank's own results: tensors of aux, and what nobody sums where there is no loss."""
+        kinds = ("tensor",) if self.loss is not None else ("tensor", "mean")
+        aux = [i for kind, *rest in self.aux if kind in kinds for i in rest]
+        return aux if self.loss is not None else [*aux, *(limit.result for limit in self.limits)]
 
 
 @dataclass(frozen=True)

@@ -420,9 +420,7 @@ class _Builder:
 
     def schedule(self) -> Schedule:
         last = self.plan.accumulate - 1
-        local = ("tensor",) if self.plan.differentiate else ("tensor", "mean")
-        aux = [self.segments.results[i] for kind, *rest in self.outputs.aux if kind in local for i in rest]
-        outputs = [self.value(n, last) for n in aux]
+        outputs = [self.value(self.segments.results[i], last) for i in self.outputs.returned]
         if self.plan.differentiate:
             outputs.append(SCALARS)
         if self.plan.differentiate and not self.plan.update:

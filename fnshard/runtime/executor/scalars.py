@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.program import Limit, Outputs
 from fnshard.compiler.ir.values import CONTROL
 from fnshard.compiler.ir.values import stored as stored_names
 from fnshard.compiler.schedule.buckets import Bucket
@@ -30,6 +30,7 @@ class Summary:
 
     `loss`, `aux`: means over ranks and micro-batches. `count`: of the Mean, or None. `norm`: of the
     summed gradients as they lie (not yet unscaled), or None. `leaf_norms`: by path. `flags`: sums.
+    `excesses`: sums, of the program's limits.
     """
 
     loss: Tensor
@@ -38,6 +39,7 @@ class Summary:
     norm: Tensor | None
     leaf_norms: Mapping[str, LeafNorms]
     flags: Mapping[str, Tensor]
+    excesses: Mapping[Limit, Tensor]
 
 
 def rescale(summary: Summary | None, unscale: float, divisor: float, device: torch.device) -> Tensor | None:
@@ -134,10 +136,11 @@ class Scalars:
             elif kind == "mean":
                 total = next(feed)
                 aux.append(total / _positive(next(feed)))
+        excesses = {limit: next(feed) for limit in self.outputs.limits}
         norm = next(feed).sqrt() if self.norms else None
         leaf_norms = {p: LeafNorms(next(feed).sqrt(), next(feed).sqrt()) for p in self.leaf_norms}
         flags = {f: next(feed) for f in self.flags}
-        return Summary(loss, count, tuple(aux), norm, leaf_norms, flags)
+        return Summary(loss, count, tuple(aux), norm, leaf_norms, flags, excesses)
 
     def aux_tree(self, summary: Summary, env: Mapping[str, Any]) -> Any:
         """`fn`'s aux with scalars averaged, Means exact, and tensors of the last micro-batch."""

@@ -1,0 +1,144 @@
+"""Control flow: `torch.cond`, `scan` and `map` inside `fn`, as plain operators.
+
+Both branches of a `cond` are computed, and a `torch.where` chooses; what the branch that is not taken makes
+of its inputs, NaN among it, reaches neither results nor gradients. Loops of a known length are unrolled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._higher_order_ops.utils as utils
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from fnshard import tree
+from fnshard.compiler.ir.program import describe
+from fnshard.errors import TraceError
+
+Function = Callable[..., Any]
+
+
+def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], Any]]]:
+    """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
+    if hasattr(utils, "_hop_compile_and_call"):
+        yield utils, "_hop_compile_and_call", _called
+
+
+def _called(original: Function, here: Callable[[], bool]) -> Function:
+    def call(fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+        return fn(*args, **(kwargs or {})) if here() else original(fn, args, kwargs)
+
+    return call
+
+
+class _Branch(TorchFunctionMode):
+    """Calls in here read tensors from outside through a gate, which lets a gradient pass if `taken` is true.
+
+    A gradient of 0 that meets an infinite derivative is NaN; the gate makes it 0 again.
+    """
+
+    def __init__(self, taken: Tensor):
+        super().__init__()
+        self.taken = taken
+        self.own: dict[int, Tensor] = {}  # made in here, or gated; kept, so that no other has the same id
+        self.gates: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def gate(self, value: Any) -> Any:
+        """The same numbers, behind the gate."""
+        if not isinstance(value, Tensor) or id(value) in self.own or not value.requires_grad:
+            return value
+        if id(value) not in self.gates:
+            gated = torch.where(self.taken, value, value.detach())
+            self.gates[id(value)], self.own[id(gated)] = (value, gated), gated
+        return self.gates[id(value)][1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+        if (writes or name.startswith("__i")) and isinstance(args[0], Tensor) and id(args[0]) not in self.own:
+            raise TraceError(
+                f"a branch of torch.cond writes to a tensor from outside, {describe(args[0])}, by {name}.",
+                fix="branches are pure: return the new value, or clone the tensor in the branch first.",
+            )
+        args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs or {})), self.gate)
+        made = func(*args, **kwargs)
+        fx.node.map_aggregate(made if isinstance(made, list | tuple) else (made,), self._keep)
+        return made
+
+    def _keep(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.own[id(value)] = value
+        return value
+
+
+def _branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[Any], Any]:
+    mode = _Branch(taken)
+    with mode:
+        leaves, structure = tree.flatten(fn(*operands), constants=True)
+    return [mode.gate(v) for v in leaves], structure
+
+
+def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[Any] = ()) -> Any:
+    if not isinstance(pred, Tensor):
+        return (true_fn if pred else false_fn)(*operands)
+    pred = pred.reshape(())
+    (yes, structure), (no, other) = _branch(true_fn, operands, pred), _branch(false_fn, operands, ~pred)
+    shapes = [[describe(v) for v in values] for values in (yes, no)]
+    if structure != other or shapes[0] != shapes[1]:
+        raise TraceError(
+            "the branches of a torch.cond return different structures, shapes or dtypes:",
+            [
+                f"{name} branch: {', '.join(found)}"
+                for name, found in zip(("true", "false"), shapes, strict=True)
+            ],
+            "return tensors of the same shapes and dtypes from both.",
+        )
+    chosen = [torch.where(pred, a, b) if isinstance(a, Tensor) else a for a, b in zip(yes, no, strict=True)]
+    return tree.unflatten(chosen, structure)
+
+
+def _while_loop(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        "`fn` calls torch.while_loop, whose number of turns nobody knows before the step.",
+        fix="a Python loop of as many turns as there are at most, each of them torch.cond(condition(x), "
+        "body, torch.clone, (x,)).",
+    )
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """Trees of one structure, as one tree of their leaves along a new first dim."""
+    flat = [tree.flatten(row, constants=True) for row in rows]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree.unflatten([torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns], flat[0][1])
+
+
+def _scan(combine_fn: Function, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
+    carry, rows = init, []
+    for turn in range(xs[0].shape[0]):
+        flat = tree.flatten(carry)[0]
+        carry, row = combine_fn(*flat, *(x[turn] for x in xs), *additional_inputs)
+        rows.append(row)
+    return carry, _stacked(rows)
+
+
+def _map(f: Function, xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
+    return _stacked([f(*(x[turn] for x in xs), *pos_args) for turn in range(xs[0].shape[0])])
+
+
+def _associative_scan(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        "`fn` calls associative_scan in the mode 'pointwise', which a trace cannot differentiate.",
+        fix='combine_mode="generic".',
+    )
+
+
+OPERATORS: dict[str, Function] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "scan": _scan,
+    "map_impl": _map,
+    "associative_scan": _associative_scan,
+}

@@ -1,0 +1,304 @@
+"""Lengths that depend on data, and ops that have them, while a graph is run on tensors of known sizes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.frontend.limits import is_promised, require
+from fnshard.compiler.ir.failures import way_out
+from fnshard.errors import TraceError
+
+_ROOTS: dict[Any, Callable[..., Any]] = {
+    torch.sym_float: lambda v: v.double(),
+    torch.sym_max: torch.maximum,
+    torch.sym_min: torch.minimum,
+    operator.neg: torch.neg,
+}
+
+
+class Unbounded(Exception):
+    """A tensor of a length that depends on data is as long as nobody knows."""
+
+
+@dataclass
+class Ragged:
+    """A graph with symbolic lengths while it is run with tensors of known sizes.
+
+    Args:
+        sizes, counts: of every symbol that is known; a count is a 0-d int64 tensor, at most the size. A
+            number that no tensor is as long as has no size.
+        met: the symbols that nodes have made so far, before some were found to be equal.
+    """
+
+    shape_env: Any
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    sizes: dict[Any, int] = field(default_factory=dict)
+    counts: dict[Any, Tensor] = field(default_factory=dict)
+    met: set[Any] = field(default_factory=set)
+
+    @cached_property
+    def equal(self) -> dict[Any, Any]:
+        """Expressions that `fn` takes for a simpler one, which torch would assert when it runs."""
+        asserted = [a.expr for each in self.shape_env.deferred_runtime_asserts.values() for a in each]
+        pairs = [map(self.shape_env.replace, e.args) for e in asserted if type(e).__name__ == "Equality"]
+        ordered = [sorted(p, key=lambda e: (not e.is_Integer, not e.is_Symbol, str(e))) for p in pairs]
+        return {other: simple for simple, other in ordered if simple != other}
+
+    def expression(self, length: Any) -> Any:
+        """A sympy expression of a SymInt's length, or an int."""
+        if not isinstance(length, torch.SymInt):
+            return length
+        expression = self.shape_env.replace(length.node.expr)
+        while expression in self.equal:
+            expression = self.equal[expression]
+        return expression
+
+    def size(self, length: Any) -> int:
+        """The size of a dim of this length.
+
+        Raises:
+            Unbounded: it is not known.
+        """
+        expression = self.expression(length)
+        return expression if isinstance(expression, int) else _most(expression, self.sizes)
+
+    def count(self, length: Any) -> Any:
+        """How many entries of a dim of this length are values: an int, or a 0-d int64 tensor."""
+        expression = self.expression(length)
+        if isinstance(expression, int) or not expression.free_symbols:
+            return int(expression)
+        return _evaluated(expression, self.counts)
+
+    def dims(self, value: Any) -> dict[int, Any]:
+        """The ragged dims of a tensor of the symbolic trace, each with its length."""
+        if not isinstance(value, Tensor):
+            return {}
+        return {d: n for d, n in enumerate(value.shape) if symbols(self.expression(n))}
+
+    def valid(self, value: Tensor, dims: Collection[int] | None = None) -> Tensor | None:
+        """Which entries along ragged dims are values: bool, as broadcasts to the tensor; None if all are.
+
+        Args:
+            value: of the symbolic trace.
+            dims: those that matter; None is all.
+        """
+        found = None
+        for dim, length in self.dims(value).items():
+            if dims is None or dim in dims:
+                count = self.count(length)
+                known = torch.arange(self.size(length), device=value.device) < count
+                known = known.view(-1, *[1] * (value.dim() - dim - 1))
+                found = known if found is None else found & known
+        return found
+
+    def filled(self, node: fx.Node, fill: Any, dims: Collection[int] | None = None) -> Tensor:
+        """A node's tensor, with another number where its entries are no values."""
+        valid, value = self.valid(node.meta["val"], dims), self.values[node]
+        return value if valid is None else value.masked_fill(~valid, fill)
+
+    def index(self, node: fx.Node) -> Tensor:
+        """A node's integers, with the first value, or 0 if there is none, where entries are no values."""
+        value = self.values[node]
+        for dim, length in self.dims(node.meta["val"]).items():
+            first = torch.where(self.count(length) > 0, value.narrow(dim, 0, 1), 0)
+            value = torch.where(self.valid(node.meta["val"], [dim]), value, first)
+        return value
+
+    def number(self, node: fx.Node) -> Any:
+        """The true value of a length, or of what Python's arithmetic made of one: a tensor."""
+        if not isinstance(node, fx.Node):
+            return node
+        if isinstance(node.meta["val"], torch.SymInt):
+            return self.count(node.meta["val"])
+        return _ROOTS.get(node.target, node.target)(*map(self.number, node.args))
+
+    def define(self, node: fx.Node, length: Any, needed: Tensor, most: int | None) -> int:
+        """The size of a length that a node makes, whose count is kept.
+
+        Args:
+            needed: 0-d int64, the true length.
+            most: what it is at most without any promise; None if that is not known.
+        """
+        bounds = [v for v in (_upper_bound(self.shape_env, length), most) if v is not None]
+        if not bounds:
+            raise Unbounded
+        size = min(bounds)
+        is_new = length.node._expr not in self.met
+        excess = self._count(length, needed.clamp(max=size), needed)
+        if is_new and excess is None and (size != most or is_promised(length)):
+            excess = needed - size
+        self.sizes.setdefault(self.expression(length), size)
+        size = self.size(length)
+        if excess is not None:
+            require(excess, size, op_name(node), node.meta.get("stack_trace", ""))
+        return size
+
+    def define_number(self, node: fx.Node, value: Tensor) -> None:
+        """Keep the value of an integer that `fn` asks for, 0-d int64, and what it is at most."""
+        number = node.meta["val"]
+        excess, most = self._count(number, value, value), _upper_bound(self.shape_env, number)
+        if excess is None and most is not None:
+            self.sizes[self.expression(number)], excess = most, value - most
+        if excess is not None:
+            require(excess, most or 0, op_name(node), node.meta.get("stack_trace", ""))
+
+    def check_equal(self) -> None:
+        """Report a step in which lengths differ that `fn` takes for equal."""
+        known = [p for p in self.equal.items() if symbols(p[0]) | symbols(p[1]) <= self.counts.keys()]
+        values = [[_evaluated(e, self.counts) for e in pair] for pair in known]
+        if values:
+            require(sum((a - b).abs() for a, b in values), 0, "a length that `fn` takes for another")
+
+    def _count(self, length: Any, count: Tensor, needed: Tensor) -> Tensor | None:
+        """Keep a count; or by how much it is not the length that `fn` combines it with."""
+        own, expression = length.node._expr, self.expression(length)
+        is_met, is_known = own in self.met, symbols(expression) <= self.counts.keys()
+        self.met.add(own)
+        if not is_known:
+            self.counts[expression] = count
+            return None
+        return None if is_met else (needed - self.count(length)).abs()
+
+
+@dataclass(frozen=True)
+class RaggedOp:
+    """A node whose inputs or outputs are ragged, with its arguments by name, of known sizes."""
+
+    ragged: Ragged
+    node: fx.Node
+    arguments: dict[str, Any]
+    raw: dict[str, Any]  # nodes in the place of tensors
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def name(self) -> str:
+        """The op's, without the underscore of an op in place."""
+        return op_name(self.node).rstrip("_")
+
+    def dims(self, name: str) -> dict[int, Any]:
+        """The ragged dims of an argument."""
+        node = self.raw[name]
+        return self.ragged.dims(node.meta["val"]) if isinstance(node, fx.Node) else {}
+
+    def filled(self, name: str, fill: Any, dims: Collection[int] | None = None) -> Any:
+        """An argument with a number in the place of what is no value."""
+        return self.ragged.filled(self.raw[name], fill, dims) if self.dims(name) else self[name]
+
+    def define(self, length: Any, needed: Tensor, most: int | None) -> int:
+        """See `Ragged.define`; a length that torch knows by itself is not defined again."""
+        own = getattr(getattr(length, "node", None), "_expr", None)
+        is_new = own is not None and own.is_Symbol
+        return self.ragged.define(self.node, length, needed, most) if is_new else self.ragged.size(length)
+
+    def rows(self, dim: int, start: Tensor, length: Any, size: int) -> Tensor:
+        """As many entries of `self` as a length says, from a start, and then the first of these again."""
+        places = torch.arange(size, device=self["self"].device)
+        places = start + torch.where(places < self.ragged.count(length), places, 0)
+        return self["self"].index_select(dim, places.clamp(max=self["self"].shape[dim] - 1))
+
+    def run(self, /, **changed: Any) -> Any:
+        """The op with other arguments."""
+        given, schema, op = self.arguments | changed, self.node.target._schema.arguments, self.node.target
+        if any(isinstance(given[a.name], Tensor) and "number" in str(a.real_type) for a in schema):
+            op = op.overloadpacket  # as div.Tensor takes what div.Scalar does not
+        args = [given[a.name] for a in schema if not a.kwarg_only]
+        return op(*args, **{a.name: given[a.name] for a in schema if a.kwarg_only})
+
+    def refused(self, text: str) -> TraceError:
+        """The error for what has no exact form with known sizes."""
+        return refused(self.node, text)
+
+
+def refused(node: fx.Node, text: str) -> TraceError:
+    """The error for a node that lengths which depend on data cannot pass."""
+    name, place = op_name(node), node.meta.get("stack_trace", "")
+    error = TraceError(
+        "a shape in `fn` depends on a tensor's value, where known sizes cannot stand for it:",
+        [*([f"at {place}"] if place else []), f"{name} {text}"],
+        way_out(
+            name,
+            "fs.bounded(x, size) says how long x is at most; or mask instead of selecting: torch.where, "
+            "weights of 0 and 1; or put rows back, out.index_add(0, index, rows), before what mixes them.",
+        ),
+    )
+    error.placed = True
+    return error
+
+
+def op_name(node: fx.Node) -> str:
+    """`index_add_` of `aten.index_add_.default`."""
+    return getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+
+
+def symbols(expression: Any) -> set[Any]:
+    """Of a sympy expression or an int."""
+    return getattr(expression, "free_symbols", set())
+
+
+def _upper_bound(shape_env: Any, length: torch.SymInt) -> int | None:
+    """What `fs.bounded` or `torch._check` promise of a length, or what torch knows by itself."""
+    upper = shape_env.bound_sympy(length.node.expr).upper
+    return int(upper) if upper.is_Integer and int(upper) < (1 << 62) else None
+
+
+def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
+    """What an expression of lengths, each between 0 and its size, is at most."""
+    if expression.is_Symbol:
+        if expression not in sizes:
+            raise Unbounded
+        return sizes[expression]
+    if expression.is_Integer:
+        return int(expression)
+    operation = _operation(expression)
+    if operation == "Mul" and any(e.is_Integer and e < 0 for e in expression.args):
+        return 0
+    if operation == "Min":
+        return min(_most(e, sizes) for e in expression.args if symbols(e) <= sizes.keys())
+    return functools.reduce(_ARITHMETIC[operation], [_most(e, sizes) for e in expression.args])
+
+
+def _evaluated(expression: Any, counts: Mapping[Any, Any]) -> Any:
+    """A sympy expression of known counts."""
+    if expression.is_Symbol:
+        if expression not in counts:
+            raise Unbounded
+        return counts[expression]
+    if expression.is_Integer:
+        return int(expression)
+    values = [_evaluated(e, counts) for e in expression.args]
+    return functools.reduce(_ARITHMETIC[_operation(expression)], values)
+
+
+def _operation(expression: Any) -> str:
+    name = "Add" if expression.is_Add else "Mul" if expression.is_Mul else type(expression).__name__
+    if name not in _ARITHMETIC:
+        raise Unbounded
+    return name
+
+
+def _extreme(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+    def of(a: Any, b: Any) -> Any:
+        found = choose(torch.as_tensor(a), torch.as_tensor(b))
+        return found if isinstance(a, Tensor) or isinstance(b, Tensor) else int(found)
+
+    return of
+
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Pow": operator.pow,
+    "FloorDiv": operator.floordiv,
+    "Min": _extreme(torch.minimum),
+    "Max": _extreme(torch.maximum),
+}

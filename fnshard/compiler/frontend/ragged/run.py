@@ -1,0 +1,135 @@
+"""Capture `fn` with symbols for lengths that depend on data; run its graph on tensors of known sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, op_name, refused, symbols
+from fnshard.compiler.frontend.ragged.rules import rule_of
+from fnshard.compiler.ir import source_lines
+from fnshard.compiler.ir.program import OpOverload
+
+_READS = {"item", "tolist", "__bool__", "is_nonzero", "__float__", "__complex__"}
+_VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a length as a value
+
+
+def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[..., list[Any]]:
+    """`flat` as a function whose tensors have known sizes; it is traced here, with symbolic lengths.
+
+    Args:
+        inputs: fake tensors by argument.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # here: it brings sympy
+
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
+
+    def same(value: Tensor) -> Tensor:
+        with mode:
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return made.requires_grad_(value.requires_grad)
+
+    with source_lines.kept():
+        graph = make_fx(flat, tracing_mode="fake", pre_dispatch=True)(*([*map(same, v)] for v in inputs))
+
+    def padded(*inputs: Sequence[Tensor]) -> list[Any]:
+        return run(graph, shape_env, [v for values in inputs for v in values])
+
+    return padded
+
+
+def check_read(name: str, args: Sequence[Any]) -> None:
+    """Refuse that `fn` reads a value other than an integer, which would have to be known while it runs.
+
+    Raises:
+        DataDependentOutputException: as outside of such a trace.
+    """
+    value = args[0] if args else None
+    if name not in _READS or not isinstance(value, FakeTensor) or value.constant is not None:
+        return
+    is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
+    if value.fake_mode.shape_env is not None and not is_integer:
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> list[Any]:
+    """Run a graph with symbolic lengths on tensors of known sizes."""
+    ragged, feed = Ragged(shape_env), iter(inputs)
+    module.graph.eliminate_dead_code()
+    with fx_traceback.preserve_node_meta():
+        for node in module.graph.nodes:
+            fx_traceback.set_stack_trace([node.meta.get("stack_trace", "")])
+            if node.op == "placeholder":
+                ragged.values[node] = next(feed)
+            elif node.op == "get_attr":
+                ragged.values[node] = getattr(module, node.target)
+            elif node.op == "output":
+                for result in node.args[0]:
+                    if ragged.dims(result.meta["val"]):
+                        raise refused(result, "is returned with a length that depends on data")
+                ragged.check_equal()
+                return [ragged.values[n] for n in node.args[0]]
+            else:
+                ragged.values[node] = _run_node(ragged, node)
+    raise AssertionError("a graph without an output")
+
+
+def _run_node(ragged: Ragged, node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        if op_name(node) in ("item", "_local_scalar_dense"):
+            ragged.define_number(node, ragged.values[node.args[0]].detach().long())
+        return ragged.size(value) if symbols(ragged.expression(value)) <= ragged.sizes.keys() else None
+    if isinstance(value, torch.SymFloat | torch.SymBool):
+        return None
+    involved = [value, *(n.meta.get("val") for n in node.all_input_nodes)]
+    if not isinstance(node.target, OpOverload) or not any(map(_is_symbolic, involved)):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), ragged.values.__getitem__)
+        return node.target(*args, **kwargs)
+    schema = node.target._schema.arguments
+    raw = {a.name: a.default_value for a in schema} | dict(
+        zip([a.name for a in schema], node.args, strict=False)
+    )
+    raw |= node.kwargs
+    as_value = {a.name: any(name in str(a.real_type) for name in _VALUES) for a in schema}
+    arguments = {
+        name: fx.map_arg(given, lambda n, v=as_value[name]: _argument(ragged, n, v))
+        for name, given in raw.items()
+    }
+    call = RaggedOp(ragged, node, arguments, raw)
+    made = _made(call)
+    if made is None:
+        raise call.refused("makes a length that depends on data, of which no bound is known")
+    if isinstance(value, Tensor) and list(made.shape) != [ragged.size(n) for n in value.shape]:
+        raise call.refused("has another shape on known sizes")
+    target = arguments[schema[0].name]
+    writes = schema[0].alias_info is not None and schema[0].alias_info.is_write
+    return target.copy_(made) if writes and made is not target else made
+
+
+def _made(call: RaggedOp) -> Any:
+    try:
+        return rule_of(call)(call)
+    except Unbounded:
+        return None
+
+
+def _argument(ragged: Ragged, node: fx.Node, as_value: bool) -> Any:
+    is_number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)
+    return ragged.number(node) if as_value and is_number else ragged.values[node]
+
+
+def _is_symbolic(value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(
+        isinstance(v, torch.SymInt | torch.SymFloat)
+        or (isinstance(v, Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape))
+        for v in values
+    )

@@ -1,0 +1,367 @@
+"""Lengths that depend on data: sharded, recomputed, compiled, what plain torch makes of the true lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+from torch.func import grad
+from toys import lower
+
+import fnshard as fs
+from fnshard import StateError, TraceError
+
+Params = dict[str, Tensor]
+Fn = Callable[[Params, Tensor], Any]
+WIDTH, ROWS, EXPERTS = 8, 6, 4
+
+
+def params() -> Params:
+    numbers = torch.Generator().manual_seed(0)
+    shape = (WIDTH, WIDTH)
+    return {f"layers.{i}.w": torch.randn(shape, dtype=torch.float64, generator=numbers) / 2 for i in range(3)}
+
+
+def batches(count: int) -> Tensor:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(count, ROWS, WIDTH, dtype=torch.float64, generator=numbers)
+
+
+def hidden(p: Params, x: Tensor) -> Tensor:
+    return x @ p["layers.0.w"]
+
+
+def experts(p: Params, x: Tensor, capacity: int = 0) -> Tensor:
+    """Top two of four experts, one after the other, each on the tokens that chose it."""
+    weights, chosen = hidden(p, x)[:, :EXPERTS].softmax(-1).topk(2, dim=-1)
+    mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        place, token = torch.where(mask[expert])
+        token = fs.bounded(token, capacity) if capacity else token
+        rows = F.silu(F.linear(x[token], p["layers.1.w"] * (expert + 1))) * weights[token, place, None]
+        out.index_add_(0, token, rows)
+    return (out @ p["layers.2.w"]).square().mean()
+
+
+def experts_by_mask(p: Params, x: Tensor) -> Tensor:
+    first, out = hidden(p, x)[:, :EXPERTS].argmax(-1), torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        out[first == expert] = F.linear(x[first == expert], p["layers.1.w"] * (expert + 1)).tanh()
+    return (out @ p["layers.2.w"]).square().mean()
+
+
+def experts_by_sorting(p: Params, x: Tensor) -> Tensor:
+    """MegaBlocks: tokens sorted by expert, one run of rows for each, and back by the inverse order."""
+    first = hidden(p, x)[:, :EXPERTS].argmax(-1)
+    order, counts = first.argsort(stable=True), torch.bincount(first, minlength=EXPERTS)
+    rows, starts, out = x[order], counts.cumsum(0) - counts, torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        places = fs.bounded(
+            torch.repeat_interleave(starts[expert : expert + 1], counts[expert : expert + 1]), 5
+        )
+        places = places + torch.arange(places.shape[0])
+        out = out.index_add(0, order[places], F.gelu(rows[places] @ (p["layers.1.w"] * (expert + 1))))
+    return (out @ p["layers.2.w"]).square().mean()
+
+
+def experts_by_parts(p: Params, x: Tensor) -> Tensor:
+    """The same with numbers of rows as Python integers: as parts of a split, and as slices."""
+    first = hidden(p, x)[:, :EXPERTS].argmax(-1)
+    order, start, found = first.argsort(stable=True), 0, []
+    counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(0, first, torch.ones_like(first)).tolist()
+    for expert, part in enumerate(x[order].split(counts)):
+        rows = x[order][start : start + counts[expert]]
+        found.append((part + rows.sin()) @ p["layers.1.w"] * (expert + 1))
+        start += counts[expert]
+    out = torch.zeros_like(x).index_add(0, order, torch.cat(found).tanh())
+    return (out @ p["layers.2.w"].select(0, first.max().item())).square().mean()
+
+
+def experts_by_einsum(p: Params, x: Tensor) -> Tensor:
+    """GShard: a one-hot tensor sends tokens to places of experts, of which there are three."""
+    weights = hidden(p, x)[:, :EXPERTS].softmax(-1)
+    one_hot = F.one_hot(weights.argmax(-1), EXPERTS)
+    place = (one_hot.cumsum(0) - 1) * one_hot
+    sent = F.one_hot(place.clamp(max=3), 4)[..., :3] * one_hot[..., None]
+    rows = torch.einsum("nec,nd->ecd", sent.to(x.dtype), x)
+    rows = torch.einsum("ecd,df->ecf", rows, p["layers.1.w"]).tanh()
+    out = torch.einsum("nec,ecf,ne->nf", sent.to(x.dtype), rows, weights)
+    return (out @ p["layers.2.w"]).square().mean()
+
+
+def statistics(p: Params, x: Tensor) -> Tensor:
+    h = hidden(p, x)
+    chosen = h[h > 0]  # whose logarithm no other element has
+    return (
+        chosen.log().mean() + chosen.sum() / chosen.shape[0] + chosen.std() + 1 / chosen.var() + chosen.amax()
+    )
+
+
+def losses(p: Params, x: Tensor) -> Tensor:
+    mask = x[:, 0] > 0
+    scores, others = hidden(p, x)[mask], (x @ p["layers.1.w"])[mask]
+    loss = F.cross_entropy(others, scores.argmax(-1)) + F.mse_loss(scores, others)
+    loss = loss + F.smooth_l1_loss(scores, others, reduction="sum") + F.huber_loss(scores, others)
+    return loss + scores.view(-1, 2, 4).softmax(-1).square().sum() + F.layer_norm(others, (WIDTH,)).prod()
+
+
+def joined(p: Params, x: Tensor) -> Tensor:
+    first, second = hidden(p, x)[x[:, 0] > 0], x[x[:, 1] > 0] @ p["layers.1.w"]
+    rows = torch.cat([first, second])
+    shares = rows.softmax(0) * rows
+    ranked = rows.sort(0, descending=True).values[:, 0].square().mean()
+    return shares.sum() + rows.sum(0).square().mean() + rows.amax(0).sum() + rows.cumsum(0).mean() + ranked
+
+
+def products(p: Params, x: Tensor) -> Tensor:
+    a = hidden(p, x)[x[:, 0] > 0]
+    attended = (a @ a.T).softmax(-1) @ a
+    fused = F.scaled_dot_product_attention(a[None], a[None], a[None], is_causal=True)
+    return (a.T @ a).square().mean() + attended.mean() + fused.square().mean() + torch.einsum("nd,ne->", a, a)
+
+
+def nested(p: Params, x: Tensor) -> Tensor:
+    a = hidden(p, x)[x[:, 0] > 0]
+    b = a[a[:, 1] > 0]
+    a[:, 2] = a[:, 3] * 2
+    return (
+        b.square().sum()
+        + a.mean()
+        + b.sum(0).abs().max()
+        + a.flatten().square().mean()
+        + (a * 2 + a).square().sum(0).mean()
+    )
+
+
+def scattered(p: Params, x: Tensor) -> Tensor:
+    h, mask = hidden(p, x), x[:, 0] > 0
+    places = mask.nonzero()[:, 0]
+    copied = h.index_copy(0, places, h[mask] * 2).scatter_add(
+        0, places[:, None].expand(-1, 2), h[mask][:, :2]
+    )
+    put = torch.zeros_like(h).index_put((places,), h[places].sin())
+    back = torch.zeros_like(h).masked_scatter(mask[:, None], h[mask].cos())
+    return (copied * put).sum() + back.square().mean() + (torch.arange(places.shape[0]) * h[mask][:, 0]).sum()
+
+
+def unique_rows(p: Params, x: Tensor) -> Tensor:
+    ids = (10 * x.abs().sum(-1)).long() % 4
+    values, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    table = p["layers.1.w"][values]
+    chosen = torch.masked_select(hidden(p, x), x > 0.5)
+    return (
+        (table[inverse] * hidden(p, x)).sum()
+        + (table * counts[:, None]).square().mean()
+        + chosen.square().mean()
+    )
+
+
+def repeated(p: Params, x: Tensor) -> Tensor:
+    counts = (10 * x[:, 0].abs()).long() % 3
+    rows = fs.bounded(torch.repeat_interleave(hidden(p, x), counts, dim=0), 12)
+    found = fs.bounded(torch.bincount(counts), 3)
+    return rows.square().mean() * found.square().sum()
+
+
+def nothing(p: Params, x: Tensor) -> Tensor:
+    h = hidden(p, x)
+    return h[h > 1e9].log().sum() + h.mean()
+
+
+def inside_a_transform(p: Params, x: Tensor) -> Tensor:
+    slope = grad(lambda z: hidden(p, z)[x[:, 0] > 0].square().mean())(x)
+    return slope.square().mean() + hidden(p, x).mean()
+
+
+def counted(p: Params, x: Tensor) -> fs.Mean:
+    h = hidden(p, x)
+    return fs.Mean(h[x > 0].square().sum(), x[x > 0].shape[0])
+
+
+def branches(p: Params, x: Tensor, cond: Any = torch.cond) -> Tensor:
+    """The square root and the logarithm of a negative number, in branches that are not taken."""
+    w = p["layers.1.w"]
+
+    def root(z: Tensor) -> dict[str, Tensor]:
+        return {"h": torch.sqrt(z.abs() * w.sum()).sum(-1)}
+
+    def plain(z: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            scale = w.mean()
+        return {"h": (z @ w).sum(-1) * scale}
+
+    h = hidden(p, x)
+    total = w.sum()
+    made = cond(total > 0, root, plain, (h,))["h"].mean()
+    return made + cond(total < 0, lambda z: z @ w, lambda z: (z.abs() * total).log(), (h,)).mean()
+
+
+def loops(p: Params, x: Tensor, scan: Any = scan, torch_map: Any = torch_map) -> Tensor:
+    carry, rows = scan(
+        lambda c, z: (torch.tanh(c + z), (c * z).clone()), hidden(p, x)[0], x, dim=0, reverse=True
+    )
+    mapped = torch_map(lambda z, w: z @ w, x, p["layers.1.w"])
+    return carry.sum() + rows.square().mean() + mapped.mean()
+
+
+MIXTURES: list[Fn] = [experts, experts_by_mask, experts_by_sorting, experts_by_parts, experts_by_einsum]
+PROGRAMS: list[Fn] = [
+    *MIXTURES, statistics, losses, joined, products, nested, scattered, unique_rows, repeated, nothing,
+    inside_a_transform, counted, branches, loops,
+]  # fmt: skip
+
+
+def python_scan(combine: Fn, carry: Tensor, xs: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    rows = []
+    for x in xs.flip(0):
+        carry, row = combine(carry, x)
+        rows.insert(0, row)
+    return carry, torch.stack(rows)
+
+
+# What plain torch compiles, in Python.
+TWINS: dict[Fn, Fn] = {
+    branches: partial(branches, cond=lambda pred, yes, no, values: (yes if pred else no)(*values)),
+    loops: partial(
+        loops, scan=python_scan, torch_map=lambda f, xs, *args: torch.stack([f(x, *args) for x in xs])
+    ),
+}
+
+
+def loss_of(results: list[Any]) -> Tensor:
+    if isinstance(results[0], fs.Mean):
+        return sum(r.total for r in results) / sum(r.count for r in results)
+    return torch.stack(results).mean()
+
+
+def plain(fn: Fn, parts: int) -> tuple[Tensor, list[Tensor]]:
+    leaves = {k: v.requires_grad_() for k, v in params().items()}
+    loss = loss_of([TWINS.get(fn, fn)(leaves, x) for x in batches(parts)])
+    return loss, list(torch.autograd.grad(loss, leaves.values(), allow_unused=True, materialize_grads=True))
+
+
+def step_of(fn: Fn, mesh: fs.Mesh, preset: str = "full_shard", **options: Any) -> Callable[[int], Any]:
+    """A rank's loss and full gradients."""
+    specs = fs.presets.PRESETS[preset](params(), mesh)
+    step = fs.shard_step(fn, specs, mesh=mesh, **{"backend": "eager", **options})
+    parts = batches(mesh.size * options.get("accumulate", 1)).reshape(mesh.size, -1, WIDTH)
+
+    def work(rank: int) -> tuple[Tensor, Params]:
+        value, grads = step(fs.shard(params(), specs, mesh), parts[rank])
+        return value, fs.unshard(grads, specs, mesh, layout="gradient")
+
+    return work
+
+
+def check(fn: Fn, results: list[tuple[Tensor, Params]], parts: int) -> None:
+    loss, expected = plain(fn, parts)
+    for value, grads in results:
+        torch.testing.assert_close(value, loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
+def test_sharded_gradients_are_those_of_plain_torch(fn: Fn) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("zero2", {"remat": "unit", "accumulate": 2}),
+        ("full_shard", {}),
+    ]
+    for preset, options in ways[: 1 + (fn in MIXTURES)]:
+        work = step_of(fn, mesh, preset, **options)
+        check(fn, fs.simulate(mesh, work), 2 * options.get("accumulate", 1))
+
+
+def bounded_experts(p: Params, x: Tensor) -> Tensor:
+    return experts(p, x, capacity=6)
+
+
+def test_inductor_compiles_it() -> None:
+    mesh = fs.make_mesh(shard=1, simulated=True)
+    for fn in (bounded_experts, branches):
+        check(fn, fs.simulate(mesh, step_of(fn, mesh, backend="inductor")), 1)
+
+
+def on_gloo(rank: int) -> tuple[Tensor, Params]:
+    return step_of(bounded_experts, fs.make_mesh(shard=2))(rank)
+
+
+def test_two_real_ranks(ranks: Any) -> None:
+    check(bounded_experts, ranks(2).run(on_gloo), 2)
+
+
+# ------------------------------------------------------------------ bounds
+
+
+def test_a_bound_is_the_size_that_kernels_have() -> None:
+    small, large = (
+        lower(lambda p, x, c=c: experts(p, x, c), params(), batches(1)[0], ranks=2).program for c in (3, 0)
+    )
+    rows = [
+        [n.meta["val"].shape[0] for n in g.graph.nodes if "silu" in str(n.target)] for g in (small, large)
+    ]
+    assert rows == [[3] * EXPERTS, [2 * ROWS] * EXPERTS]
+    assert len(small.outputs.limits) == EXPERTS and not large.outputs.limits
+
+
+def exceeded(p: Params, x: Tensor) -> Tensor:
+    chosen = fs.bounded(x[x[:, 0] > -9], 5)
+    return (chosen @ p["layers.0.w"]).mean()
+
+
+EXCEEDED = (
+    r"(?s)more than `fn` has a bound for.*index at .*test_ragged.py:\d+  chosen = .*: {} more than .* 5,"
+)
+
+
+@pytest.mark.parametrize("kind", ["gradients", "state", "forward"])
+def test_more_than_a_bound_is_an_error_on_every_rank(kind: str) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(params(), mesh)
+    optimizer = fs.optim.sgd(0.1) if kind == "state" else None
+    step = fs.shard_step(exceeded, specs, mesh=mesh, backend="eager", optimizer=optimizer)
+    forward = fs.shard_forward(exceeded, specs, mesh=mesh, backend="eager")
+
+    def work(rank: int) -> None:
+        given = step.init(params()) if kind == "state" else fs.shard(params(), specs, mesh)
+        run = forward if kind == "forward" else step
+        run(given, batches(1)[0][:5])
+        given = step.init(params()) if kind == "state" else given
+        with pytest.raises(StateError, match=EXCEEDED.format(1 if kind == "forward" else 2)):
+            run(given, batches(1)[0])
+
+    fs.simulate(mesh, work)
+
+
+def test_plain_torch_holds_the_bound_too() -> None:
+    with pytest.raises(
+        StateError, match=r"dim 0 of a tensor of shape \[6, 8\] is longer than its bound of 5"
+    ):
+        exceeded(params(), batches(1)[0])
+    bound = fs.bounded(torch.ones(3, 4), 4, dim=1)
+    assert bound.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda p, x: hidden(p, x)[x[:, 0] > 0].flip(0).sum(), r"flip works along a dim .*test_ragged"),
+        (lambda p, x: (hidden(p, x)[x[:, 0] > 0].sum(), {"rows": x[x > 0]}), "is returned with a length"),
+        (lambda p, x: hidden(p, x)[: len(x[x > 0])].sum(), r"value \(.*of lengths of data"),
+        (lambda p, x: sum(hidden(p, x)[i].sum() for i in x[:, 0].nonzero()), "Fix: loop over a fixed number"),
+        (lambda p, x: hidden(p, x).sum() * torch.bincount(x[:, 0].abs().long()).sum(), "no bound is known"),
+        (lambda p, x: torch.while_loop(lambda z: z.sum() > 0, lambda z: (z - 1,), (x,))[0].sum(), "of turns"),
+        (lambda p, x: torch.cond(x.sum() > 0, lambda z: z[1:], lambda z: z, (x,)).sum(), "the branches of a"),
+        (lambda p, x: torch.cond(x.sum() > 0, lambda z: z.mul_(2), torch.clone, (x,)).sum(), "writes to a"),
+    ],
+)  # fmt: skip
+def test_what_has_no_exact_form_is_refused(fn: Fn, message: str) -> None:
+    with pytest.raises(TraceError, match=f"(?s){message}"):
+        lower(fn, params(), batches(1)[0], ranks=2)
