@@ -28,6 +28,7 @@ them touches the rest. `tests/test_extending.py` adds one of each from outside.
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
 from fnshard.adapters.lora import lora
+from fnshard.adapters.norms import sync_batch_norm
 from fnshard.analysis.hardware import Hardware
 from fnshard.checkpoint.reshard import reshard, reshard_cost
 from fnshard.compiler.deferred.deferred_init import deferred
@@ -118,6 +119,7 @@ __all__ = [
     "shard_forward",
     "shard_step",
     "simulate",
+    "sync_batch_norm",
     "tree",
     "units",
     "unshard",

@@ -68,6 +68,7 @@ PUBLIC = [
     "shard_forward",
     "shard_step",
     "simulate",
+    "sync_batch_norm",
     "tree",
     "units",
     "unshard",

@@ -1,5 +1,6 @@
-"""Adapters: LoRA, and adapters in and out of PEFT's files."""
+"""Adapters: LoRA, adapters in and out of PEFT's files, and batch norm over all ranks."""
 
+from fnshard.adapters.norms import batch_norm
 from fnshard.adapters.peft import load, merge, save
 
-__all__ = ["load", "merge", "save"]
+__all__ = ["batch_norm", "load", "merge", "save"]

@@ -1,0 +1,189 @@
+"""Batch norm over all ranks: what one process with all rows gives, in losses, gradients and statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fnshard as fs
+
+D, LR, STEPS, SIDE = torch.float64, 0.05, 3, 5
+
+
+class Activated(nn.BatchNorm2d):
+    """A norm with an activation in it, as timm's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = (self.weight, self.bias, self.training, self.momentum, self.eps)
+        return F.relu(F.batch_norm(x, self.running_mean, self.running_var, *shared))
+
+
+class Images(nn.Module):
+    """Two norms, of which the second reads what the first made."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], flat: bool = False):
+        super().__init__()
+        first = nn.Flatten() if flat else nn.Conv2d(3, 4, 3)
+        width = 3 * SIDE * SIDE if flat else 4
+        head = [] if flat else [nn.Flatten()]
+        norms = [norm(width), norm(width)]
+        self.layers = nn.Sequential(first, norms[0], nn.Tanh(), norms[1], *head, nn.LazyLinear(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x), torch.arange(len(x)) % 3)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "2d": lambda: Images(nn.BatchNorm2d),
+    "1d": lambda: Images(nn.BatchNorm1d, flat=True),
+    "activated": lambda: Images(Activated),
+    "no statistics": lambda: Images(lambda n: nn.BatchNorm2d(n, track_running_stats=False)),
+    "no weights": lambda: Images(lambda n: nn.BatchNorm2d(n, affine=False)),
+    "cumulative": lambda: Images(lambda n: nn.BatchNorm2d(n, momentum=None)),
+    "torch's": lambda: Images(nn.SyncBatchNorm),
+}
+
+
+def batches() -> Tensor:
+    """[STEPS, 6, 3, SIDE, SIDE], far from zero: squares alone would lose digits."""
+    return torch.randn(STEPS, 12, 3, SIDE, SIDE, dtype=D, generator=torch.Generator().manual_seed(1)) + 100
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    model.layers(batches()[0].double()) if name != "torch's" else _filled(model)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.reset_running_stats()
+    return model
+
+
+def _filled(model: nn.Module) -> None:
+    model.layers[-1](torch.zeros(2, 4 * (SIDE - 2) ** 2, dtype=D))
+
+
+def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """One process with all rows."""
+    model = model_of(name)
+    if name == "torch's":  # which asks for CUDA
+        model = Images(nn.BatchNorm2d).double()
+        model.layers[-1](torch.zeros(2, 4 * (SIDE - 2) ** 2, dtype=D))
+        model.load_state_dict(model_of(name).state_dict())
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {p: v.detach() for p, v in model.state_dict().items()}
+
+
+def step_of(name: str, mesh: fs.Mesh, preset: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    apply, params = fs.make_functional(fs.sync_batch_norm(model_of(name)))
+    specs = fs.presets.PRESETS[preset](params, mesh)
+    options = {"backend": "eager", **options}
+    step = fs.shard_step(lambda p, x: apply(p, x), specs, mesh=mesh, optimizer=fs.optim.sgd(LR), **options)
+    return step, {p: v.detach().clone() for p, v in params.items()}
+
+
+def trained(
+    rank: int, mesh: fs.Mesh, made: tuple[Any, dict[str, Tensor]], sizes: list[int]
+) -> tuple[list[float], dict[str, Tensor]]:
+    step, params = made
+    state, losses = step.init(params), []
+    for batch in batches():
+        state, metrics = step(state, batch.split(sizes)[rank])
+        losses.append(metrics["loss"].item())
+    return losses, fs.unshard(state.params, step.specs, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "remat"),
+    [(name, "full_shard", "none") for name in MODELS]
+    + [("2d", "no_shard", "unit"), ("activated", "zero2", "unit"), ("2d", "hybrid_shard", "none")],
+)
+def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:
+    axes = {"replicate": 2, "shard": 2} if preset == "hybrid_shard" else {"shard": 2}
+    mesh = fs.make_mesh(**axes, simulated=True)
+    made, sizes = step_of(name, mesh, preset, remat=remat), [12 // mesh.size] * mesh.size
+    for got in fs.simulate(mesh, lambda rank: trained(rank, mesh, made, sizes)):
+        torch.testing.assert_close(got, plain(name), rtol=1e-10, atol=1e-10)
+
+
+def evaluated(state: Any, specs: Any, mesh: fs.Mesh) -> Tensor:
+    apply, _ = fs.make_functional(fs.sync_batch_norm(model_of("2d")).eval())
+    return fs.shard_forward(apply, specs, mesh=mesh, backend="eager")(state, batches()[0])
+
+
+def on_rank(rank: int, backend: str, folder: str) -> Any:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    step, params = step_of("2d", mesh, "full_shard", backend=backend)
+    got = trained(rank, mesh, (step, params), [6, 6])
+    state, _ = step(step.init(params), batches()[0].chunk(2)[rank])
+    fs.checkpoint.save(folder, state)
+    return got, evaluated(state, step.specs, mesh)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_processes_equal_one_and_restored_on_one_rank_they_evaluate_bitwise(
+    ranks: Any, backend: str, tmp_path: Any
+) -> None:
+    got = ranks(2).run(on_rank, backend, str(tmp_path / "1"))
+    mesh, params = fs.make_mesh(shard=1), fs.make_functional(model_of("2d"))[1]
+    specs = fs.presets.full_shard(params, mesh)
+    again = evaluated(fs.checkpoint.restore(tmp_path / "1", specs, mesh), specs, mesh)
+    for result, seen in got:
+        torch.testing.assert_close(result, plain("2d"), rtol=1e-9, atol=1e-9)
+        assert torch.equal(seen, again)
+
+
+def test_uneven_rows_count_as_they_are() -> None:
+    """With a Mean, as the loss of one process is a mean over all rows."""
+    x, mesh = batches()[0, :, :, 0, 0], fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.randn(3, 3, dtype=D), "bias": torch.randn(3, dtype=D)}
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> fs.Mean:
+        out = fs.adapters.batch_norm(x @ p["w"], None, None, None, p["bias"], training=True)
+        return fs.Mean(out.exp().sum(), out.numel())
+
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
+
+    def run(rank: int) -> Any:
+        loss, grads = step(step.init(params), x.split([5, 7])[rank])
+        return loss, fs.unshard(grads, specs, mesh, layout="gradient")
+
+    leaves = {p: v.clone().requires_grad_() for p, v in params.items()}
+    whole = fn(leaves, x)
+    loss = whole.total / whole.count
+    expected = loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    for got in fs.simulate(mesh, run):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_one_exchange_a_layer_and_statistics_are_not_sent_again() -> None:
+    mesh = fs.make_mesh(shard=4, abstract=True)
+    step, params = step_of("2d", mesh, "full_shard")
+    lowered = step.lower(params, batches()[0][:3])
+    counts = lowered.schedule.counts()
+    assert counts["exchange"] == 2 * 2 and "aggregate_buffers" not in counts
+    assert lowered.comm_analysis()["exchange"]["bytes"] == 2 * 2 * 4 * (2 * 4 + 1) * 8
+
+
+def test_a_model_stays_what_it_was_in_eval_mode_on_one_rank_and_outside_of_a_step() -> None:
+    model = model_of("activated")
+    same = fs.sync_batch_norm(copy.deepcopy(model))
+    assert isinstance(same.layers[1], Activated) and same is fs.sync_batch_norm(same)
+    assert same.layers[1].__class__ is copy.deepcopy(same).layers[1].__class__
+    for training in (True, False):
+        x = batches()[0]
+        torch.testing.assert_close(same.train(training)(x), model.train(training)(x), rtol=0, atol=0)
+    torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
