@@ -56,8 +56,9 @@ def campaign(
         if time.monotonic() - began > spent:
             return
         found = failure(case, lambda c: check(c, runner))
-        with operators:
-            expected(case)
+        if "transforms" not in kinds(case):  # torch ends in a segmentation fault under both
+            with operators:
+                expected(case)
         rows.update(case.program.rows)
         texts.add(case.text)
         results[found.split(":")[0] or "right"] += 1
@@ -73,6 +74,11 @@ def campaign(
     print(f"{len(rows)} rows of {len(everything)}, {len(operators.seen)} operators")
     print(f"rows that never ran: {' '.join(sorted(everything - set(rows)))}")
     return failures
+
+
+def kinds(case: Case) -> set[str]:
+    """The families that a case's rows are of."""
+    return {name for name, family in grammar.FAMILIES.items() if family.keys() & set(case.program.rows)}
 
 
 def main() -> None:

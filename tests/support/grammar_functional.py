@@ -1,0 +1,72 @@
+"""Rows of the grammar that differentiate and map inside the program: torch.func and torch.autograd.grad; see `grammar`."""
+# ruff: noqa: E501  (a row is a line)
+
+from __future__ import annotations
+
+from typing import Any
+
+from grammar_pointwise import Row, each
+
+SAME_SHAPE = (
+    "v.sin()", "v.tanh() * v", "F.gelu(v)", "F.silu(v) * 0.7", "v.softmax(-1)", "(v.square() + 1.3).log()",
+    "F.layer_norm(v, v.shape[-1:])", "v.cumsum(-1).sin()", "v * v.mean()", "v.flip(-1).sigmoid() * v", "v / (1.5 + v.norm())",
+    "torch.where(v > 0.13, v.sin(), v * 0.5)", "torch.zeros_like(v).copy_(v).mul_(v)", "v.clone().cos_()", "v.index_select(-1, torch.arange(v.shape[-1]).flip(0)) * v",
+)  # fmt: skip
+OTHER_SHAPE = ("v.sum()", "v.logsumexp(-1)", "torch.cat([v, v.exp() * 0.1], -1)", "torch.outer(v.flatten(), v.flatten())", "v.square().mean(-1)", "torch.stack([v, v.cos()])")  # fmt: skip
+
+
+def same(g: Any, a: Any) -> str:
+    """A function of `v` that keeps its shape, and often reads a value or a leaf outside of it."""
+    body = g.pick(SAME_SHAPE)
+    return f"{body} * {g.fitting(a)}" if g.flag() else body
+
+
+def any_shape(g: Any, a: Any) -> str:
+    """A function of `v`."""
+    return same(g, a) if g.flag() else g.pick(OTHER_SHAPE)
+
+
+def scalar(g: Any, a: Any) -> str:
+    """A function of `v` that is not linear, to a number."""
+    return f"({any_shape(g, a)}).square().sum()"
+
+
+def row(g: Any) -> str:
+    """A function of one row `v`, which may read a leaf."""
+    return g.pick([*SAME_SHAPE, *OTHER_SHAPE, f"v * {g.leaf()}"])
+
+
+def small(v: Any) -> bool:
+    return v.numel() <= 8
+
+
+TRANSFORMS: dict[str, Row] = {
+    "func_grad": lambda g: f"torch.func.grad(lambda v: {scalar(g, a := g.f(1, 3))})({a})",
+    "func_grad_and_value": lambda g: f"torch.func.grad_and_value(lambda v: {scalar(g, a := g.f(1, 3))})({a})",
+    "func_grad_two": lambda g: f"torch.func.grad(lambda v, w: (v.sin() * w).square().sum(), argnums=(0, 1))({(a := g.f(1, 3))}, {g.like(a)})",
+    "func_grad_aux": lambda g: f"torch.func.grad(lambda v: ({scalar(g, a := g.f(1, 3))}, v.cos()), has_aux=True)({a})",
+    "func_grad_grad": lambda g: f"torch.func.grad(lambda u: torch.func.grad(lambda v: {scalar(g, a := g.f(1, 2))})(u).square().mean())({a})",
+    "func_grad_leaf": lambda g: f"torch.func.grad(lambda w: F.linear({(a := g.f(1))}, w).sin().sum())({g.leaf(3, a.shape[-1])})",
+    "func_inner_step": lambda g: f"(lambda w: F.linear({(a := g.f(1))}, w - 0.1 * torch.func.grad(lambda u: F.linear({a}, u).square().mean())(w)))({g.leaf(2, a.shape[-1])})",
+    "func_penalty": lambda g: f"(torch.func.grad(lambda v: {scalar(g, a := g.f(2, 3))})({a}).square().sum(-1) + 0.1).sqrt() - 1",
+    "func_vjp": lambda g: f"torch.func.vjp(lambda v: {same(g, a := g.f(1, 3))}, {a})[1]({g.like(a)})[0]",
+    "func_vjp_value": lambda g: f"torch.func.vjp(lambda v: {any_shape(g, a := g.f(1, 3))}, {a})[0]",
+    "func_jvp": lambda g: f"torch.func.jvp(lambda v: {any_shape(g, a := g.f(1, 3))}, ({a},), ({g.like(a)},))",
+    "func_hvp": lambda g: f"torch.func.jvp(torch.func.grad(lambda v: {scalar(g, a := g.f(1, 2))}), ({a},), ({g.like(a)},))[1]",
+    **each("jacrev jacfwd", lambda g, n: f"torch.func.{n}(lambda v: {any_shape(g, a := g.f(1, 2, small))})({a})"),
+    "hessian": lambda g: f"torch.func.hessian(lambda v: {scalar(g, a := g.f(1, 2, small))})({a})",
+    "vmap": lambda g: f"torch.func.vmap(lambda v: {row(g)})({g.f(2, 3)})",
+    "vmap_dims": lambda g: f"torch.func.vmap(lambda v: {g.pick(SAME_SHAPE)}, in_dims={(d := g.upto(1))}, out_dims={d})({g.f(2, 3)})",
+    "vmap_leaves": lambda g: f"torch.func.vmap(lambda w: F.linear({(a := g.f(1, 2))}, w).tanh())({g.leaf(2, 3, a.shape[-1])})",
+    "vmap_chunks": lambda g: f"torch.func.vmap(lambda v: {g.pick(SAME_SHAPE)}, chunk_size=2)({g.f(2, 3)})",
+    "vmap_grad": lambda g: f"torch.func.vmap(torch.func.grad(lambda v: ({row(g)}).square().sum()))({g.f(2, 3)})",
+    "vmap_jacrev": lambda g: f"torch.func.vmap(torch.func.jacrev(lambda v: {g.pick(SAME_SHAPE)}))({g.f(2, 2, small)})",
+    "grad_vmap": lambda g: f"torch.func.grad(lambda u: torch.func.vmap(lambda v: {row(g)})(u).square().sum())({g.f(2, 3)})",
+    "vmap_vmap": lambda g: f"torch.func.vmap(torch.func.vmap(lambda v: {g.pick(SAME_SHAPE)}))({g.f(3, 3)})",
+    "autograd_grad": lambda g: f"torch.autograd.grad({g.f()}.square().sum(), {g.f()}, create_graph=True)[0]",
+    "autograd_grad_two": lambda g: f"torch.autograd.grad({(a := g.f())}, [{g.f()}, {g.f()}], {g.like(a)}, create_graph=True)",
+    "autograd_grad_leaf": lambda g: f"torch.autograd.grad({g.f()}.sin().sum(), {g.any_leaf()}, create_graph=True)[0]",
+    "autograd_grad_detached": lambda g: f"torch.autograd.grad({g.f()}.square().sum(), {g.f()}, retain_graph=True)[0]",
+    "autograd_grad_inner": lambda g: f"(lambda v: torch.autograd.grad({scalar(g, a := g.f(1, 3))}, v, create_graph=True)[0])({a})",
+    "autograd_grad_mapped": lambda g: f"torch.func.vmap(lambda v: torch.func.grad(lambda w: (w * v).sin().sum())(v))({g.f(2, 3)})",
+}  # fmt: skip
