@@ -37,7 +37,7 @@ MATRICES: dict[str, Row] = {
     "dot": lambda g: f"torch.dot({(a := g.f(1, 1))}, {g.like(a)})",
     "inner": lambda g: f"torch.inner({(a := g.f(1, 2))}, {g.like(a)})",
     "outer": lambda g: f"torch.outer({g.f(1, 1)}, {g.f(1, 1)})",
-    "kron": lambda g: f"torch.kron({g.f(1, 2)}, {g.leaf(2)})",
+    "kron": lambda g: f"torch.kron({g.f(1, 2)} * 1.0, {g.leaf(2)})",  # eager backward reads an input as it is later
     "tensordot": lambda g: f"torch.tensordot({(a := g.f(1))}, {g.leaf(a.shape[-1], 2)}, dims=1)",
     "multi_dot": lambda g: f"torch.linalg.multi_dot([{(a := g.f(2, 2))}, {g.leaf(a.shape[1], 2)}, {g.leaf(2, 3)}])",
     "bilinear": lambda g: f"F.bilinear({(a := g.f(1, 3))}, {g.like(a)}, {g.leaf(2, a.shape[-1], a.shape[-1])})",
