@@ -100,6 +100,13 @@ KEPT = {
         """,
         shapes={"u.w": ()},
     ),
+    "a complex value in aux, copied to be contiguous": kept(
+        """
+        v = torch.view_as_complex(F.linear(x, p["u.w"]))
+        return torch.view_as_real(v).sin().sum(), {"view": v}
+        """,
+        shapes={"u.w": (2, 4)},
+    ),
 }  # fmt: skip
 
 

@@ -72,8 +72,7 @@ def _write_outgoing(program: Program) -> None:
 
 
 def _empty_like(value: Tensor, strides: torch.memory_format = torch.preserve_format) -> Tensor:
-    differentiable = value.is_floating_point() and value.requires_grad
-    return torch.empty_like(value, memory_format=strides, requires_grad=differentiable)
+    return torch.empty_like(value, memory_format=strides, requires_grad=value.requires_grad)
 
 
 # ------------------------------------------------------------------ which nodes are lazy
