@@ -142,7 +142,9 @@ class ResolvedSpecs:
             SpecError: trees of other leaves or constants.
         """
         given, form = tree.flatten_with_paths(like, is_leaf=is_spec)
-        parts = {f"{p}.{n}": p for p, s in self.leaves.items() if is_coded(s) for n in parts_of(s)}
+        coded = {p: s for p, s in self.leaves.items() if is_coded(s)}
+        check_codecs(coded)
+        parts = {f"{p}.{n}": p for p, s in coded.items() for n in parts_of(s)}
         if not parts.keys().isdisjoint(given):
 
             def is_one_leaf(node: Any) -> bool:

@@ -126,7 +126,7 @@ def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any
     ],
 )
 def test_what_no_complex_leaf_can_be_is_refused_by_leaf(policy: dict[str, Any], message: str) -> None:
-    specs = fs.match_specs(MODEL.params, [("*mix", LayoutSpec(**policy)), ("*", LayoutSpec())])
+    specs = fs.match_specs(MODEL.params, [("layers.0.*", LayoutSpec(**policy)), ("*", LayoutSpec())])
     for make in (
         lambda: fs.shard(MODEL.params, specs, fs.make_mesh()),
         lambda: sharded.make_step(None, MODEL, specs, SGD),
@@ -139,6 +139,11 @@ def test_gradients_forwards_and_checks_are_of_complex_leaves() -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.match_specs(MODEL.params, [("*mix", LayoutSpec(P(None, "shard"))), ("*", LayoutSpec())])
     grads_of = sharded.make_step(mesh, MODEL, specs, None)
+    with_aux = sharded.make_step(
+        mesh, MODEL, specs, None, accumulate=3,
+        loss=lambda p, x, y: (MODEL.loss(p, x, y), {"z": (p["layers.0.phase"] * x).mean(), "x": x * 1j}),
+    )  # fmt: skip
+    mean = (MODEL.params["layers.0.phase"] * MODEL.batch(0)[0]).mean()
     forward = fs.shard_forward(
         lambda p, x: p["layers.0.mix"] @ p["layers.0.filter"] + x.sum(), specs, mesh=mesh, backend="eager"
     )
@@ -149,6 +154,9 @@ def test_gradients_forwards_and_checks_are_of_complex_leaves() -> None:
         value, grads = grads_of(blocks, *sharded.part(MODEL.batch(0), rank, 2))
         grads = fs.unshard(grads, specs, mesh, layout="gradient")
         torch.testing.assert_close((value, grads), (loss, expected), rtol=0, atol=1e-10)
+        (_, aux), _ = with_aux(blocks, *sharded.part(MODEL.batch(0), rank, 2))
+        torch.testing.assert_close(aux["z"], mean, rtol=0, atol=1e-10)
+        assert aux["x"].dtype == torch.complex128
         out = MODEL.params["layers.0.mix"] @ MODEL.params["layers.0.filter"] + 1
         torch.testing.assert_close(forward(blocks, torch.ones(1)), out)
 

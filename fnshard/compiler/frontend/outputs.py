@@ -34,8 +34,9 @@ def read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
             _check_mean(leaf, "aux")
             return ("mean", add(leaf.total), add(_count(leaf)))
         if isinstance(leaf, Tensor):
-            kind = "scalar" if loss and leaf.dim() == 0 else "tensor"
-            return (kind, add(leaf))
+            if not loss or leaf.dim():
+                return ("tensor", add(leaf))
+            return ("complex", add(leaf.real), add(leaf.imag)) if leaf.is_complex() else ("scalar", add(leaf))
         return ("python", leaf)
 
     if not loss:

@@ -52,9 +52,10 @@ class Outputs:
     """How `fn`'s outputs lie in the program's flat ones.
 
     `loss`: index of the loss (or of the Mean's total); `count`: index of the Mean's count, or None.
-    `aux`: structure and one entry per aux leaf: ("scalar", i), ("mean", i, j), ("tensor", i) or
-    ("python", value). `bound`: the Mean's own. `writes`: by path, the index of a written leaf's new value.
-    `limits`: what must not be exceeded. A forward-only program has no loss and only "tensor" entries.
+    `aux`: structure and one entry per aux leaf: ("scalar", i), ("complex", i, j), ("mean", i, j),
+    ("tensor", i) or ("python", value). `bound`: the Mean's own. `writes`: by path, the index of a written
+    leaf's new value. `limits`: what must not be exceeded. A forward-only program has no loss and only
+    "tensor" entries.
     """
 
     loss: int | None
@@ -69,7 +70,7 @@ class Outputs:
     def summed(self) -> list[int]:
         """Indices of what ranks sum with the loss: it, a Mean's count, scalars and Means of aux, limits."""
         count = [] if self.count is None else [self.count]
-        aux = [i for kind, *rest in self.aux if kind in ("scalar", "mean") for i in rest]
+        aux = [i for kind, *rest in self.aux if kind in ("scalar", "complex", "mean") for i in rest]
         return [self.loss, *count, *aux, *(limit.result for limit in self.limits)]
 
     @property

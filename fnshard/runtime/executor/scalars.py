@@ -133,6 +133,8 @@ class Scalars:
         for kind, *_ in self.outputs.aux:
             if kind == "scalar":
                 aux.append(next(feed) / parts)
+            elif kind == "complex":
+                aux.append(torch.complex(next(feed), next(feed)) / parts)
             elif kind == "mean":
                 total = next(feed)
                 aux.append(total / _positive(next(feed)))
@@ -150,7 +152,7 @@ class Scalars:
         last = f"#{self.accumulate - 1}" if self.accumulate > 1 else ""
         leaves = []
         for kind, *rest in self.outputs.aux:
-            if kind in ("scalar", "mean"):
+            if kind in ("scalar", "complex", "mean"):
                 leaves.append(next(means))
             else:
                 leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]] + last])
