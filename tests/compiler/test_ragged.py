@@ -100,7 +100,11 @@ def statistics(p: Params, x: Tensor) -> Tensor:
     h = hidden(p, x)
     chosen = h[h > 0]  # whose logarithm no other element has
     return (
-        chosen.log().mean() + chosen.sum() / chosen.shape[0] + chosen.std() + 1 / chosen.var() + chosen.amax()
+        chosen.log().mean()
+        + chosen.sum() / chosen.shape[0]
+        + chosen.std()
+        + 1 / chosen.var()
+        + chosen.amax() / (1 / chosen.shape[0])
     )
 
 
@@ -195,7 +199,9 @@ def branches(p: Params, x: Tensor, cond: Any = torch.cond) -> Tensor:
     def plain(z: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             scale = w.mean()
-        return {"h": (z @ w).sum(-1) * scale}
+        made = torch.where(~(z > 0), z, 2 * z) @ w
+        made += 1
+        return {"h": made.sum(-1) * scale}
 
     h = hidden(p, x)
     total = w.sum()

@@ -125,9 +125,8 @@ def explain(
         placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
         return error if placed else TraceError(_placed(str(error), place))
     if _depends_on_values(error):
-        message = re.sub(
-            r".*data-dependent expression (.*?) \(unhinted.*", r"\1, of lengths of data", message
-        )
+        symbolic = r".*data-dependent expression (.*?) \(unhinted.*|(\S+) \(<class 'torch.SymInt'>.*"
+        message = re.sub(symbolic, r"\1\2, of lengths of data", message)
         headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
         return TraceError(_message(headline, place, [], way_out(call.name if call else "")))
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
@@ -163,7 +162,8 @@ def _placed(text: str, place: str) -> str:
 def _depends_on_values(error: Exception) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    known = re.search(r"data-dependent|\.(numpy|tolist)\(\) is not supported", str(error)) is not None
+    words = r"data-dependent|\.(numpy|tolist)\(\) is not supported|SymInt.*is not tracked with proxy"
+    known = re.search(words, str(error)) is not None
     return isinstance(error, RuntimeError) and (known or "GuardOnDataDependent" in type(error).__name__)
 
 

@@ -17,7 +17,7 @@ from fnshard.compiler.ir.failures import way_out
 from fnshard.errors import TraceError
 
 _ROOTS: dict[Any, Callable[..., Any]] = {
-    torch.sym_float: lambda v: v.double(),
+    torch.sym_float: lambda v: v,
     torch.sym_max: torch.maximum,
     torch.sym_min: torch.minimum,
     operator.neg: torch.neg,
@@ -118,7 +118,8 @@ class Ragged:
             return node
         if isinstance(node.meta["val"], torch.SymInt):
             return self.count(node.meta["val"])
-        return _ROOTS.get(node.target, node.target)(*map(self.number, node.args))
+        values = [v.double() if isinstance(v, Tensor) else v for v in map(self.number, node.args)]
+        return _ROOTS.get(node.target, node.target)(*values)
 
     def define(self, node: fx.Node, length: Any, needed: Tensor, most: int | None) -> int:
         """The size of a length that a node makes, whose count is kept.

@@ -231,6 +231,13 @@ def _rows(c: RaggedOp) -> Any:
     return c.run()
 
 
+def _pad(c: RaggedOp) -> Any:
+    padded = {c["self"].dim() - 1 - i // 2 for i, width in enumerate(c["pad"]) if width}
+    if padded & c.dims("self").keys():
+        raise c.refused("pads a dim whose length depends on data")
+    return c.run()
+
+
 def _view(c: RaggedOp) -> Any:
     """Rows of a ragged dim stay the outermost of the dims that they are merged with or cut into."""
     before, after = c.raw["self"].meta["val"], c.node.meta["val"]
@@ -317,6 +324,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("chunk", "unbind", "glu", "flip", "roll", "cosine_similarity", "diff", "kthvalue", "median",
          "unfold", "unflatten"), _beside),
+    "pad": _pad, "constant_pad_nd": _pad,
     "select": _select, "slice": _part, "narrow": _part, "split": _parts, "split_with_sizes": _parts,
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "group_norm", "max_pool1d", "max_pool2d", "avg_pool2d",

@@ -100,7 +100,7 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     raw |= node.kwargs
     as_value = {a.name: any(name in str(a.real_type) for name in _VALUES) for a in schema}
     arguments = {
-        name: fx.map_arg(given, lambda n, v=as_value[name]: _argument(ragged, n, v))
+        name: fx.map_arg(given, lambda n, v=as_value[name]: _argument(ragged, n, v, value))
         for name, given in raw.items()
     }
     call = RaggedOp(ragged, node, arguments, raw)
@@ -121,9 +121,12 @@ def _made(call: RaggedOp) -> Any:
         return None
 
 
-def _argument(ragged: Ragged, node: fx.Node, as_value: bool) -> Any:
-    is_number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)
-    return ragged.number(node) if as_value and is_number else ragged.values[node]
+def _argument(ragged: Ragged, node: fx.Node, as_value: bool, result: Any) -> Any:
+    if not as_value or not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
+        return ragged.values[node]
+    number = ragged.number(node)  # of a result in float, it is one like Python's: of no dtype of its own
+    is_float = isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
+    return number.to(result.dtype) if is_float and isinstance(number, Tensor) else number
 
 
 def _is_symbolic(value: Any) -> bool:
