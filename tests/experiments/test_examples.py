@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit
+from experiments.examples import dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit
 
 
 def fell(losses: list[float], by: float) -> bool:
@@ -51,6 +51,7 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
         (ensemble_vmap, 30, 0.6),
         (pinn, 30, 0.8),
         (moe, 30, 0.95),
+        (dino, 60, 0.8),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -63,7 +64,7 @@ def test_it_learns_and_two_ranks_are_one_process(module: Any, steps: int, by: fl
 
 @pytest.mark.parametrize(
     "module",
-    [ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit],
+    [dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit],
     ids=lambda module: module.__name__,
 )
 def test_an_example_is_one_page(module: Any) -> None:
