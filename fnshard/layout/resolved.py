@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.errors import SpecError, leaves
+from fnshard.errors import SpecError, TraceError, leaves
 from fnshard.layout.codecs import check_codecs, decoded, is_coded, parts_of
 from fnshard.layout.pairs import as_complex, is_complex, paired_specs
 from fnshard.layout.rules import check_tree
@@ -195,7 +195,18 @@ class ResolvedSpecs:
         @functools.wraps(fn)
         def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
             full = tree.unflatten(self.rested(tree.flatten_with_paths(params)[0]), self.structure)
-            return fn(self.decoded(full), *batch, **keywords)
+            seen = self.decoded(full)
+            values = tree.flatten_with_paths(seen)[0]
+            versions = {p: values[p]._version for p, s in self.leaves.items() if is_coded(s)}
+            result = fn(seen, *batch, **keywords)
+            written = [f"params[{p!r}]" for p, version in versions.items() if values[p]._version != version]
+            if written:
+                raise TraceError(
+                    f"`fn` changes {leaves(len(written))} in place, whose codes are what is stored:",
+                    written,
+                    "codec=None in the spec of a leaf that `fn` writes to.",
+                )
+            return result
 
         return of_parts
 

@@ -45,7 +45,7 @@ MOST_ROWS, MOST_COLUMNS = 16, 12  # of blocks; between the first and the last th
 LETTERS = {
     "forward": "F", "backward": "B", "update": "U", "packing and the rest": "P", "gather": "G",
     "reduce scatter": "R", "all reduce": "A", "publish": "W", "reduce scalars": "S", "to device": "I",
-    "to host": "O", "exchange": "X",
+    "to host": "O", "exchange": "X", "aggregate buffers": "M",
 }  # fmt: skip
 
 

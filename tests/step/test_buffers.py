@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -264,8 +265,14 @@ def test_the_models_write() -> None:
         assert changed - trained, name
 
 
-@pytest.mark.parametrize(("accumulate", "remat"), [(1, "none"), (2, "unit")])
-@pytest.mark.parametrize("preset", PRESETS)
+USUAL = {("ddp", 1, "none"), ("zero2", 2, "none"), ("full_shard", 2, "unit"), ("hybrid", 1, "unit")}
+CASES = [
+    pytest.param(*case, marks=[] if case in USUAL else pytest.mark.long)
+    for case in itertools.product(PRESETS, (1, 2), ("none", "unit"))
+]
+
+
+@pytest.mark.parametrize(("preset", "accumulate", "remat"), CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat: str) -> None:
     model, (strategy, axes) = model_of(name), PRESETS[preset]
@@ -287,6 +294,9 @@ def test_processes_follow_plain_torch(ranks: Any, name: str, backend: str) -> No
 
 
 # ------------------------------------------------------------------ rules
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:compiling again")
 
 
 def uneven(batch: Tensor) -> list[Tensor]:
@@ -438,6 +448,17 @@ def test_refused(name: str) -> None:
         step.lower(params, batches()[0])
 
 
+def test_a_coded_leaf_is_not_written_to() -> None:
+    model, mesh = model_of("teacher"), fs.make_mesh(shard=1)
+    coded = {"codec": "int8", "storage_dtype": None}
+    change = lambda p, s: replace(s, **(coded if p == "teacher.0.0.weight" else {}))  # noqa: E731
+    step, params, _ = training(model, mesh, "no_shard", change=change)
+    with pytest.raises(
+        TraceError, match=r"(?s)changes 1 leaf in place.*codes.*'teacher.0.0.weight'.*codec=None"
+    ):
+        step.lower(params, batches()[0])
+
+
 def test_other_refusals() -> None:
     model, mesh = model_of("batch_norm"), fs.make_mesh(shard=1)
     apply, params = fs.make_functional(copy.deepcopy(model))
@@ -580,3 +601,29 @@ def test_tools_know_the_lines() -> None:
     assert made.comm_analysis()["aggregate_buffers"]["count"] == 2
     assert made.memory_analysis().peak_bytes > 0
     assert {"aggregate_buffers", "store_buffers"} <= {s.verb for s in made.timeline("h100").spans}
+
+
+# ------------------------------------------------------------------ convolutional networks
+
+
+class Vision(nn.Module):
+    """A classifier of images that are made of rows, as a loss."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = F.interpolate((x[:, None, :, None] * x[:, None, None, :]).expand(-1, 3, -1, -1), size=32)
+        return F.cross_entropy(self.network(image).logits, torch.arange(x.shape[0]) % 3)
+
+
+@pytest.mark.long
+def test_a_convolutional_network() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(num_labels=3, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2])
+    model = Vision(transformers.ResNetForImageClassification(config)).double().train()
+    expected = plain(model, 2, accumulate=2)
+    for got in simulated(model, "full_shard", accumulate=2, remat="unit"):
+        same(got, expected)
