@@ -97,7 +97,31 @@ def complex_numbers(on: Any, p: Params, x: Tensor) -> Tensor:
     return h.abs().mean() + (x @ p["layers.1.w"] * p["scale"]).mean()
 
 
-PROGRAMS = [centred, contrastive, nested, of_leaves, detached, a_mean, by_axis, complex_numbers]
+def slopes_of_autograd(on: Any, p: Params, x: Tensor) -> Tensor:
+    """An inner derivative beside exchanges, of which it sees none."""
+    x = x.clone().requires_grad_()
+    h = (x @ p["layers.0.w"]).tanh()
+    (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+    h = h - on.psum(slope.sum(0)) * on.all_gather(h).mean(0)
+    return (h @ p["layers.1.w"] * p["scale"]).square().mean()
+
+
+def slope_of_a_sum(x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(fs.psum(x.sum()), x)[0]
+
+
+PROGRAMS = [
+    slopes_of_autograd,
+    centred,
+    contrastive,
+    nested,
+    of_leaves,
+    detached,
+    a_mean,
+    by_axis,
+    complex_numbers,
+]
 
 
 # ------------------------------------------------------------------ the truth: ranks as threads of one graph
@@ -276,6 +300,7 @@ def test_fit_cuts_no_batch_whose_rows_are_exchanged(exchange: Any, most: int) ->
         (lambda x: fs.all_gather(x.sum()), r"fs.all_gather along dim 0 of \[\]"),
         (lambda x: torch.func.vmap(fs.psum)(x), "fs.psum inside a torch.func transform"),
         (lambda x: torch.func.grad(lambda y: fs.psum(y.sum()))(x), "fs.psum inside a torch.func transform"),
+        (slope_of_a_sum, "differentiates through fs.psum"),
     ],
 )
 def test_mistakes_are_named(call: Callable[[Tensor], Tensor], message: str) -> None:

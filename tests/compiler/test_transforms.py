@@ -244,6 +244,13 @@ def all_kinds_in_one(p: Params, x: Tensor) -> Tensor:
     return slope.square().mean() + jvp(lambda z: net(p, z), (x,), (x,))[1].mean()
 
 
+def one_slope_after_another(p: Params, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        x = x + autograd_grad(net(p, x).sum(), x, create_graph=True)[0]
+    return x.square().mean()
+
+
 def dual_numbers(p: Params, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         out, tangent = forward_ad.unpack_dual(net(p, forward_ad.make_dual(x, x.cos())))
@@ -266,7 +273,8 @@ PROGRAMS: list[Fn] = [
     curvature, jacobians, hessian_vector, value_and_gradient, mapped_twice, physics, detached,
     norms_attention_and_losses, looked_up, written_in_place, of_a_module, under_no_grad, penalty_of_autograd,
     slope_of_an_activation, maml_of_autograd, third_derivative, without_a_graph, writes_before_a_slope,
-    all_kinds_in_one, dual_numbers, of_autograd_functional, ensemble_of_modules, tangents_of_norms,
+    all_kinds_in_one, one_slope_after_another, dual_numbers, of_autograd_functional,
+    ensemble_of_modules, tangents_of_norms,
 ]  # fmt: skip
 
 
@@ -383,6 +391,34 @@ def test_a_linear_map_keeps_gradients_of_what_it_closes_over() -> None:
         our_grads(linearized, params(), batches(1)[0]),
         plain_grads(pushed, params(), batches(1)[0]),
     )
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.library.custom_op("fnshard_test::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x**3
+
+
+cube.register_fake(torch.empty_like)
+cube.register_autograd(
+    lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_a_custom_op_is_differentiated_inside() -> None:
+    """Plain torch.func refuses custom ops: a power is what it is compared with."""
+
+    def fn(p: Params, x: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
+        twice = grad(lambda z: grad(lambda q: op(net(p, q)).sum())(z).square().sum())(x)
+        x = x.clone().requires_grad_()
+        (slope,) = autograd_grad(op(net(p, x)).sum() + twice.sum(), x, create_graph=True)
+        with torch.no_grad():
+            scale = op(net(p, x))
+        return slope.square().mean() + (scale * op(net(p, x))).mean()
+
+    got = our_grads(lambda p, x: fn(p, x, cube), params(), batches(1)[0])
+    expected = plain_grads(lambda p, x: fn(p, x, lambda z: z**3), params(), batches(1)[0])
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 

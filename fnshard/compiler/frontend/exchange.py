@@ -142,7 +142,7 @@ def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
             f"`fn` calls fs.{kind} along dim {dim} of {list(x.shape)}.",
             fix="a dim that it has; x.reshape(1) of a 0-d tensor.",
         )
-    if getattr(_state, "mesh", None) is not None and transforms.is_inside():
+    if getattr(_state, "mesh", None) is not None and transforms.is_nested():
         raise TraceError(
             f"`fn` calls fs.{kind} inside a torch.func transform.",
             fix="call it on what the transform takes or gives; shard_step differentiates the loss by itself.",

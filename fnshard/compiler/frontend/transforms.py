@@ -25,6 +25,7 @@ import torch._functorch.eager_transforms as eager_transforms
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor, fx
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_pre_dispatch_torch_function_mode,
@@ -46,6 +47,11 @@ def is_inside() -> bool:
     return getattr(_state, "inside", False)
 
 
+def is_nested() -> bool:
+    """Whether this thread traces a transform that `fn` calls, and not `fn` as a whole (`differentiable`)."""
+    return is_inside() and torch._C._functorch.maybe_current_level() != getattr(_state, "level", None)
+
+
 def is_of_a_level(value: Tensor) -> bool:
     """Whether it is one of functorch's wrappers, which outlive their level where a module keeps them."""
     return eager_transforms.is_functorch_wrapped_tensor(value)
@@ -62,6 +68,8 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     yield torch.autograd, "_engine_run_backward", _retraced
     yield forward_ad.dual_level, "__enter__", _retraced
     yield checkpoint, "_checkpoint_without_reentrant_generator", _stored
+    yield torch.autograd.Function, "apply", _operator
+    yield torch.Tensor, "requires_grad_", _requires_grad
 
 
 def _replayed(original: Transform, here: Callable[[], bool]) -> Transform:
@@ -111,6 +119,36 @@ def _stored(original: Transform, here: Callable[[], bool]) -> Transform:
     return call
 
 
+def _requires_grad(original: Transform, here: Callable[[], bool]) -> Transform:
+    """Allowed where autograd records `fn` as a whole; every backward has functorch forget that it is."""
+
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (here() and is_inside()) or is_nested():
+            return original(tensor, *args, **kwargs)
+        with eager_transforms.enable_inplace_requires_grad(True):
+            return original(tensor, *args, **kwargs)
+
+    return call
+
+
+def _operator(original: Any, here: Callable[[], bool]) -> classmethod:
+    """A custom_op's own autograd, level by level as that of torch's ops: functorch takes it for a user's."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (here() and is_inside() and cls.__module__ == "torch._library.autograd"):
+            return original.__get__(None, cls)(*args, **kwargs)
+        forward, enabled = cls.forward, torch.is_grad_enabled()
+
+        def recorded(*args: Any) -> Any:  # apply turns gradients off, and with them those of levels beneath
+            with torch.set_grad_enabled(enabled):
+                return forward(*args)
+
+        with enable_single_level_autograd_function(), mock.patch.object(cls, "forward", recorded):
+            return super(torch.autograd.Function, cls).apply(*args, **kwargs)
+
+    return classmethod(apply)
+
+
 def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, traced by itself on a functorch level, where autograd records what it computes.
 
@@ -122,12 +160,15 @@ def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
 
         def on_a_level(*args: Any) -> Any:
             with eager_transforms.grad_increment_nesting() as level:
-                eager_transforms.set_inplace_requires_grad_allowed(True)
                 leaves, structure = tree.flatten(args)
                 wrapped = [eager_transforms._wrap_tensor_for_grad(v, level) for v in leaves]
-                for v, on in zip(wrapped, trained, strict=True):
-                    v.requires_grad_(on)
-                made = run(*tree.unflatten(wrapped, structure))
+                _state.level = level
+                try:
+                    for v, on in zip(wrapped, trained, strict=True):
+                        v.requires_grad_(on)
+                    made = run(*tree.unflatten(wrapped, structure))
+                finally:
+                    _state.level = None
                 return eager_transforms._undo_create_differentiable(made, level)
 
         return inlined(on_a_level, args, {})
