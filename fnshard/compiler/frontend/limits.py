@@ -48,7 +48,8 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
     length = x.shape[dim]
     if isinstance(length, torch.SymInt):
         torch._check(length <= size)
-        _state.limits.promised.add(length.node.expr)
+        if (limits := getattr(_state, "limits", None)) is not None:
+            limits.promised.add(length.node.expr)
     elif length > size:
         raise StateError(
             f"dim {dim} of a tensor of shape {list(x.shape)} is longer than its bound of {size}.",
