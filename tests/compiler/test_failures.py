@@ -99,10 +99,6 @@ FAILING = {
         lambda p, x, y: F.cross_entropy(x @ p["w"], y, weight=p["w"][0]), W, (X, IDS),
         r"cross_entropy\(.*Fix: detach it, .*\* weight\[labels\]",
     ),
-    "packed rows": (
-        lambda p, x: nn.utils.rnn.pack_padded_sequence(x[None] @ p["w"], torch.tensor([3]), True).data.sum(),
-        W, (X,), r"tensor's value.*Fix: .*padded rows and mask",
-    ),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch.func import grad
+from torch.nn.utils.rnn import pack_padded_sequence
 from toys import lower
 
 import fnshard as fs
@@ -359,6 +361,7 @@ def test_plain_torch_holds_the_bound_too() -> None:
     ("fn", "message"),
     [
         (lambda p, x: hidden(p, x)[x[:, 0] > 0].flip(0).sum(), r"flip works along a dim .*test_ragged"),
+        (lambda p, x: pack_padded_sequence(hidden(p, x)[None], torch.tensor([3]), True)[0].sum(), "padded"),
         (lambda p, x: (hidden(p, x)[x[:, 0] > 0].sum(), {"rows": x[x > 0]}), "is returned with a length"),
         (lambda p, x: hidden(p, x)[: len(x[x > 0])].sum(), r"value \(.*of lengths of data"),
         (lambda p, x: sum(hidden(p, x)[i].sum() for i in x[:, 0].nonzero()), "Fix: loop over a fixed number"),
@@ -369,5 +372,6 @@ def test_plain_torch_holds_the_bound_too() -> None:
     ],
 )  # fmt: skip
 def test_what_has_no_exact_form_is_refused(fn: Fn, message: str) -> None:
-    with pytest.raises(TraceError, match=f"(?s){message}"):
+    with pytest.raises(TraceError, match=f"(?s){message}") as caught:
         lower(fn, params(), batches(1)[0], ranks=2)
+    assert not any("/torch/" in frame.filename for frame in traceback.extract_tb(caught.value.__traceback__))

@@ -307,7 +307,8 @@ def _capture(
         except Exception as error:
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error
-            found, trail = explained(error, calls.failed), user_traceback(error)
+            found = explained(error, calls.failed)
+            trail = None if getattr(found, "placed", False) else user_traceback(error)
     raise found.with_traceback(trail)  # out here, so that torch's own is not chained to it
 
 
