@@ -12,7 +12,7 @@ import sharded
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from models import MODELS
+from models import MODELS, model_of
 from torch import Tensor
 
 import fnshard as fs
@@ -171,7 +171,7 @@ def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: 
 def test_the_walk_of_any_program_is_what_its_steps_do(
     name: str, remat: Any, accumulate: int, optimizer: Any, policy: dict[str, Any]
 ) -> None:
-    model, mesh = MODELS[name](), fs.make_mesh(shard=1, device="cpu")
+    model, mesh = model_of(name), fs.make_mesh(shard=1, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh, **policy)
     step = sharded.make_step(mesh, model, specs, optimizer, remat=remat, accumulate=accumulate)
     lowered, real = follow(step, model.params, *model.batch(0))
@@ -197,7 +197,7 @@ def test_an_optimizer_that_needs_data_is_guessed_aloud() -> None:
 
 
 def lowered_with(optimizer: Any) -> Any:
-    model, mesh = MODELS["gpt"](), fs.make_mesh(shard=2, abstract=True)
+    model, mesh = model_of("gpt"), fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh)
     step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
     return step.lower(model.params, *model.batch(0))

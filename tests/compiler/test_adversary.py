@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import sharded
 import torch
-from models import MODELS, Model
+from models import Model, model_of
 from torch import Tensor
 
 import fnshard as fs
@@ -133,7 +133,7 @@ def poisoned_frees() -> Iterator[list[str]]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> None:
     """All depths of both passes, all adversaries, freed values poisoned: one result."""
-    model = MODELS["early_and_late"]()
+    model = model_of("early_and_late")
     optimizer = "clipped" if mode == "reduce" else "adamw"
     expected = states(model, preset, optimizer, (None,), prefetch=0, overlap=0, **MODES[mode])[0]
     depths = [(p, (p + len(preset) + len(mode)) % 3) for p in (0, 2)]
@@ -161,7 +161,7 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
     ],
 )
 def test_bits_of_other_models(name: str, preset: str) -> None:
-    model = MODELS[name]()
+    model = model_of(name)
     expected = states(model, preset, "clipped", (None,), prefetch=0, overlap=0)[0]
     with poisoned_frees():
         got = states(model, preset, "clipped", prefetch=2, overlap=1)
@@ -241,7 +241,7 @@ BROKEN = {
 @pytest.mark.parametrize("breaker", BROKEN, ids=lambda b: b.__name__)
 def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker: Callable[..., None]) -> None:
     preset, message = BROKEN[breaker]
-    model = MODELS["early_and_late"]()
+    model = model_of("early_and_late")
 
     def broken(schedule: Schedule) -> Schedule:
         lines = list(schedule.instructions)
@@ -275,7 +275,7 @@ def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker:
 
 
 def test_norms_are_taken_before_an_update_may_scale_its_gradients() -> None:
-    model, mesh = MODELS["early_and_late"](), fs.make_mesh(shard=2, abstract=True)
+    model, mesh = model_of("early_and_late"), fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh)
     step = sharded.make_step(mesh, model, specs, OPTIMIZERS["adamw"], grad_norm=True)
     schedule = step.lower(model.params, *sharded.part(model.batch(0), 0, 2)).schedule

@@ -10,7 +10,7 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
-from models import MODELS, Model
+from models import MODELS, model_of
 from torch import nn
 
 import fnshard as fs
@@ -27,11 +27,6 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "globs": {"remat": {"layers.0": "unit", "layers.*": 0.3}},
     "selective": {"remat": "unit", "save": ["matmul", "attention"]},
 }
-
-
-@cache
-def model_of(name: str) -> Model:
-    return MODELS[name]()
 
 
 @cache

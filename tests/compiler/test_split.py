@@ -9,7 +9,7 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
-from models import MODELS
+from models import model_of
 from torch import Tensor
 from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain, step_of
 
@@ -303,7 +303,7 @@ def test_differentiability_of_what_crosses_is_that_of_the_producer() -> None:
 
 
 def test_a_residual_written_in_place_does_not_stop_the_cuts() -> None:
-    model = MODELS["in_place"]()
+    model = model_of("in_place")
     mesh = fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh)
     lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))
@@ -314,7 +314,7 @@ def test_a_residual_written_in_place_does_not_stop_the_cuts() -> None:
 @pytest.mark.parametrize("name", ["several_outputs", "in_place", "unet", "islands"])
 def test_what_crosses_a_cut_fills_its_memory(name: str) -> None:
     """A view of a larger tensor would keep all of it alive, and its copy would have other strides."""
-    model = MODELS[name]()
+    model = model_of(name)
     mesh = fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh)
     lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))

@@ -16,27 +16,15 @@ from torch.utils.checkpoint import (
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
-from toys import ROWS, WIDTH, assert_same_grads, chain, our_grads, rows, run_chain
-from traced import programs, refused
+from toys import ROWS, WIDTH, run_chain
+from traced import programs, refused, tests_of
 
 from fnshard import TraceError
 from fnshard.compiler.frontend.unsupported import refusals
 
 RIGHT, right = programs()
 REFUSED, refuse = refused()
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_gradients_are_those_of_autograd(name: str) -> None:
-    assert_same_grads(RIGHT[name], chain(), rows())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_way_out(name: str) -> None:
-    fn, message = REFUSED[name]
-    with pytest.raises(TraceError, match=f"(?s)(?=.*Fix: )(?=.*{message})"):
-        our_grads(fn, chain(), rows())
-
+test_gradients_are_those_of_autograd, test_refused_with_the_way_out = tests_of(RIGHT, REFUSED)
 
 # ------------------------------------------------------------------ grad modes
 

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import (
     ROWS,
     WIDTH,
-    assert_same_grads,
     chain,
     llama,
     our_grads,
@@ -23,26 +22,14 @@ from toys import (
     run_chain,
     step_of,
 )
-from traced import Fn, programs, refused
+from traced import Fn, programs, refused, tests_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, TraceError
 
 RIGHT, right = programs()
 REFUSED, refuse = refused()
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_gradients_are_those_of_autograd(name: str) -> None:
-    assert_same_grads(RIGHT[name], chain(), rows())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_way_out(name: str) -> None:
-    fn, message = REFUSED[name]
-    with pytest.raises(TraceError, match=f"(?s)(?=.*Fix: )(?=.*{message})"):
-        our_grads(fn, chain(), rows())
-
+test_gradients_are_those_of_autograd, test_refused_with_the_way_out = tests_of(RIGHT, REFUSED)
 
 # ------------------------------------------------------------------ shapes of programs
 

@@ -22,26 +22,14 @@ import torch
 import torch.nn.functional as F
 from numpy.random import rand
 from torch import Tensor, nn
-from toys import ROWS, WIDTH, assert_same_grads, chain, our_grads, rows, run_chain
-from traced import programs, refused
+from toys import ROWS, WIDTH, chain, our_grads, rows, run_chain
+from traced import programs, refused, tests_of
 
 from fnshard import TraceError
 
 RIGHT, right = programs()
 REFUSED, refuse = refused()
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_gradients_are_those_of_autograd(name: str) -> None:
-    assert_same_grads(RIGHT[name], chain(), rows())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_way_out(name: str) -> None:
-    fn, message = REFUSED[name]
-    with pytest.raises(TraceError, match=f"(?s)(?=.*Fix: )(?=.*{message})"):
-        our_grads(fn, chain(), rows())
-
+test_gradients_are_those_of_autograd, test_refused_with_the_way_out = tests_of(RIGHT, REFUSED)
 
 # ------------------------------------------------------------------ values that decide
 

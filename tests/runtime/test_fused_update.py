@@ -8,7 +8,7 @@ import pytest
 import reference
 import sharded
 import torch
-from models import MODELS
+from models import model_of
 from optimizers import ALL, SHAPES, assert_close, copy, make_info, random_tree
 from torch import Tensor
 
@@ -72,7 +72,7 @@ COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
 )
 def test_follows_the_reference(preset: str, world: int, options: dict[str, Any]) -> None:
     """fp64 to 1e-10: padded blocks, whole and sharded gradients, sums of micro-batches, tiers, clipping."""
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     parts = world * options.get("accumulate", 1)
     batches = [[sharded.part(b, i, parts) for i in range(parts)] for b in model.batches(sharded.STEPS)]
     expected = reference.train(
@@ -85,7 +85,7 @@ def test_follows_the_reference(preset: str, world: int, options: dict[str, Any])
 
 def test_a_mean_and_its_scale_are_inputs() -> None:
     """What a Mean's count makes of the gradients differs from step to step; so does the rate."""
-    model = MODELS["masked_mean"]()
+    model = model_of("masked_mean")
     batches = [[sharded.part(b, i, 2) for i in range(2)] for b in model.batches(sharded.STEPS)]
     rate = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)
     expected = reference.train(

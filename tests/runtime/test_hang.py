@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sharded
 import torch.distributed as dist
-from models import MODELS
+from models import model_of
 
 import fnshard as fs
 from fnshard.runtime.collectives import roll_call
@@ -29,7 +29,7 @@ KINDS = {
 
 def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float, str]:
     """Rank 1 makes one step, rank 0 wants two; what it says, when, and the schedule."""
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     mesh = fs.make_mesh(shard=2, device="cpu")
     mesh.connections[TIMEOUT_S] = connect(mesh, timeout=TIMEOUT_S, transport=transport)
     specs = sharded.specs_of(model, preset, mesh)

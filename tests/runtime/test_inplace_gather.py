@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sharded
 import torch
-from models import MODELS
+from models import model_of
 from torch import Tensor
 
 import fnshard as fs
@@ -189,7 +189,7 @@ def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
     Lists of whether each gathered leaf, and each reduction's sum, lies there; bytes of reductions that are
     sent and bytes of a row each; and how many units' slots the memory has.
     """
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     mesh = make_mesh(shard=2, device="cpu")
     optimizer = fs.optim.sgd(0.1)
     if clip:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import reference
 import sharded
-from models import MODELS, tokens
+from models import model_of, tokens
 from test_numerics import CLIP, LR, truth
 
 import fnshard as fs
@@ -58,7 +58,7 @@ def test_processes_equal_the_naive_loop(ranks: Any, world: int, case: str) -> No
 
 
 def in_both_backends(rank: int) -> list[reference.Trained]:
-    model = sharded.as_float(MODELS["tied"]())
+    model = sharded.as_float(model_of("tied"))
     mesh = fs.make_mesh(shard=2, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh)
     chained = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1, momentum=0.9))
@@ -81,7 +81,7 @@ def test_inductor_follows_eager(ranks: Any) -> None:
 
 def with_shapes(rank: int, lengths: list[list[int]]) -> reference.Trained:
     """This rank's batch of step i is `lengths[i][rank]` tokens long."""
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     mesh = fs.make_mesh(shard=2, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh)
     step = sharded.make_step(mesh, model, specs, fs.optim.sgd(0.1), timeout=30.0)
@@ -98,7 +98,7 @@ def with_shapes(rank: int, lengths: list[list[int]]) -> reference.Trained:
 def test_ranks_may_have_batches_of_different_shapes(ranks: Any) -> None:
     """One rank compiles a new shape at a step where the other does not; nobody waits for ever."""
     lengths = [[5, 5], [3, 5], [5, 2], [3, 2]]
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     steps = []
     for number, by_rank in enumerate(lengths):
         parts = [sharded.part(tokens(number), r, 2) for r in range(2)]
@@ -110,7 +110,7 @@ def test_ranks_may_have_batches_of_different_shapes(ranks: Any) -> None:
 
 def disagree(rank: int, how: str) -> str:
     """Build something else on rank 1; returns the error."""
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     mesh = fs.make_mesh(shard=2, device="cpu")
     odd = rank == 1
     specs = sharded.specs_of(model, "zero2" if odd and how == "specs" else "full_shard", mesh)

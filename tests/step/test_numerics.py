@@ -11,7 +11,7 @@ import pytest
 import reference
 import sharded
 import torch
-from models import MODELS, ROWS, Model
+from models import MODELS, ROWS, model_of
 
 import fnshard as fs
 
@@ -48,11 +48,6 @@ FEATURES = {
     "accumulate_local": Feature(options={"accumulate": 3, "accumulate_mode": "local"}, clip=CLIP, rule="sgd"),
     "clip": Feature("tied", clip=CLIP),
 }
-
-
-@cache
-def model_of(name: str) -> Model:
-    return MODELS[name]()
 
 
 @cache

@@ -9,21 +9,13 @@ import reference
 import sharded
 import torch
 import torch.nn.functional as F
-from models import GPT, MODELS, Model, language_model, noise, seeded, vectors
+from models import GPT, language_model, model_of, noise, seeded, vectors
+from sharded import by_steps, simulated
 from torch import Tensor
 from toys import step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, Mean, optim, schedules
-
-
-def simulated(world: int = 2, **axes: int) -> fs.Mesh:
-    return fs.make_mesh(**(axes or {"shard": world}), simulated=True)
-
-
-def by_steps(model: Model) -> list[list[tuple[Tensor, ...]]]:
-    return [[batch] for batch in model.batches(sharded.STEPS)]
-
 
 # ------------------------------------------------------------------ dtypes
 
@@ -225,7 +217,7 @@ def test_a_loss_in_fp16_starts_from_a_large_number() -> None:
 
 
 def test_loss_scale_changes_nothing_in_fp64() -> None:
-    model = MODELS["tied"]()
+    model = model_of("tied")
     expected = reference.train(
         model.loss, model.params, by_steps(model), reference.sgd(0.01), frozen=model.frozen
     )

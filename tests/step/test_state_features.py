@@ -9,28 +9,20 @@ import reference
 import sharded
 import torch
 import torch.nn.functional as F
-from models import GPT, MODELS, Model, language_model, noise, seeded, vectors
+from models import GPT, language_model, model_of, noise, seeded, vectors
+from sharded import by_steps, simulated
 from torch import Tensor
 from toys import step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, Mean, P, optim, schedules
 
-
-def simulated(world: int = 2, **axes: int) -> fs.Mesh:
-    return fs.make_mesh(**(axes or {"shard": world}), simulated=True)
-
-
-def by_steps(model: Model) -> list[list[tuple[Tensor, ...]]]:
-    return [[batch] for batch in model.batches(sharded.STEPS)]
-
-
 # ------------------------------------------------------------------ optimizers and rates
 
 
 @pytest.mark.parametrize("preset", ["zero1", "hybrid_shard"])
 def test_clip_adamw_ema(preset: str) -> None:
-    model, mesh = MODELS["tied"](), simulated(**sharded.meshes(4, preset))
+    model, mesh = model_of("tied"), simulated(**sharded.meshes(4, preset))
     specs = sharded.specs_of(model, preset, mesh)
     chained = optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(3e-3), optim.ema(0.5))
     step = sharded.make_step(mesh, model, specs, chained)
@@ -62,7 +54,7 @@ def test_clip_adamw_ema(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["full_shard", "no_shard"])
 def test_lars_sees_whole_leaves(preset: str) -> None:
     """Norms per leaf are exact over shards, padding and replicas."""
-    model = MODELS["dense_skips"]()
+    model = model_of("dense_skips")
     lr, momentum, trust = 0.5, 0.9, 1e-2
     params = {p: v.clone() for p, v in model.params.items()}
     traces = {p: torch.zeros_like(v) for p, v in params.items()}
@@ -80,7 +72,7 @@ def test_lars_sees_whole_leaves(preset: str) -> None:
 
 def test_schedules_move_the_rate_and_show_it() -> None:
     rate = schedules.warmup_cosine(0.1, warmup=2, total=5)
-    model, mesh = MODELS["dense_skips"](), simulated()
+    model, mesh = model_of("dense_skips"), simulated()
     specs = sharded.specs_of(model, "full_shard", mesh)
     step = sharded.make_step(mesh, model, specs, optim.sgd(rate))
     expected = reference.train(
@@ -108,7 +100,7 @@ def test_schedules_move_the_rate_and_show_it() -> None:
 
 
 def test_weight_decay_and_rate_by_path() -> None:
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     decays, scales = [("*norm*", 0.0), ("*", 0.1)], [("embed*", 0.5), ("layers.0.*", 0.0), ("*", 1.0)]
 
     def settings(path: str) -> dict[str, float]:
@@ -235,7 +227,7 @@ def test_the_state_says_everything_a_resume_needs() -> None:
 
 def test_replicated_leaves_beside_sharded_ones() -> None:
     """Rules that mix layouts within one unit: several buckets, one result."""
-    model = MODELS["gpt"]()
+    model = model_of("gpt")
     mesh = simulated(replicate=2, shard=2)
     rules = [
         ("*norm*", LayoutSpec()),

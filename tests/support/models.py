@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -421,3 +422,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "masked_mean": masked_mean,
     "complex_leaves": complex_leaves,
 }
+
+
+@cache
+def model_of(name: str) -> Model:
+    """One object in a process: what is traced of it is remembered (`kernels`)."""
+    return MODELS[name]()

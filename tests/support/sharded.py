@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from models import MODELS, Model
+from models import Model, model_of
 from reference import Trained
 from torch import Tensor
 
@@ -30,6 +30,14 @@ def specs_of(model: Model, preset: str, mesh: Mesh, **policy: Any) -> dict[str, 
     """A preset's specs; the model's frozen leaves do not train."""
     specs = fs.presets.PRESETS[preset](model.params, mesh, **policy)
     return {**specs, **{p: replace(specs[p], trainable=False) for p in model.frozen}}
+
+
+def simulated(world: int = 2, **axes: int) -> Mesh:
+    return fs.make_mesh(**(axes or {"shard": world}), simulated=True)
+
+
+def by_steps(model: Model) -> list[list[tuple[Any, ...]]]:
+    return [[batch] for batch in model.batches(STEPS)]
 
 
 def as_float(model: Model) -> Model:
@@ -118,7 +126,7 @@ def on_rank(
     rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]
 ) -> Trained:
     """`train` in a process of a pool: everything by name, for pickling; `options["policy"]`: of the specs."""
-    model = MODELS[name]()
+    model = model_of(name)
     mesh = fs.make_mesh(**meshes(world, preset), device="cpu")
     options = dict(options)
     specs = specs_of(model, preset, mesh, **options.pop("policy", {}))

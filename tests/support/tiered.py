@@ -9,7 +9,7 @@ from typing import Any
 import reference
 import sharded
 import torch
-from models import MODELS, Model
+from models import model_of
 from torch import Tensor
 
 import fnshard as fs
@@ -34,11 +34,6 @@ FEATURES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "local": (fs.optim.adamw(3e-3, weight_decay=0.1), {"accumulate": 3, "accumulate_mode": "local"}),
 }
 CPU = torch.device("cpu")
-
-
-@cache
-def model_of(name: str) -> Model:
-    return MODELS[name]()
 
 
 @cache
