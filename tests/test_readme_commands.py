@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from commands import ROOT, Warm, commands, readmes
+from wrong_configs import groups_looked_up_once  # noqa: F401  (a fixture)
 
 from experiments import train
 from experiments.bench import __main__ as bench
@@ -66,9 +67,13 @@ TUNE = Row(
     "model=/models/llama data.context=96 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "
     "run.sample_tokens=2 run.backend=eager"
 )
+TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY = Row(
     TUNE.short.removeprefix("model=/models/llama data.context=96 "),
-    patches=(("experiments.finetune.base_models.STEPS", 2),),
+    patches=(
+        ("experiments.finetune.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
+        ("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),
+    ),
 )
 PAPER = Row("model.layers=2")
 TWICE = Row(
@@ -300,6 +305,7 @@ def _as_printed(command: str) -> str:
     )
 
 
+@pytest.mark.usefixtures("groups_looked_up_once")
 @pytest.mark.parametrize(
     "command", [c for c, r in TABLE.items() if "-m experiments." in c and not r.quick], ids=str
 )

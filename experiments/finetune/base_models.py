@@ -35,7 +35,9 @@ from fnshard.errors import MissingExtraError, report
 BASES = Path("outputs", "bases")
 PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
-STEPS = 300  # of the pre-training that makes the tiny one
+PRETRAINING: Mapping[str, Any] = {  # of the tiny one; settings of its run
+    "steps": 300, "held_out_every": 150, "save_every": 100, "sample_tokens": 64, "prompt": "def ",
+}  # fmt: skip
 EXPORTED = "model"  # in a run's folder: the whole model, exported
 RANDOM: Mapping[str, Mapping[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -149,7 +151,7 @@ MADE = 1  # another number where `pretraining` makes another base
 def pretraining(config: FinetuneConfig) -> FinetuneConfig:
     ranks = ranks_of(config)
     like = {n: getattr(config.run, n) for n in ("seed", "backend", "device", "timeout_s", "max_restarts")}
-    run = RunConfig(steps=STEPS, held_out_every=150, save_every=100, sample_tokens=64, prompt="def ", **like)
+    run = RunConfig(**PRETRAINING, **like)
     train, held_out = text_files((Path("outputs") / "data").resolve())
     data = FinetuneDataConfig(
         train=str(train), held_out=str(held_out), context=256, rows=_multiple(16, ranks),

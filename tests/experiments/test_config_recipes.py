@@ -36,6 +36,7 @@ from experiments.training import loop
 from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
 
+pytestmark = pytest.mark.usefixtures("groups_looked_up_once")
 SPECS = (TRAIN, FINETUNE, BENCH, CHAOS, MEMORY, TOKENIZE)
 SMALL = (
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",

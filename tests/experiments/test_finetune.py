@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from experiments.cli.job import start
 from experiments.configs.train import ConfigError
 from experiments.data.pieces import encode_all
 from experiments.data.tokenizer import load_tokenizer
-from experiments.finetune import base_models, dataset, evaluate, job, loop, sizes
+from experiments.finetune import base_models, dataset, evaluate, job, loop, method, sizes
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import choose_method, default_rate
 from experiments.finetune.tuning import Tuning
@@ -136,6 +136,22 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
 
 
+@pytest.fixture(scope="module")
+def peaks_once() -> Iterator[None]:
+    """The peak of a method's step is predicted once."""
+    known, peak_of = {}, method._peak
+
+    def peak(config: Any, tuning: Tuning, *rest: Any) -> int:
+        name = tuning.method.name
+        if name not in known:
+            known[name] = peak_of(config, tuning, *rest)
+        return known[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method, "_peak", peak)
+        yield
+
+
 def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *overrides: str) -> Any:
     mesh = fs.make_mesh(shard=1, device="cpu")
     config = config_of(model, data, where, "method=auto", f"run.device_gb={gb}", *overrides)
@@ -143,7 +159,7 @@ def chosen(model: Path, data: dict[str, Path], where: Path, gb: float, *override
     return choose_method(config, from_directory(model), mesh, batch)
 
 
-def test_auto_takes_the_first_method_that_fits(model, data, tmp_path):
+def test_auto_takes_the_first_method_that_fits(peaks_once, model, data, tmp_path):
     """And says why not the ones before."""
     roomy = chosen(model, data, tmp_path, 1.0)
     assert roomy.tuning.method.name == "full"
@@ -192,7 +208,7 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     assert "resume: step 1 of" in shown and re.search(r"\nheld_out_loss: [\d.]+\n", shown)
 
 
-def test_auto_takes_one_that_has_what_is_exported(model, data, tmp_path):
+def test_auto_takes_one_that_has_what_is_exported(peaks_once, model, data, tmp_path):
     assert chosen(model, data, tmp_path, 1.0, "export=adapters").tuning.method.name == "lora"
 
 

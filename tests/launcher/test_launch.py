@@ -143,7 +143,7 @@ def test_restart_runs_all_ranks_again(tmp_path):
     assert {p.name for p in tmp_path.glob("[01]-*")} == {"1-0", "1-1"}
 
 
-def test_ranks_end_with_their_launcher(tmp_path):
+def test_ranks_end_with_their_launcher(warm, tmp_path):
     """SIGTERM ends the launcher and its ranks; SIGKILL of the launcher leaves no rank behind."""
     program = tmp_path / "sleeper.py"
     program.write_text(
@@ -159,17 +159,12 @@ def test_ranks_end_with_their_launcher(tmp_path):
     )
     meetings = tmp_path / "meetings"
     meetings.mkdir()
-    env = {**environment(), "TMPDIR": str(meetings)}
     ends = ((signal.SIGKILL, -signal.SIGKILL, 1), (signal.SIGTERM, 128 + signal.SIGTERM, 0))
     for number, code, left in ends:
         out = tmp_path / number.name
         out.mkdir()
-        command = f"[sys.executable, {str(program)!r}, {str(out)!r}]"
-        starter = (
-            "import sys, pathlib; from fnshard.launcher.local import launch; "
-            f"launch({command}, ranks=2, logs=pathlib.Path({str(out)!r}))"
-        )
-        with subprocess.Popen([sys.executable, "-c", starter], env=env) as process:
+        command = [sys.executable, str(program), str(out)]
+        with started(command, out, warm, {"TMPDIR": str(meetings)}) as process:
             pids = [int(wait_for(out / f"pid{rank}").read_text()) for rank in range(2)]
             assert len(list(meetings.glob("fnshard-*"))) == 1  # what the one before has left is gone
             process.send_signal(number)

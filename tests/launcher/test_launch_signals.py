@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import OUTPUT
 from launched import (
     is_alive,
     program_of,
-    ranks_of,
     run,
     started,
     wait_for,
@@ -55,7 +55,7 @@ def test_a_silent_rank_is_named(tmp_path):
 
 UNTIL_ASKED = """
 def main():
-    open(f"{out}/ready{rank}", "w").close()
+    open(f"{out}/ready{rank}", "w").write(str(os.getpid()))
     while not stop.asked:
         time.sleep(0.01)
     open(f"{out}/heard{rank}", "w").close()
@@ -64,9 +64,9 @@ def main():
 """
 
 
-def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
+def test_sigterm_is_handed_on_and_ranks_may_finish(warm, tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0.3"), stop=True)
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm) as process:
         for rank in range(2):
             wait_for(tmp_path / f"ready{rank}")
         process.send_signal(signal.SIGTERM)
@@ -74,43 +74,51 @@ def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
     assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 
 
-def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
+IMPORTS = """
+import os, signal, sys, time
+open(f"{sys.argv[1]}/begun" + os.environ["RANK"], "w").close()
+while signal.SIGTERM not in signal.sigpending():
+    time.sleep(0.01)
+"""
+
+
+def test_sigterm_during_the_imports_is_kept_for_later(warm, tmp_path):
     """The ranks have no handler yet; nobody dies of it."""
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"), stop=True)
-    program.write_text("import sys; open(sys.argv[1] + '/begun', 'w').close()\n" + program.read_text())
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
-        wait_for(tmp_path / "begun")
+    program.write_text(IMPORTS + program.read_text())
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm) as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"begun{rank}")
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
     assert {p.name for p in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 
 
 @pytest.mark.parametrize("how", ["asked twice", "out of time"])
-def test_who_does_not_end_is_ended(how, tmp_path):
+def test_who_does_not_end_is_ended(how, warm, tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "600"), stop=True)
     options = {"grace_s": 1.0 if how == "out of time" else 600.0}
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path, **options) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm, **options) as process:
         for rank in range(2):
             wait_for(tmp_path / f"ready{rank}")
-        ranks = ranks_of(process.pid)
         process.send_signal(signal.SIGTERM)
         if how == "asked twice":
             wait_for(tmp_path / "heard0")  # two at once are one
             process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 128 + signal.SIGTERM
-        told = process.stderr.read().decode()
-    assert not any(is_alive(pid) for pid in ranks.values())
+    told = (tmp_path / OUTPUT["stderr"]).read_text()
+    assert not any(is_alive(int((tmp_path / f"ready{rank}").read_text())) for rank in range(2))
     assert ("had not done so after 1 s and were killed" in told) == (how == "out of time")
 
 
-def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(tmp_path):
+def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(warm, tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"))
     marks = (
         "import os, sys, time; open(f'{sys.argv[1]}/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))"
     )
     waits = "while os.getppid() == int(os.environ['FNSHARD_LAUNCHER']): time.sleep(0.01)"
     program.write_text(f"{marks}\n{waits}\n{program.read_text()}")
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm) as process:
         pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
         process.kill()
         process.wait(timeout=30)

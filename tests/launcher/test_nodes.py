@@ -319,7 +319,7 @@ def test_a_planted_pickle_is_executed_by_nobody(tmp_path):
 # ------------------------------------------------------------------ whole jobs
 
 
-TRAIN = (*SMALL, f"data.root={ROOT / 'experiments'}", "data.held_out_rows=8", "run.sample_tokens=0",
+TRAIN = (*SMALL, "run.sample_tokens=0",
          "run.timeout_s=300")  # fmt: skip
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import Started, Warm
 
 import fnshard as fs
 from fnshard import LaunchError, SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SCRIPT = """
 import sys
@@ -49,31 +52,37 @@ if __name__ == "__main__":
 """
 
 
-def losses_of(folder: Path, how: str, *before: str) -> list[float]:
-    """World size and losses."""
+def losses_of(folder: Path, how: str, before: Warm | Sequence[str]) -> list[float]:
+    """World size and losses. `before`: what forks it, or the words that start it."""
     script = folder / "own.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    command = [*(before or [sys.executable]), str(script), how]
-    ended = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("LOSSES")]
+    shown = folder / "shown.txt"
+    if isinstance(before, Warm):
+        ended = Started(before, [str(script), how], env, cwd=str(folder), out=str(shown), err=str(shown))
+        code = ended.wait(300)
+    else:
+        with shown.open("w") as file:
+            code = subprocess.run([*before, str(script), how], env=env, cwd=folder, stdout=file,
+                                  stderr=subprocess.STDOUT, timeout=300).returncode  # fmt: skip
+    assert code == 0, shown.read_text()
+    (line,) = [line for line in shown.read_text().splitlines() if line.startswith("LOSSES")]
     assert not list(folder.glob("fnshard-*")), "a job that ended well leaves nothing behind"
     return [float(word) for word in line.split()[1:]]
 
 
-def test_losses_are_equal_however_ranks_are_started(tmp_path):
-    one, *losses = losses_of(tmp_path, "bare")
+def test_losses_are_equal_however_ranks_are_started(warm, tmp_path):
+    one, *losses = losses_of(tmp_path, "bare", warm)
     assert one == 1 and losses[0] > losses[2]
-    for started in (losses_of(tmp_path, "bare", *TORCHRUN), losses_of(tmp_path, "launch")):
+    for started in (losses_of(tmp_path, "bare", TORCHRUN), losses_of(tmp_path, "launch", warm)):
         assert started == pytest.approx([2, *losses], abs=1e-10)
 
 
 @pytest.mark.long
 def test_one_script_for_every_way_to_start_it(tmp_path):
-    losses = losses_of(tmp_path, "bare")
-    assert losses_of(tmp_path, "run_rank") == losses
-    assert losses_of(tmp_path, "launch", *TORCHRUN) == pytest.approx([2, *losses[1:]], abs=1e-10)
+    losses = losses_of(tmp_path, "bare", PYTHON)
+    assert losses_of(tmp_path, "run_rank", PYTHON) == losses
+    assert losses_of(tmp_path, "launch", TORCHRUN) == pytest.approx([2, *losses[1:]], abs=1e-10)
 
 
 @pytest.mark.parametrize(("program", "ranks"), [("train.py", 2), (["true"], 0)])

@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,9 +147,12 @@ class Started:
 
     wait, send_signal = _wait, _send_signal
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 class Fork:
-    """What `subprocess.Popen` is to who starts `[python, -u, -m, MODULE, ...]` in a session of its own.
+    """What `subprocess.Popen` is to who starts `[python, -u, ...]` in a session of its own.
 
     Args:
         cwd, stdout: a folder, and an open file for stdout and stderr; default those of this process.
@@ -168,7 +172,9 @@ class Fork:
             if stdout is not None:
                 os.dup2(stdout.fileno(), 1)
                 os.dup2(stdout.fileno(), 2)
-            _become(command[command.index("-m") :], env)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # as an exec does
+                signal.signal(number, signal.SIG_DFL)
+            _become([word for word in command[1:] if word != "-u"], env)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -188,11 +194,15 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None
     code = 1
     try:
         if arguments[0] == "-m":
             sys.argv = ["-m", *arguments[2:]]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(arguments[1], {"__name__": "__main__"})
         else:
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
@@ -220,10 +230,12 @@ def _serve() -> None:
 
     import hydra  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
-    import torch  # noqa: F401
+    import torch._functorch.partitioners
+    import torch._inductor.compile_fx  # noqa: F401  (what lowering imports at its first call)
     from transformers import LlamaForCausalLM  # noqa: F401
 
     from experiments.chaos import job as chaos  # noqa: F401
+    from experiments.finetune import job as tuning  # noqa: F401
 
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("there are threads, which a fork does not take along")

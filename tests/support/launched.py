@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import Forking
+from commands import OUTPUT, Forking, Started, Warm
 
 from fnshard.launcher import local as launcher
 
@@ -59,19 +59,26 @@ def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, tim
 
 
 @contextmanager
-def started(command: list[str], out: Path, **options) -> Iterator[subprocess.Popen]:
-    """`launch` in a process of its own, with two ranks."""
-    starter = (
-        "import pathlib; from fnshard.launcher.local import launch; "
+def started(
+    command: list[str], out: Path, warm: Warm | None = None, env: Mapping[str, str] | None = None, **options
+) -> Iterator[subprocess.Popen | Started]:
+    """`launch` in a process of its own, with two ranks; all forked where there is a `warm` one."""
+    starter = out / "starter.py"
+    starter.write_text(
+        "import pathlib; from fnshard.launcher.local import launch\n"
         f"launch({command!r}, ranks=2, logs=pathlib.Path({str(out)!r}, 'ranks'), **{options!r})"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", starter], env=environment(), stderr=subprocess.PIPE
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    env = {**environment(), **(env or {})}
+    if warm is None:
+        process = subprocess.Popen([sys.executable, str(starter)], env=env)
+    else:
+        files = {short: str(out / OUTPUT[name]) for short, name in (("out", "stdout"), ("err", "stderr"))}
+        process = Started(warm, [str(starter)], env, cwd=str(out), **files)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=30)
 
 
 def environment() -> dict[str, str]:

@@ -22,6 +22,7 @@ SMALL = (
     "model.kv_heads=1",
     "model.context=32",
     "data.held_out_rows=8",
+    f"data.root={ROOT / 'experiments'}",
     "run.backend=eager",
     "run.device=cpu",
     "run.sample_tokens=5",

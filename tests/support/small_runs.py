@@ -25,8 +25,8 @@ from fnshard.launcher.rank import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 13
-RUN = (*SMALL, f"data.root={ROOT / 'experiments'}", f"run.steps={STEPS}", "run.save_every=4",
-       "run.held_out_every=4", "run.timeout_s=60", "run.sample_tokens=2")  # fmt: skip
+RUN = (*SMALL, f"run.steps={STEPS}", "run.save_every=4", "run.held_out_every=4",
+       "run.timeout_s=60", "run.sample_tokens=2")  # fmt: skip
 
 
 def config_of(*overrides: str) -> TrainConfig:
