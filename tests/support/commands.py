@@ -172,7 +172,8 @@ class Fork:
             if stdout is not None:
                 os.dup2(stdout.fileno(), 1)
                 os.dup2(stdout.fileno(), 2)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # as an exec does
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as an exec does: a lock is its launcher's alone
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
             _become([word for word in command[1:] if word != "-u"], env)
 
