@@ -17,14 +17,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from toys import ROWS, WIDTH, run_chain
-from traced import programs, refused, tests_of
+from traced import checks_of, programs, refused
 
 from fnshard import TraceError
 from fnshard.compiler.frontend.unsupported import refusals
 
 RIGHT, right = programs()
 REFUSED, refuse = refused()
-test_gradients_are_those_of_autograd, test_refused_with_the_way_out = tests_of(RIGHT, REFUSED)
+test_gradients_are_those_of_autograd, test_refused_with_the_way_out = checks_of(RIGHT, REFUSED)
 
 # ------------------------------------------------------------------ grad modes
 

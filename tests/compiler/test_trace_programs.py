@@ -22,14 +22,14 @@ from toys import (
     run_chain,
     step_of,
 )
-from traced import Fn, programs, refused, tests_of
+from traced import Fn, checks_of, programs, refused
 
 import fnshard as fs
 from fnshard import LayoutSpec, TraceError
 
 RIGHT, right = programs()
 REFUSED, refuse = refused()
-test_gradients_are_those_of_autograd, test_refused_with_the_way_out = tests_of(RIGHT, REFUSED)
+test_gradients_are_those_of_autograd, test_refused_with_the_way_out = checks_of(RIGHT, REFUSED)
 
 # ------------------------------------------------------------------ shapes of programs
 

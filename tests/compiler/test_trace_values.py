@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from numpy.random import rand
 from torch import Tensor, nn
 from toys import ROWS, WIDTH, chain, our_grads, rows, run_chain
-from traced import programs, refused, tests_of
+from traced import checks_of, programs, refused
 
 from fnshard import TraceError
 
 RIGHT, right = programs()
 REFUSED, refuse = refused()
-test_gradients_are_those_of_autograd, test_refused_with_the_way_out = tests_of(RIGHT, REFUSED)
+test_gradients_are_those_of_autograd, test_refused_with_the_way_out = checks_of(RIGHT, REFUSED)
 
 # ------------------------------------------------------------------ values that decide
 

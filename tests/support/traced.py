@@ -39,7 +39,7 @@ def refused() -> tuple[dict[str, tuple[Fn, str]], Callable[[str], Callable[[Fn],
     return found, register
 
 
-def tests_of(
+def checks_of(
     right: Mapping[str, Fn], refused: Mapping[str, tuple[Fn, str]]
 ) -> tuple[Callable[[str], None], Callable[[str], None]]:
     """The tests that run both registries, with all that is in them when tests are collected."""
