@@ -118,7 +118,11 @@ PRIVATE = {
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.roll_call": {"torch.distributed.distributed_c10d._get_default_store"},
-    "fnshard.compiler.ir.program": {"torch._ops"},  # OpOverload; others import it from there
+    "fnshard.compiler.ir.program": {
+        "torch._ops",  # OpOverload; others import it from there
+        "torch.ops.aten._unsafe_view",
+    },
+    "fnshard.compiler.frontend.functions": {"torch._C"},
     "fnshard.compiler.frontend.unsupported": {
         "torch._C",
         "torch._dynamo",

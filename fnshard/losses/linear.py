@@ -3,7 +3,7 @@
 Logits over a vocabulary of 128k are by far the largest tensor of a language model, and are needed for one
 number a token. Here at most `chunk` tokens' logits exist at once; the backward computes them again from what
 the forward kept, a log-sum-exp a token (Liger kernels, Hsu et al. 2024; Wijmans et al. 2024). It is a custom
-operator, as a `torch.autograd.Function` is invisible to the tracer.
+operator: taken apart, a compiler would see all chunks at once.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def forward_pre_hook(p, x):
     return relu(run_chain(p, x)).sum()
 
 
-@refuse("a module with a full backward hook")
+@right
 def full_backward_hook(p, x):
     relu = nn.ReLU()
     relu.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
@@ -193,7 +193,7 @@ def old_backward_hook(p, x):
     return relu(run_chain(p, x)).sum()
 
 
-@refuse(r"registers a gradient hook \(register_hook\)")
+@right
 def tensor_hook(p, x):
     y = run_chain(p, x)
     y.register_hook(lambda g: g * 2)
@@ -207,7 +207,7 @@ def node_hook(p, x):
     return y.sum()
 
 
-@refuse("registers a gradient hook")
+@refuse(r"registers a gradient hook \(register_multi_grad_hook\)")
 def multi_grad_hook(p, x):
     y = run_chain(p, x)
     torch.autograd.graph.register_multi_grad_hook([y], lambda grads: None)
@@ -241,13 +241,6 @@ def scripted(p, x):
 
 # ------------------------------------------------------------------ checkpoint
 
-REFUSED |= {
-    "checkpoint reentrant": (
-        lambda p, x: run_chain(p, x, lambda x, i: checkpoint(torch.sin, x, use_reentrant=True)).sum(),
-        "reentrant activation checkpointing",
-    ),
-}  # fmt: skip
-
 
 @right
 def checkpoint_not_reentrant(p, x):
@@ -272,13 +265,10 @@ def checkpoint_sequence(p, x):
 
 RIGHT |= {
     "custom op": lambda p, x: run_chain(p, x, lambda x, i: _square(x)).sum(),
+    "autograd function": lambda p, x: run_chain(p, x, lambda x, i: _Square.apply(x)).sum(),
 }  # fmt: skip
 
 REFUSED |= {
-    "autograd function": (
-        lambda p, x: run_chain(p, x, lambda x, i: _Square.apply(x)).sum(),
-        "the torch.autograd.Function _Square",
-    ),
     "custom op without fake": (
         lambda p, x: run_chain(p, x).sum() + _no_fake(x).sum(),
         "cannot run on tensors without values.*register_fake",
@@ -374,8 +364,9 @@ def test_refusals_hold_on_the_tracing_thread_alone_and_end_with_the_trace() -> N
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        with pytest.raises(TraceError, match="_Square"):
-            _Square.apply(torch.ones(2))
+        with pytest.raises(TraceError, match="random state"):
+            torch.manual_seed(0)
     assert outcome == [([3.0, 3.0], [1.0, 1.0], (2,))]
     assert "data" not in vars(torch.Tensor) and "grad_fn" not in vars(torch.Tensor)
+    assert "apply" not in vars(torch.autograd.Function.__base__)
     assert _Square.apply(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.random import ops
-from fnshard.compiler.frontend.unsupported import higher_order
-from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.custom_gradient import CustomGradient
+from fnshard.compiler.ir.failures import higher_order, refused_at
 from fnshard.compiler.ir.program import OpOverload, describe, mutated_args, storage_id
 from fnshard.errors import TraceError, report
 
@@ -86,7 +86,8 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if old.target is _MODES["_exit_autocast"]:
             autocast = [pair for pair in autocast if pair[0] is not old.args[0]]
             continue
-        if not isinstance(old.target, OpOverload) and getattr(old.target, "__module__", "") != "_operator":
+        known = isinstance(old.target, OpOverload | CustomGradient)
+        if not known and getattr(old.target, "__module__", "") != "_operator":
             raise higher_order(str(old.target))
         if torch.Tag.inplace_view in getattr(old.target, "tags", ()):
             # The tensor gets another shape, its memory nothing: from here on the name means a view.

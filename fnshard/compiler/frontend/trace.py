@@ -26,15 +26,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.exchange import tracing_on
+from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.outputs import check_count, read_outputs
 from fnshard.compiler.frontend.ragged import run as ragged_run
 from fnshard.compiler.frontend.transforms import Retrace, differentiable, is_of_a_level
-from fnshard.compiler.frontend.unsupported import higher_order, refusals
+from fnshard.compiler.frontend.unsupported import refusals
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.ir.failures import Call, explain, refused_at
+from fnshard.compiler.ir.failures import Call, explain, higher_order, refused_at
 from fnshard.compiler.ir.guard import computed_names, guard_of, recorded
 from fnshard.compiler.ir.program import (
     Input,
@@ -48,6 +49,7 @@ from fnshard.compiler.ir.reachable import is_plain, unspoiled
 from fnshard.compiler.ir.source_lines import user_traceback
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
+from fnshard.compiler.rewrites.hooks import apply_hooks
 from fnshard.compiler.rewrites.in_place import functionalize
 from fnshard.compiler.rewrites.rounding import keep_rounding
 from fnshard.errors import TraceError, leaves
@@ -148,7 +150,9 @@ def _trace(
 
         given = list(fakes.values()), list(tensors.values())
         with recorded() as executed, computed_names() as computed:
-            graph_module = _capture(prepared(flat), padded, given, differentiate, device, explained, sources)
+            graph_module, hooks = _capture(
+                prepared(flat), padded, given, differentiate, device, explained, sources
+            )
         inputs = [Input("leaf", p) for p in fakes] + [Input("batch", n) for n in tensors]
         values = {Input("leaf", p): v for p, v in fakes.items()}
         values |= {Input("batch", n): v for n, v in tensors.items()}
@@ -165,10 +169,11 @@ def _trace(
             propagate(graph, _example_inputs(inputs, values))
             program = Program(graph, tuple(inputs), constants, collected["outputs"], mode)
             _check_program(program, specs, differentiate)
-            program = _with_writes(program)
+            program = _with_writes(program, hooks)
             pure = functionalize(graph)
             if pure is not graph:
                 propagate(pure, _example_inputs(inputs, values))
+        apply_hooks(pure, hooks)
         recognise_causal(pure)
         keep_rounding(pure)
         guard = guard_of(runs, executed, computed, reached, copied)
@@ -289,8 +294,8 @@ def _capture(
     device: torch.device,
     explained: Callable[[Exception, Call | None], Exception],
     sources: bool = False,
-) -> fx.GraphModule:
-    """The graph that `make_fx` records.
+) -> tuple[fx.GraphModule, int]:
+    """The graph that `make_fx` records, and how many of its results, the last ones, are gradient hooks.
 
     Args:
         padded: as `flat`, of a function that takes its place where lengths depend on data.
@@ -300,10 +305,18 @@ def _capture(
         try:
             try:
                 with source_lines.kept() if sources else nullcontext():
-                    return make_fx(flat, tracing_mode="fake", pre_dispatch=True)(*fakes)
+                    hooked = make_fx(
+                        lambda leaves, batch: [*flat(leaves, batch), *calls.hooks],
+                        tracing_mode="fake",
+                        pre_dispatch=True,
+                    )
+                    return hooked(*fakes), len(calls.hooks)
             except (DynamicOutputShapeException, DataDependentOutputException):
+                calls.hooks.clear()
                 run = partial(padded, ragged_run.capture(flat, *fakes))
-                return make_fx(run, tracing_mode="fake", pre_dispatch=True)(*fakes)
+                if calls.hooks:
+                    raise TraceError(HOOK.format(name="where lengths depend on data")) from None
+                return make_fx(run, tracing_mode="fake", pre_dispatch=True)(*fakes), 0
         except Exception as error:
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error
@@ -409,12 +422,13 @@ def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differenti
         raise refused_at(f"`fn` changes {leaves(len(wrong))} in place:", wrong, fix)
 
 
-def _with_writes(program: Program) -> Program:
-    """The program with the new values of the leaves that it writes to as further results."""
-    written, results = _writes(program), program.results
+def _with_writes(program: Program, hooks: int) -> Program:
+    """The program with the new values of the leaves that it writes to as further results, before hooks."""
+    written, end = _writes(program), len(program.results) - hooks
+    results, last = program.results[:end], program.results[end:]
     named = zip(program.placeholders, program.inputs, strict=True)
     nodes = [n for n, i in named if i.kind == "leaf" and i.name in written]
-    program.graph.output_node().args = ([*results, *nodes],)
+    program.graph.output_node().args = ([*results, *nodes, *last],)
     writes = {path: len(results) + number for number, path in enumerate(written)}
     return replace(program, outputs=replace(program.outputs, writes=writes))
 

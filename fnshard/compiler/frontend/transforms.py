@@ -186,17 +186,12 @@ def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         rest = iter(tensors)
         filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
-        with sdpa_kernel(SDPBackend.MATH), _GradModes():  # fused attention has no second derivative
+        # Fused attention has no second derivative.
+        with sdpa_kernel(SDPBackend.MATH), _GradModes() as _state.grad_modes:
             made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in made[0] if isinstance(v, Tensor)]
 
-    _state.inside = True
-    try:
-        outer = _temp_remove_pre_dispatch_torch_function_mode()  # it would note grad modes
-        with disable_proxy_modes_tracing(), outer, _uncached(inputs):
-            graph = make_fx(flat, _allow_fake_constant=True)(*(v.detach() for v in inputs))
-    finally:
-        _state.inside = False
+    graph = apart(flat, inputs)
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         results = iter(fx.Interpreter(graph).run(*inputs))
     values, result_structure = made
@@ -204,18 +199,48 @@ def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return tree.unflatten(filled, result_structure)
 
 
+def apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The ops of `run(*inputs)` alone, beneath autograd; tensors that it closes over are attributes."""
+    before, _state.inside = (is_inside(), getattr(_state, "grad_modes", None)), True
+    try:
+        with untraced(), _uncached(inputs):
+            trace = make_fx(lambda values: run(*values), _allow_fake_constant=True)
+            return trace([v.detach() for v in inputs])
+    finally:
+        _state.inside, _state.grad_modes = before
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """No op and no grad mode in here is a node of the trace that runs."""
+    with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
+        yield
+
+
+def note_grad_mode() -> None:
+    """What is recorded next, by hand, is so in the grad mode that is on."""
+    modes = getattr(_state, "grad_modes", None)
+    if modes is not None:
+        modes.note()
+
+
 class _GradModes(TorchDispatchMode):
     """Notes in the graph, as a trace before autograd does, where ops run in another grad mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enabled = torch.is_grad_enabled()
+        self.enabled, self.tracer = torch.is_grad_enabled(), get_proxy_mode().tracer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def note(self) -> None:
+        proxies = get_proxy_mode()
+        if proxies is None or proxies.tracer is not self.tracer:  # another trace, by itself
+            return
         if torch.is_grad_enabled() != self.enabled:
             self.enabled = torch.is_grad_enabled()
-            tracer = get_proxy_mode().tracer
-            tracer.create_node("call_function", torch._C._set_grad_enabled, (self.enabled,), {})
+            self.tracer.create_node("call_function", torch._C._set_grad_enabled, (self.enabled,), {})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note()
         if func is torch.ops.aten._efficientzerotensor.default:
             func = torch.ops.aten.zeros.default
         return func(*args, **(kwargs or {}))

@@ -21,29 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.host_random import DRAWS, draws
-from fnshard.compiler.frontend import control_flow, transforms
+from fnshard.compiler.frontend import control_flow, functions, transforms
 from fnshard.compiler.frontend.mask_indices import positions
 from fnshard.compiler.frontend.ragged.run import check_read
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, unvalidated
-from fnshard.compiler.ir.failures import Call
+from fnshard.compiler.ir.failures import Call, higher_order
 from fnshard.errors import TraceError, report
 
-_AUTOGRAD_FUNCTION = report(
-    "`fn` calls the torch.autograd.Function {name}, whose backward a trace loses.",
-    fix="define it with torch.library.custom_op and register_autograd, or write plain ops.",
-)
-_BACKWARD_HOOK = report(
-    "`fn` calls a module with a full backward hook, which a trace loses.",
-    fix="remove the hook, and write what it does into the loss, or into the optimizer as a transform.",
-)
-_REENTRANT = report(
-    "`fn` calls reentrant activation checkpointing, whose backward a trace loses.",
-    fix="use_reentrant=False, or none at all: recomputation is the compiler's.",
-)
-_HOOK = report(
-    "`fn` registers a gradient hook ({name}), which a trace loses.",
-    fix="write what the hook does into the loss, or into the optimizer as a transform.",
-)
 _BACKWARD = report(
     "`fn` calls backward(), which leaves gradients in .grad: a trace loses them.",
     fix="use torch.autograd.grad or torch.func.grad, which return them; shard_step differentiates the loss "
@@ -75,23 +59,12 @@ _SET_DATA = report(
     "`fn` assigns to Tensor.{name}, which a trace loses.",
     fix="a step is a pure function: make a new tensor, and return it in aux if it must live on.",
 )
-_HIGHER_ORDER = report(
-    "`fn` calls {name}, which is not an ATen operator the compiler can cut and differentiate.",
-    fix="write it with plain torch ops (torch.where for a choice, a Python loop for a fixed number of "
-    "turns), or wrap it as a torch.library.custom_op with register_autograd.",
-)
-
 _DEVICE = report(
     "`fn` puts a tensor on {requested} by {name}; this step is traced on {device}.",
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
 Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
-
-
-def higher_order(name: str) -> TraceError:
-    """The error for an operator that takes graphs, or is no ATen operator at all."""
-    return TraceError(_HIGHER_ORDER.format(name=name))
 
 
 @contextmanager
@@ -116,11 +89,12 @@ def refusals(device: torch.device) -> Iterator[Calls]:
         import torch._dynamo.config as dynamo_config  # here: it brings Dynamo, which takes seconds
 
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
-        for owner, name, patch in _patches():
+        calls = Calls(device)
+        for owner, name, patch in _patches(calls.hooks):
             original = inspect.getattr_static(owner, name)
             stack.enter_context(mock.patch.object(owner, name, patch(original, here)))
         stack.enter_context(_quiet(here))
-        yield stack.enter_context(Calls(device))
+        yield stack.enter_context(calls)
 
 
 @contextmanager
@@ -139,12 +113,16 @@ def _quiet(here: Callable[[], bool]) -> Iterator[None]:
 
 
 class Calls(TorchFunctionMode):
-    """Sees every torch function that `fn` calls. `failed`: the one that failed last."""
+    """Sees every torch function that `fn` calls.
+
+    `failed`: the one that failed last. `hooks`: values of gradient hooks, see `functions.patches`.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
         self.failed: Call | None = None
+        self.hooks: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,10 +193,10 @@ _INDEXED = {"__getitem__", "__setitem__"}
 _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 
-def _patches() -> Iterator[tuple[Any, str, Patch]]:
-    yield torch.autograd.Function, "apply", _function_apply
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        yield torch.Tensor, name, _refuse(_HOOK, name)
+def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
+    yield from functions.patches(hooks)
+    name = "register_post_accumulate_grad_hook"
+    yield torch.Tensor, name, _refuse(functions.HOOK, name)
     yield from transforms.patches()
     yield from control_flow.patches()
     yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", _accumulates)
@@ -257,7 +235,7 @@ def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
 
 
 def _accumulates(*_: Any, accumulate_grad: bool = False, **__: Any) -> bool:
-    return accumulate_grad
+    return accumulate_grad and not functions.in_a_backward()
 
 
 def _is_users_hook(context: Any) -> bool:
@@ -265,22 +243,10 @@ def _is_users_hook(context: Any) -> bool:
     return type(context) is saved_tensors_hooks or not type(context).__module__.startswith("torch.")
 
 
-def _function_apply(original: classmethod, here: Callable[[], bool]) -> classmethod:
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if here() and cls.__name__ == "_NoopSaveInputs":  # torch 2.11 marks a checkpoint's inputs by it;
-            return args[0].detach()  # without a gradient the checkpoint calls its function and no more
-        generated = cls.__module__ == "torch._library.autograd"  # of a custom_op: an operator to the tracer
-        if here() and not generated:
-            known = {"CheckpointFunction": _REENTRANT, "BackwardHookFunction": _BACKWARD_HOOK}
-            raise TraceError(known.get(cls.__name__, _AUTOGRAD_FUNCTION).format(name=cls.__name__))
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    return classmethod(apply)
-
-
 def _higher_order_call(original: Callable[..., Any], here: Callable[[], bool]) -> Callable[..., Any]:
     def call(self: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
-        if not here():
+        inside = transforms.is_inside() and self.name() == "custom_function_call"  # functorch's own
+        if not here() or inside:
             return original(self, *args, **kwargs)
         if self.name() in control_flow.OPERATORS:
             return control_flow.OPERATORS[self.name()](*args, **kwargs)
@@ -311,7 +277,7 @@ class _Node:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("register_hook", "register_prehook"):
-            raise TraceError(_HOOK.format(name=f"grad_fn.{name}"))
+            raise TraceError(functions.HOOK.format(name=f"grad_fn.{name}"))
         return getattr(self._node, name)
 
 

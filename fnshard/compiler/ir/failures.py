@@ -63,10 +63,20 @@ _BY_MESSAGE = {
     "batch in the order of `fn`'s?",
     r"Could not infer dtype|meta tensor": _VALUE,
 }
+_HIGHER_ORDER = report(
+    "`fn` calls {name}, which is not an ATen operator the compiler can cut and differentiate.",
+    fix="write it with plain torch ops (torch.where for a choice, a Python loop for a fixed number of "
+    "turns), or wrap it as a torch.library.custom_op with register_autograd.",
+)
 _SHAPES = (
     "shapes are those of this rank's micro-batch and of whole leaves: are the arguments of the batch in the "
     "order of `fn`'s? fn(params, *batch) alone, on full tensors, fails alike."
 )
+
+
+def higher_order(name: str) -> TraceError:
+    """The error for an operator that takes graphs, or is no ATen operator at all."""
+    return TraceError(_HIGHER_ORDER.format(name=name))
 
 
 def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:

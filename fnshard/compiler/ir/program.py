@@ -128,6 +128,12 @@ class Program:
         return self.as_text()
 
 
+# Decomposed ops may have other strides than the ops of the program, whose views may not fit them.
+ANY_STRIDES = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.program import Input, describe, replay, short_dtype
+from fnshard.compiler.ir.program import ANY_STRIDES, Input, describe, replay, short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
 
 
@@ -55,10 +55,6 @@ class Source:
         return self.code
 
 
-# Decomposed ops may have other strides than the ops of the program, whose views may not fit them.
-_ANY_STRIDES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-
-
 def extract(
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
@@ -80,7 +76,7 @@ def extract(
             copied[node].meta = {"val": node.meta["val"]}
             return copied[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
-        copied[node] = body.call_function(_ANY_STRIDES.get(node.target, node.target), args, kwargs)
+        copied[node] = body.call_function(ANY_STRIDES.get(node.target, node.target), args, kwargs)
         copied[node].meta = {k: node.meta[k] for k in ("autocast", "val", "stack_trace") if k in node.meta}
         return copied[node]
 

@@ -9,12 +9,14 @@ sent to other ranks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.ir.custom_gradient import CustomGradient
 
 SMALL = 16  # a value this many times smaller than its leaves may cross: a norm, a penalty
 
@@ -42,7 +44,14 @@ class Derived:
 
     def may_cross(self, node: fx.Node) -> bool:
         """Whether another segment may read it, rather than make it again."""
-        return node not in self or len(self.units(node)) > 1 or self.is_small(node)
+        several = len(self.units(node)) > 1
+        return node not in self or several or self.is_small(node) or has_own_gradient(node)
+
+
+def has_own_gradient(node: fx.Node) -> bool:
+    """Whether a `CustomGradient` made it: made twice, its backward would take the gradient in parts."""
+    made_by = node.args[0] if node.target is operator.getitem else node
+    return isinstance(made_by.target, CustomGradient)
 
 
 def derived(

@@ -22,7 +22,7 @@ from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input, Program, storage_id
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, extract
-from fnshard.compiler.kernels.derived import Derived, derived
+from fnshard.compiler.kernels.derived import Derived, derived, has_own_gradient
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 from fnshard.layout.spec import LayoutSpec
 
@@ -83,8 +83,8 @@ class _Facts:
     """What cutting needs to know of each node.
 
     `units`: those it reads, itself or through lazy nodes. `lazy`: made again where they are read. `deferred`:
-    made once: small derived values, by unit where they rest on one (`terms`), else on demand; exchanges, on
-    demand.
+    made once: small derived values, by unit where they rest on one (`terms`), else on demand; exchanges and
+    derived values with a gradient of their own, on demand.
     """
 
     inputs: Mapping[fx.Node, Input]
@@ -104,15 +104,18 @@ def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
     for node in calls:
         if node.target is operator.getitem:  # it stays with its producer
             lazy.update([node] if node.args[0] in lazy else [])
+        elif has_own_gradient(node):
+            continue
         elif (node in rests and len(rests.units(node)) <= 1) or _is_view(node):
             lazy.add(node)
     terms = _find_terms(calls, rests, lazy)
     lazy -= {n for of_unit in terms.values() for n in of_unit}
     exchanges = [n for n in calls if n.target is EXCHANGE]
-    deferred = _find_deferred(calls, rests, lazy, terms) | set(exchanges)
+    own = {n for n in calls if n in rests and has_own_gradient(n)}
+    deferred = _find_deferred(calls, rests, lazy, terms) | set(exchanges) | own
     units = {n: frozenset([u] if (u := leaves.get(n)) else []) for n in inputs}
     for node in calls:
-        reads = (units[n] for n in node.all_input_nodes if n in lazy or n in inputs)
+        reads = (units[n] for n in node.all_input_nodes if n in lazy or n in inputs or n in own)
         units[node] = frozenset().union(*reads)
     return _Facts(inputs, units, lazy, deferred, terms, exchanges)
 

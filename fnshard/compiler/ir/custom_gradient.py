@@ -1,0 +1,89 @@
+"""Custom gradient: values whose derivative is a graph of its own, as one node of a program.
+
+What `jax.custom_vjp` is to JAX. The node's operator is the graph; where a segment is differentiated it
+becomes plain ATen ops, so that compilers, remat and dead code elimination see no boundary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.program import replay
+
+
+@dataclass(frozen=True, eq=False)
+class CustomGradient:
+    """`(*values, *inputs, *captured) -> values`, with gradients for `inputs` alone.
+
+    Args:
+        name: of the function or hook whose backward it is.
+        graph: `(*gradients of values, *values, *captured) -> gradients of inputs`, without side effects.
+        values: how many; floating point or complex.
+        inputs: how many.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> from fnshard.compiler.ir.custom_gradient import CustomGradient
+    >>> graph = fx.Graph()
+    >>> grad, value = graph.placeholder("grad"), graph.placeholder("value")
+    >>> _ = graph.output((graph.call_function(torch.ops.aten.neg.default, (grad,)),))
+    >>> reverse, x = CustomGradient("reverse", graph, 1, 1), torch.ones(2, requires_grad=True)
+    >>> torch.autograd.grad(reverse(x, x).sum(), x)
+    (tensor([-1., -1.]),)
+    """
+
+    name: str
+    graph: fx.Graph = field(repr=False)
+    values: int
+    inputs: int
+
+    def __call__(self, *args: Tensor) -> Any:
+        """The values in memory of their own; a tuple where they are several."""
+        made = Attach.apply(self, *args)
+        return made[0] if self.values == 1 else made
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __str__(self) -> str:
+        """The same for the same graph."""
+        return f"{self.name}.backward#{self._digest}"
+
+    @cached_property
+    def _digest(self) -> str:
+        names = {node: f"v{i}" for i, node in enumerate(self.graph.nodes)}
+        lines = [str((self.values, self.inputs))]
+        for node in self.graph.nodes:
+            op = node.target if node.op == "call_function" else node.op
+            arguments = () if node.op == "placeholder" else (node.args, node.kwargs)
+            lines.append(f"{names[node]} = {op}{fx.map_arg(arguments, names.__getitem__)}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+class Attach(torch.autograd.Function):
+    """What autograd sees of a `CustomGradient`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rule: CustomGradient, *args: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.clone() for value in args[: rule.values])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.rule, *args = inputs
+        ctx.save_for_backward(*output, *args[ctx.rule.values + ctx.rule.inputs :])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rule, saved = ctx.rule, ctx.saved_tensors
+        of_inputs = replay(rule.graph, (*gradients, *saved))
+        of_captured = [None] * (len(saved) - rule.values)
+        return None, *[None] * rule.values, *of_inputs, *of_captured
