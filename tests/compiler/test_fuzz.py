@@ -93,6 +93,33 @@ KEPT = {
         """,
         shapes={"u.w": (4,)}, sizes=(2, 3, 4),
     ),
+    "a cache that layers write to and read": kept(
+        """
+        k = x.new_zeros(3, *x.shape)
+        v, h = torch.zeros_like(k), x
+        for i, n in enumerate("uvw"):
+            k[i].copy_(h @ p[n + ".w"])
+            v[i, :, :2] = (h @ p[n + ".w"].T)[:, :2]
+            h = h + F.scaled_dot_product_attention(h, k[: i + 1].sum(0), v[i].clone())
+        return h.square().mean() + k.mean()
+        """,
+        shapes={f"{u}.w": (4, 4) for u in "uvw"}, axes={"shard": 2}, options={"remat": "unit"},
+    ),
+    "slots of a residual, and views of views of it in another unit": kept(
+        """
+        h = x.new_zeros(x.shape[0], 3, 4)
+        heads = h.unflatten(-1, (2, 2)).transpose(1, 2)
+        for i, n in enumerate("uvw"):
+            h[:, i] = torch.sin((x[:, 0] + h.sum(1)) @ p[n + ".w"])
+            heads[:, 0].mT[:, 1:].mul_(p[n + ".w"].diagonal()[:3])
+            h.diagonal(dim1=1, dim2=2)[:, :2].copy_(p[n + ".w"][0, :2])
+        h[:, None, [2]] = 0.5
+        h[m] += p["w.w"][1]
+        return h.square().mean() + heads[..., 1].sum()
+        """,
+        shapes={f"{u}.w": (4, 4) for u in "uvw"}, axes={"shard": 2}, preset="zero2",
+        options={"accumulate": 2},
+    ),
     "softmax of a narrow value with a wide scale": kept(
         """
         v = (y * p["u.w"].expand(1)).log_softmax(1)

@@ -53,6 +53,7 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     if not any(mutated_args(n) for n in graph.nodes):
         return graph
     _check_bases(graph)
+    _check_expanded(graph)
     _check_detached(graph)
     return _Functional().run(graph)
 
@@ -79,6 +80,29 @@ def _check_bases(graph: fx.Graph) -> None:
             list(wrong.values()),
             "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
         )
+
+
+def _check_expanded(graph: fx.Graph) -> None:
+    """Refuse writes through `expand`, as torch does on a tensor with values, and does not on a fake one."""
+    wrong = [
+        (node, f"{describe(value)} with strides {list(value.stride())} by {node.target}")
+        for node in graph.nodes
+        for target in mutated_args(node)
+        if node.target._schema.name.removeprefix("aten::") not in _TAKE_EXPANDED
+        for value in _tensors(target)
+        if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    ]
+    if wrong:
+        raise refused_at(
+            f"`fn` writes in place to {len(wrong)} expanded tensor(s), whose elements share their memory:",
+            wrong,
+            "write to a copy (.expand(...).clone()), or to the tensor before it is expanded.",
+        )
+
+
+_TAKE_EXPANDED = (  # of these torch warns at most
+    "zero_", "fill_", "fill_diagonal_", "tril_", "triu_", "masked_fill_", "index_fill_", "index_put_",
+)  # fmt: skip
 
 
 def _is_its_source(node: fx.Node) -> bool:
