@@ -1,4 +1,4 @@
-"""Rows of the grammar that differentiate and map inside the program: torch.func and torch.autograd.grad; see `grammar`."""
+"""Rows of the grammar that transform functions inside the program, or make lengths of data; see `grammar`."""
 # ruff: noqa: E501  (a row is a line)
 
 from __future__ import annotations
@@ -69,4 +69,21 @@ TRANSFORMS: dict[str, Row] = {
     "autograd_grad_detached": lambda g: f"torch.autograd.grad({g.f()}.square().sum(), {g.f()}, retain_graph=True)[0]",
     "autograd_grad_inner": lambda g: f"(lambda v: torch.autograd.grad({scalar(g, a := g.f(1, 3))}, v, create_graph=True)[0])({a})",
     "autograd_grad_mapped": lambda g: f"torch.func.vmap(lambda v: torch.func.grad(lambda w: (w * v).sin().sum())(v))({g.f(2, 3)})",
+}  # fmt: skip
+
+# Lengths that depend on data, `m` has a true element: what is left of each row has one shape for every batch.
+RAGGED: dict[str, Row] = {
+    "rows_mean": lambda g: f"{g.f(2, 4, g.is_sequence)}[m].square().mean()",
+    "rows_sum": lambda g: f"{g.f(2, 4, g.is_sequence)}[m].sum(0)",
+    "rows_softmax": lambda g: f"({(a := g.f(3, 3, g.is_sequence))}[m].softmax(0) * {a}[m].tanh()).sum(0)",
+    "rows_linear": lambda g: f"F.linear({(a := g.f(3, 3, g.is_sequence))}[m], {g.leaf(3, a.shape[-1])}).tanh().mean(0)",
+    "rows_gram": lambda g: f"{(a := g.f(3, 3, g.is_sequence))}[m].mT @ {g.like(a)}[m]",
+    "rows_where": lambda g: f"{g.f(2, 3, g.is_sequence)}[torch.where(m)].cumsum(0).mean(0)",
+    "rows_max": lambda g: f"{g.distinct(3, 3, g.is_sequence)}[m].amax(0)",
+    "rows_back": lambda g: f"torch.zeros_like({(a := g.f(2, 3, g.is_sequence))}).index_put((m,), {a}[m].sin() * 1.3)",
+    "masked_select": lambda g: f"torch.masked_select({(a := g.f(1))}, {g.bool(a)}).square().sum()",
+    "nonzero_sum": lambda g: "torch.nonzero(m).double().sum(0)",
+    "unique_rows": lambda g: f"{g.leaf(g.vocab, 2)}[ids.unique()].sin().sum(0)",
+    "repeat_rows": lambda g: f"{g.f(2, 3, g.is_sequence)}.repeat_interleave(m.sum(1), 0).square().mean()",
+    "bincount": lambda g: f"torch.bincount(ids.flatten(), minlength={g.vocab}).double()",
 }  # fmt: skip
