@@ -84,6 +84,6 @@ RAGGED: dict[str, Row] = {
     "masked_select": lambda g: f"torch.masked_select({(a := g.f(1))}, {g.bool(a)}).square().sum()",
     "nonzero_sum": lambda g: "torch.nonzero(m).double().sum(0)",
     "unique_rows": lambda g: f"{g.leaf(g.vocab, 2)}[ids.unique()].sin().sum(0)",
-    "repeat_rows": lambda g: f"{g.f(2, 3, g.is_sequence)}.repeat_interleave(m.sum(1), 0).square().mean()",
+    "repeat_rows": lambda g: f"fs.bounded({g.f(2, 3, g.is_sequence)}.repeat_interleave(m.sum(1), 0), m.numel()).square().mean()",
     "bincount": lambda g: f"torch.bincount(ids.flatten(), minlength={g.vocab}).double()",
 }  # fmt: skip
