@@ -154,6 +154,7 @@ TABLE = {
     "python -m experiments.examples.mlp": Row(),
     "python -m experiments.examples.vit": Row(),
     "python -m experiments.examples.gpt": Row(),
+    "python -m experiments.examples.moe": Row(),
     # -- finetune
     "python -m experiments.finetune": replace(TINY, quick=True),
     "python -m experiments.finetune method=lora": TINY,

@@ -21,9 +21,11 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.training.decoder import Decoder, DecoderConfig
+from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.runtime.collectives.base import Done
 from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
 
 
@@ -74,7 +76,7 @@ def measure(blocks: int, preset: str, repeats: int) -> dict[str, float]:
     times = []
     for _ in range(repeats):
         env = {f"s:{p}": v for p, v in shards.items()}
-        env |= {"batch:0": tokens, "seed": torch.ones(()), "flags": {}}
+        env |= {"batch:0": tokens, LOSS_TANGENT: torch.ones(()), CONTROL: StepControl()}
         start = time.thread_time()
         run(env)
         times.append(time.thread_time() - start)

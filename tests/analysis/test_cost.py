@@ -167,7 +167,7 @@ def test_every_instruction_says_all_about_itself() -> None:
     """`bind`, `memory` and `price`; of those that issue something, what its Wait does, too."""
     kinds = {k for k in vars(lines).values() if isinstance(k, type) and issubclass(k, Instruction)}
     kinds -= {Instruction, lines.OfBucket}
-    assert len(kinds) == 18
+    assert len(kinds) == 21
     for kind in kinds:
         methods = ["bind", "memory", "price"] + ["bind_wait", "wait_memory"] * (kind.lane != lines.COMPUTE)
         assert [m for m in methods if getattr_static(kind, m) is getattr_static(Instruction, m)] == [], kind

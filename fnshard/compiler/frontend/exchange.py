@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fnshard.compiler.frontend import transforms
 from fnshard.errors import TraceError
@@ -25,7 +25,7 @@ __all__ = ["all_gather", "psum"]
 DUALS = {"psum": "psum", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
-# What `split` writes before an exchange: what is sent lies in memory of its own, and is an activation.
+# What is sent lies in memory of its own, and is an activation.
 _LIB.define("outgoing(Tensor x) -> Tensor")
 _LIB.impl(
     "outgoing",
@@ -53,6 +53,19 @@ def _refuse_derivative(ctx: Any, grad: Tensor) -> None:
 
 _exchange.register_autograd(_refuse_derivative)
 EXCHANGE, OUTGOING = torch.ops.fnshard.exchange.default, torch.ops.fnshard.outgoing.default
+
+
+def copy_outgoing(graph: fx.Graph) -> None:
+    """What an exchange sends is made for it, in one segment."""
+    for node in graph.find_nodes(op="call_function", target=EXCHANGE):
+        sent = node.args[0]
+        with graph.inserting_before(node):
+            copy = graph.call_function(OUTGOING, (sent,))
+        value = sent.meta["val"]
+        copy.meta["val"] = torch.empty_like(
+            value, memory_format=torch.contiguous_format, requires_grad=value.requires_grad
+        )
+        node.update_arg(0, copy)
 
 
 def received_shape(shape: Sequence[int], kind: str, dim: int, ranks: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
-from fnshard.compiler.frontend.exchange import tracing_on
+from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
@@ -176,6 +176,7 @@ def _trace(
         apply_hooks(pure, hooks)
         recognise_causal(pure)
         keep_rounding(pure)
+        copy_outgoing(pure)
         guard = guard_of(runs, executed, computed, reached, copied)
         return replace(program, graph=pure, guard=guard, rows=_rows(batch))
 

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.compiler.ir.program import Input, Program, storage_id
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, extract
@@ -37,7 +37,6 @@ def split(
         data_axes: of the mesh, those of one rank left out.
     """
     alike = _alike(program, specs, data_axes)
-    _write_outgoing(program)
     facts = _classify(program, {p: specs[p].unit for p in cuts})
     order = _order(program, facts)
     bounds = _bounds(order, facts, program)
@@ -62,17 +61,8 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
     return frozenset(p for p, index in program.outputs.writes.items() if program.results[index] in rests)
 
 
-def _write_outgoing(program: Program) -> None:
-    """What an exchange sends is made for it, in one segment."""
-    for node in program.graph.find_nodes(op="call_function", target=EXCHANGE):
-        with program.graph.inserting_before(node):
-            copy = program.graph.call_function(OUTGOING, (node.args[0],))
-        copy.meta["val"] = _empty_like(node.args[0].meta["val"], torch.contiguous_format)
-        node.update_arg(0, copy)
-
-
-def _empty_like(value: Tensor, strides: torch.memory_format = torch.preserve_format) -> Tensor:
-    return torch.empty_like(value, memory_format=strides, requires_grad=value.requires_grad)
+def _empty_like(value: Tensor) -> Tensor:
+    return torch.empty_like(value, requires_grad=value.requires_grad)
 
 
 # ------------------------------------------------------------------ which nodes are lazy
