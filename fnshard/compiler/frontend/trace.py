@@ -174,9 +174,8 @@ def _trace(
             if pure is not graph:
                 propagate(pure, _example_inputs(inputs, values))
         apply_hooks(pure, hooks)
-        recognise_causal(pure)
-        keep_rounding(pure)
-        copy_outgoing(pure)
+        for rewrite in (recognise_causal, keep_rounding, copy_outgoing):
+            rewrite(pure)
         guard = guard_of(runs, executed, computed, reached, copied)
         return replace(program, graph=pure, guard=guard, rows=_rows(batch))
 
