@@ -133,7 +133,7 @@ class Optimizer:
         takes: whether the kernel is right for such a parameter; others go through `leaf`.
         factor: set if `leaf` does nothing but multiply by `factor(info)`.
         follow: set if `leaf` hands the update on as it came and keeps something of the new
-            parameters: `(slots, params) -> None`, in place.
+            parameters: `(slots, params, info) -> None`, in place.
         in_place: takes the place of the whole `apply`.
         members: what `chain` was made of.
         numbers: `(path, info) -> tree of 0-d tensors`: all that `leaf` reads of the step. With them the
@@ -159,7 +159,7 @@ class Optimizer:
     settings: Callable[[str], Hashable] = lambda path: None
     takes: Callable[[Tensor], bool] = lambda param: True
     factor: Callable[[StepInfo], Tensor] | None = None
-    follow: Callable[[Slots, Tensors], None] | None = None
+    follow: Callable[[Slots, Tensors, StepInfo], None] | None = None
     in_place: Callable[[Tensors, Slots, Tensors, StepInfo], None] | None = None
     members: tuple[Optimizer, ...] = ()
     numbers: Callable[[str, StepInfo], Any] | None = None

@@ -132,14 +132,19 @@ def test_the_norms_a_member_sees_are_those_of_its_own_input():
         assert_close(got, expected)
 
 
-def test_ema_equals_torch():
+def warming(step):
+    return min(0.9, (1 + float(step)) / (4 + float(step)))
+
+
+@pytest.mark.parametrize("decay", [0.9, warming])
+def test_ema_equals_torch(decay):
     params = random_tree(0)
-    average = torch.optim.swa_utils.get_ema_avg_fn(0.9)
     expected = params
     for steps in range(1, 6):
+        average = torch.optim.swa_utils.get_ema_avg_fn(decay if decay == 0.9 else warming(steps - 1))
         new = train(sgd(0.1, 0.9), params, steps)[0]
         expected = {p: average(expected[p], new[p], 1) for p in params}
-    _, slots = train(chain(sgd(0.1, 0.9), ema(0.9)), params, 5)
+    _, slots = train(chain(sgd(0.1, 0.9), ema(decay)), params, 5)
     assert_close(optim.ema_params(slots), expected)
 
 
