@@ -249,7 +249,7 @@ def ema(decay: Rate) -> Optimizer:
     rate = as_schedule(decay)
 
     def leaf(path, update, slots, param, given):
-        weight = 1 - decay if fixed else (1 - given).to(param.dtype)
+        weight = 1 - decay if fixed else 1 - given.to(param.dtype)
         return update, {"ema": slots["ema"].lerp(param + update, weight)}
 
     def follow(slots: Slots, params: Tensors, info: StepInfo) -> None:

@@ -43,7 +43,7 @@ ALL = {
     "two_clips_two_emas": chain(
         clip_by_global_norm(2.0), clip_by_global_norm(0.3), sgd(0.1, 0.9), ema(0.9), ema(0.5)
     ),
-    "ema_warmup": chain(sgd(0.1, 0.9), ema(lambda step: min(0.9, (1 + step) / (10 + step)))),
+    "ema_schedule": chain(sgd(0.1, 0.9), ema(RATE)),
     "clip_lars": chain(clip_by_global_norm(0.5), lars(0.1)),
     "two_bodies": chain(sgd(1.0, momentum=0.5), sgd(0.1, momentum=0.9), ema(0.9)),
     "row_sgd": row_sgd(0.1),
