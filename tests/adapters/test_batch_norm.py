@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from convolutional import Residual
 from torch import Tensor, nn
 
 import fnshard as fs
@@ -22,6 +23,22 @@ class Activated(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         shared = (self.weight, self.bias, self.training, self.momentum, self.eps)
         return F.relu(F.batch_norm(x, self.running_mean, self.running_var, *shared))
+
+
+class ActivatedOfTorch(nn.SyncBatchNorm):
+    """What timm converts those to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x))
+
+
+class Classified(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Residual(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x), torch.arange(len(x)) % 3)
 
 
 class Images(nn.Module):
@@ -46,7 +63,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "no statistics": lambda: Images(lambda n: nn.BatchNorm2d(n, track_running_stats=False)),
     "no weights": lambda: Images(lambda n: nn.BatchNorm2d(n, affine=False)),
     "cumulative": lambda: Images(lambda n: nn.BatchNorm2d(n, momentum=None)),
-    "torch's": lambda: Images(nn.SyncBatchNorm),
+    "residual": Classified,
+    "torch's": lambda: Images(nn.SyncBatchNorm),  # which is torch's BatchNorm where there is no process group
+    "torch's activated": lambda: Images(ActivatedOfTorch),
+    "torch's cumulative": lambda: Images(lambda n: nn.SyncBatchNorm(n, momentum=None)),
+    "torch's residual": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Classified()),
 }
 
 
@@ -58,24 +79,20 @@ def batches() -> Tensor:
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name]().double()
-    model.layers(batches()[0].double()) if name != "torch's" else _filled(model)
+    model.eval().layers(batches()[0])
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.reset_running_stats()
-    return model
+    return model.train()
 
 
-def _filled(model: nn.Module) -> None:
-    model.layers[-1](torch.zeros(2, 4 * (SIDE - 2) ** 2, dtype=D))
+def synchronised(name: str) -> nn.Module:
+    return model_of(name) if name.startswith("torch's") else fs.sync_batch_norm(model_of(name))
 
 
 def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
     """One process with all rows."""
     model = model_of(name)
-    if name == "torch's":  # which asks for CUDA
-        model = Images(nn.BatchNorm2d).double()
-        model.layers[-1](torch.zeros(2, 4 * (SIDE - 2) ** 2, dtype=D))
-        model.load_state_dict(model_of(name).state_dict())
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
     for batch in batches():
         optimizer.zero_grad()
@@ -87,7 +104,7 @@ def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def step_of(name: str, mesh: fs.Mesh, preset: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    apply, params = fs.make_functional(fs.sync_batch_norm(model_of(name)))
+    apply, params = fs.make_functional(synchronised(name))
     specs = fs.presets.PRESETS[preset](params, mesh)
     options = {"backend": "eager", **options}
     step = fs.shard_step(lambda p, x: apply(p, x), specs, mesh=mesh, optimizer=fs.optim.sgd(LR), **options)
@@ -118,30 +135,33 @@ def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:
         torch.testing.assert_close(got, plain(name), rtol=1e-10, atol=1e-10)
 
 
-def evaluated(state: Any, specs: Any, mesh: fs.Mesh) -> Tensor:
-    apply, _ = fs.make_functional(fs.sync_batch_norm(model_of("2d")).eval())
+def evaluated(name: str, state: Any, specs: Any, mesh: fs.Mesh) -> Tensor:
+    apply, _ = fs.make_functional(synchronised(name).eval())
     return fs.shard_forward(apply, specs, mesh=mesh, backend="eager")(state, batches()[0])
 
 
-def on_rank(rank: int, backend: str, folder: str) -> Any:
+def on_rank(rank: int, name: str, backend: str, folder: str) -> Any:
     mesh = fs.make_mesh(shard=2, device="cpu")
-    step, params = step_of("2d", mesh, "full_shard", backend=backend)
+    step, params = step_of(name, mesh, "full_shard", backend=backend)
     got = trained(rank, mesh, (step, params), [6, 6])
     state, _ = step(step.init(params), batches()[0].chunk(2)[rank])
     fs.checkpoint.save(folder, state)
-    return got, evaluated(state, step.specs, mesh)
+    return got, evaluated(name, state, step.specs, mesh)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("residual", "eager"), ("torch's", "eager"), pytest.param("2d", "inductor", marks=pytest.mark.long)],
+)
 def test_processes_equal_one_and_restored_on_one_rank_they_evaluate_bitwise(
-    ranks: Any, backend: str, tmp_path: Any
+    ranks: Any, name: str, backend: str, tmp_path: Any
 ) -> None:
-    got = ranks(2).run(on_rank, backend, str(tmp_path / "1"))
-    mesh, params = fs.make_mesh(shard=1), fs.make_functional(model_of("2d"))[1]
+    got = ranks(2).run(on_rank, name, backend, str(tmp_path / "1"))
+    mesh, params = fs.make_mesh(shard=1), fs.make_functional(model_of(name))[1]
     specs = fs.presets.full_shard(params, mesh)
-    again = evaluated(fs.checkpoint.restore(tmp_path / "1", specs, mesh), specs, mesh)
+    again = evaluated(name, fs.checkpoint.restore(tmp_path / "1", specs, mesh), specs, mesh)
     for result, seen in got:
-        torch.testing.assert_close(result, plain("2d"), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result, plain(name), rtol=1e-9, atol=1e-9)
         assert torch.equal(seen, again)
 
 
@@ -167,6 +187,15 @@ def test_uneven_rows_count_as_they_are() -> None:
     expected = loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     for got in fs.simulate(mesh, run):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_process_group_of_ones_own_is_refused() -> None:
+    model, x = nn.SyncBatchNorm(3, process_group=object()), batches()[0, ..., 0]
+    apply, params = fs.make_functional(model)
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    step = fs.shard_step(lambda p, x: apply(p, x).mean(), fs.presets.no_shard(params, mesh), mesh=mesh)
+    with pytest.raises(fs.TraceError, match=r"(?s)SyncBatchNorm with a process group .*adapters\.batch_norm"):
+        step.lower(params, x)
 
 
 def test_one_exchange_a_layer_and_statistics_are_not_sent_again() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from convolutional import Residual
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -51,6 +52,17 @@ class Images(nn.Module):
         for layer in self.layers:
             x = layer(x[:, None, :, None] * x[:, None, None, :])
         return x.tanh().square().mean()
+
+
+class Outer(nn.Module):
+    """Rows as images [B, 1, WIDTH, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Residual(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers((x[:, :, None] * x[:, None])[:, None]).logsumexp(1).mean()
 
 
 class Counter(nn.Module):
@@ -132,6 +144,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "counter": lambda: Blocks(Counter),
     "queue": Queue,
     "teacher": Teacher,
+    "residual": Outer,
     "two_dtypes": lambda: Blocks(TwoDtypes),
 }
 
