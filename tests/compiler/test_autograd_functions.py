@@ -269,7 +269,7 @@ class Bilinear(Function):
         return back @ one.t(), x.t() @ back, 2 * (x @ one).t() @ g
 
 
-@torch.library.custom_op("fnshard_test::cube", mutates_args=())
+@torch.library.custom_op("fnshard_test::rounded_cube", mutates_args=())
 def cube(x: Tensor) -> Tensor:
     return x**3
 

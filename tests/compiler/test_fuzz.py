@@ -134,6 +134,25 @@ KEPT = {
         """,
         shapes={"u.w": (2, 4)},
     ),
+    "writes to windows that leave elements out, and to transposed views of what is read flat": kept(
+        """
+        h = x * p["u.w"]
+        h.unfold(-2, 2, 3)[..., 0].mul_(-0.7)
+        h.movedim(-2, -1).masked_fill_(h.mT > 0.3, 0.5)
+        h.unflatten(1, (2, 2)).transpose(1, 2).cumsum_(0)
+        return h.flatten().sin().sum() + F.linear(x, p["u.w"].diag()).square().sum()
+        """,
+        shapes={"u.w": (2,)}, sizes=(3, 4, 2),
+    ),
+    "bounds of lengths where fn differentiates what it has computed": kept(
+        """
+        rows = fs.bounded(x.repeat_interleave(m.sum(1), 0), m.numel())
+        v = torch.tanh(x @ p["u.w"])
+        slope = torch.autograd.grad(v.square().sum(), v, create_graph=True)[0]
+        return rows.square().mean() + slope.sum() + torch.bincount(ids.flatten(), minlength=5).double().mean()
+        """,
+        shapes={"u.w": (2, 2)}, sizes=(3, 4, 2),
+    ),
 }  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def require(excess: Tensor, size: int, op: str, place: str = "") -> None:
     Raises:
         TraceError: inside `torch.func`, from where nothing is reported.
     """
-    if transforms.is_inside():
+    if transforms.is_nested():
         raise TraceError(
             f"{op} has a bound of {size} inside a transform of torch.func, which cannot report that it is "
             "exceeded.",

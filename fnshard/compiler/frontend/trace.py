@@ -31,7 +31,7 @@ from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.outputs import check_count, read_outputs
 from fnshard.compiler.frontend.ragged import run as ragged_run
-from fnshard.compiler.frontend.transforms import Retrace, differentiable, is_of_a_level
+from fnshard.compiler.frontend.transforms import Differentiable, Retrace, is_of_a_level
 from fnshard.compiler.frontend.unsupported import refusals
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.arguments import Arguments
@@ -95,7 +95,7 @@ def trace(
         try:
             return run(lambda flat: flat)
         except Retrace:
-            return run(differentiable)
+            return run(Differentiable)
 
 
 def _trace(

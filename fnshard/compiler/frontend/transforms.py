@@ -7,7 +7,7 @@ They are then ops like any others: cut, gathered for and differentiated once mor
 closes over are replayed as themselves, so that their gradients are not lost.
 
 What differentiates values that are already there (`torch.autograd.grad`, a pullback of `vjp`, dual numbers)
-stops the trace by `Retrace`: `fn` as a whole is then traced so, on a level of its own (`differentiable`),
+stops the trace by `Retrace`: `fn` as a whole is then traced so, on a level of its own (`Differentiable`),
 on which autograd records all that `fn` computes.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -48,7 +49,7 @@ def is_inside() -> bool:
 
 
 def is_nested() -> bool:
-    """Whether this thread traces a transform that `fn` calls, and not `fn` as a whole (`differentiable`)."""
+    """Whether this thread traces a transform that `fn` calls, and not `fn` as a whole (`Differentiable`)."""
     return is_inside() and torch._C._functorch.maybe_current_level() != getattr(_state, "level", None)
 
 
@@ -82,7 +83,7 @@ def _replayed(original: Transform, here: Callable[[], bool]) -> Transform:
 
 
 class Retrace(BaseException):
-    """`fn` differentiates what it has computed so far: it is to be traced as `differentiable`."""
+    """`fn` differentiates what it has computed so far: it is to be traced as `Differentiable`."""
 
 
 def _retraced(original: Transform, here: Callable[[], bool]) -> Transform:
@@ -149,16 +150,26 @@ def _operator(original: Any, here: Callable[[], bool]) -> classmethod:
     return classmethod(apply)
 
 
-def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, traced by itself on a functorch level, where autograd records what it computes.
+@dataclass(frozen=True)
+class Differentiable:
+    """`run`, of tensors and to tensors, on a functorch level, where autograd records what it computes.
 
     Not by plain autograd: that detaches what it saves, and a second derivative would end there.
     """
 
-    def call(*args: Any) -> Any:
-        trained = [v.requires_grad for v in tree.flatten(args)[0]]
+    run: Callable[..., list[Tensor]]
 
-        def on_a_level(*args: Any) -> Any:
+    def __call__(self, *args: Any) -> list[Tensor]:
+        return inlined(self._on_a_level(args), args, {})
+
+    def capture(self, *args: Any) -> fx.GraphModule:
+        """Its ops alone."""
+        return _capture(self._on_a_level(args), args, {})[0]
+
+    def _on_a_level(self, inputs: Any) -> Callable[..., list[Tensor]]:
+        trained = [v.requires_grad for v in tree.flatten(inputs)[0]]
+
+        def run(*args: Any) -> Any:
             with eager_transforms.grad_increment_nesting() as level:
                 leaves, structure = tree.flatten(args)
                 wrapped = [eager_transforms._wrap_tensor_for_grad(v, level) for v in leaves]
@@ -166,18 +177,26 @@ def differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
                 try:
                     for v, on in zip(wrapped, trained, strict=True):
                         v.requires_grad_(on)
-                    made = run(*tree.unflatten(wrapped, structure))
+                    made = self.run(*tree.unflatten(wrapped, structure))
                 finally:
                     _state.level = None
                 return eager_transforms._undo_create_differentiable(made, level)
 
-        return inlined(on_a_level, args, {})
-
-    return call
+        return run
 
 
 def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace `run(*args, **kwargs)` by itself, beneath autograd, and run its ops where the caller stands."""
+    graph, inputs, (values, structure) = _capture(run, args, kwargs)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        results = iter(fx.Interpreter(graph).run(*inputs))
+    return tree.unflatten([next(results) if isinstance(v, Tensor) else v for v in values], structure)
+
+
+def _capture(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, list[Tensor], Sequence[Any]]:
+    """The ops of `run`, the tensors that they take, and what it returned, flat and its structure."""
     leaves, structure = tree.flatten((args, kwargs), constants=True)
     inputs = [v for v in leaves if isinstance(v, Tensor)]
     made: list[Any] = []
@@ -191,12 +210,7 @@ def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in made[0] if isinstance(v, Tensor)]
 
-    graph = apart(flat, inputs)
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        results = iter(fx.Interpreter(graph).run(*inputs))
-    values, result_structure = made
-    filled = [next(results) if isinstance(v, Tensor) else v for v in values]
-    return tree.unflatten(filled, result_structure)
+    return apart(flat, inputs), inputs, made
 
 
 def apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:

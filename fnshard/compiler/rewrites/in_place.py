@@ -252,6 +252,8 @@ def _write(
     body = fx.Graph()
     inputs: list[fx.Node] = []
     inside: dict[fx.Node, fx.Node] = {}
+    windows: list[fx.Node] = []
+    targets = dict.fromkeys(mutated_args(node))
 
     def enter(old: fx.Node) -> fx.Node:
         inputs.append(old)
@@ -266,16 +268,48 @@ def _write(
     def copy(old: fx.Node) -> fx.Node:
         new = body.node_copy(old, place)
         new.meta = {}  # all of it runs in the modes of the whole
+        if old.target is aten.unfold.default:
+            new.target = _windows
+            windows.append(new)
         return new
 
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
-    op = copy(node)
+    laid_out = {n: body.call_function(_row_major, (place(n),)) for n in targets if not _is_row_major(n)}
+    op = body.node_copy(node, lambda n: laid_out.get(n) or place(n))
+    op.meta = {}
+    for target, written in laid_out.items():
+        body.call_function(aten.copy_.default, (place(target), written))
+    for written in reversed(windows):
+        body.call_function(_write_windows, (written, *written.args))
     values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
     beside = [i for i, v in enumerate(values) if storage_id(v) not in memories]
     fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in beside]
     body.output((*(inside[base] for base in bases), *fresh))
     return Write(body, op), inputs
+
+
+def _windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """A copy of `x.unfold`: a write through the view itself loses in torch what lies in no window."""
+    return x.unfold(dim, size, step).clone()
+
+
+def _write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
+    dim %= x.dim()
+    starts = torch.arange(windows.shape[dim], device=x.device) * step
+    places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
+    x.index_copy_(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
+
+
+def _is_row_major(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
+    return strides == sorted(strides, reverse=True)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """A copy to write to: what a pure op makes of `x` itself may have other strides, and later views fail."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 _KEPT = ("autocast", "nn_module_stack", "stack_trace")

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, op_name, refused, symbols
 from fnshard.compiler.frontend.ragged.rules import rule_of
+from fnshard.compiler.frontend.transforms import Differentiable
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.program import OpOverload
 
@@ -36,8 +37,12 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made.requires_grad_(value.requires_grad)
 
+    fakes = [[*map(same, v)] for v in inputs]
     with source_lines.kept():
-        graph = make_fx(flat, tracing_mode="fake", pre_dispatch=True)(*([*map(same, v)] for v in inputs))
+        if isinstance(flat, Differentiable):  # at once: ops that run again have other symbols, without bounds
+            graph = flat.capture(*fakes)
+        else:
+            graph = make_fx(flat, tracing_mode="fake", pre_dispatch=True)(*fakes)
 
     def padded(*inputs: Sequence[Tensor]) -> list[Any]:
         return run(graph, shape_env, [v for values in inputs for v in values])
