@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.compiler.deferred.deferred_init import on_paper, recipe_of
-from fnshard.compiler.ir.reachable import Numbers, Reachable, is_plain
+from fnshard.compiler.ir.reachable import Reachable, TensorSnapshot, is_plain
 from fnshard.errors import StateError, TraceError, leaves
 
 __all__ = ["make_functional"]
@@ -92,7 +92,7 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         reached = Reachable(model)
         # A trace looks after the numbers of what it meets: copied here, they would be part of its program.
         traced = len(plain) < len(params)
-        numbers = Numbers(t for t in reached.tensors if not traced and id(t) not in others)
+        numbers = TensorSnapshot(t for t in reached.tensors if not traced and id(t) not in others)
         try:
             for container in reached.containers.values():
                 container.replace(others)

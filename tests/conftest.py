@@ -5,7 +5,7 @@ import torch
 from commands import Warm
 from kernels import remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
-from whole import restoring, roots, short_blocks  # noqa: F401  (fixtures)
+from saved_states import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)
 remember_kernels()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fnshard.compiler.ir.arguments import Numbers, fold_lists
+from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.reachable import ABSENT
 from fnshard.errors import StateError, report
 from fnshard.step.batches import BatchKey, Constant, TensorShape
@@ -132,13 +132,13 @@ def shown(value: Any) -> str:
         return "nothing"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
-    text = str(value) if isinstance(value, TensorShape | Constant | Numbers) else repr(value)
+    text = str(value) if isinstance(value, TensorShape | Constant | NumberList) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _way_out(change: Change) -> str:
     name, before, now = change
-    if isinstance(now, Numbers):
+    if isinstance(now, NumberList):
         return f"Pass the list as a tensor, torch.tensor({name}): other numbers are another program."
     if isinstance(before, Constant) and isinstance(now, Constant):
         if now.is_number:

@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import corrupt
 import pytest
-import wreck
-from lies import adopt, reseal
-from whole import CONFIG, MANIFEST, SEAL, STEPS, expected, look
+from forged import adopt, reseal
+from saved_states import CONFIG, MANIFEST, SEAL, STEPS, expected, restored
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
 def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) -> None:
     for root in roots.values():
         for number in STEPS:
-            seen, got = look(root / str(number), restoring)
+            seen, got = restored(root / str(number), restoring)
             assert seen.step == number and seen.metrics == {"loss": 1 / (number + 1)}
             assert seen.config == CONFIG
             assert got == expected(number)
@@ -33,11 +33,11 @@ def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) ->
 
 def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
     for name, bit in bits:
-        wreck.flip(folder, name, bit)
-        for message in look(folder, restoring):
+        corrupt.flip(folder, name, bit)
+        for message in restored(folder, restoring):
             assert isinstance(message, str) and name in message, (name, bit, message)
-        wreck.flip(folder, name, bit)
-    assert look(folder, restoring)[1] == expected(300)
+        corrupt.flip(folder, name, bit)
+    assert restored(folder, restoring)[1] == expected(300)
 
 
 @pytest.mark.parametrize("by", ["one", "two"])
@@ -45,15 +45,15 @@ def test_a_flipped_bit_is_found_and_its_file_named(
     by: str, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
     """A thousand of them, in any byte of any file."""
-    folder = wreck.copied(roots[by] / "300", tmp_path / "300")
-    flipped(folder, wreck.some_bits(folder, 500, seed=1), restoring)
+    folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
+    flipped(folder, corrupt.some_bits(folder, 500, seed=1), restoring)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("by", ["one", "two"])
 def test_every_bit(by: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder = wreck.copied(roots[by] / "300", tmp_path / "300")
+    folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
     flipped(folder, [(p.name, b) for p in folder.iterdir() for b in range(8 * p.stat().st_size)], restoring)
 
 
@@ -61,9 +61,9 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
     for seed in range(times):
         rng = random.Random(f"{how} {seed}")
         for name in sorted(p.name for p in pristine.iterdir()):
-            wreck.copied(pristine, folder)
-            hurt = wreck.BYTES[how](folder, name, rng) or [name]
-            for message in look(folder, restoring):
+            corrupt.copied(pristine, folder)
+            hurt = corrupt.BYTES[how](folder, name, rng) or [name]
+            for message in restored(folder, restoring):
                 assert isinstance(message, str) and any(n in message for n in hurt), (
                     how,
                     seed,
@@ -72,7 +72,7 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
                 )
 
 
-@pytest.mark.parametrize("how", wreck.BYTES)
+@pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     """Each file in turn: 20 ways, 4 files, 6 times."""
     ruined(how, 6, roots["two"] / "300", tmp_path / "300", restoring)
@@ -81,41 +81,41 @@ def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("by", ["one", "two"])
-@pytest.mark.parametrize("how", wreck.BYTES)
+@pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_many_times(how: str, by: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     ruined(how, 200, roots[by] / "300", tmp_path / "300", restoring)
 
 
 def test_a_large_manifest_of_nothing_is_not_held(roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder = wreck.copied(roots["two"] / "300", tmp_path / "300")
+    folder = corrupt.copied(roots["two"] / "300", tmp_path / "300")
     os.truncate(folder / MANIFEST, 300 << 20)
-    for message in look(folder, restoring):
+    for message in restored(folder, restoring):
         assert isinstance(message, str) and MANIFEST in message
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", "rank-00001.safetensors"])
 def test_a_file_of_another_checkpoint_is_found(name: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder = wreck.copied(roots["two"] / "300", tmp_path / "300")
+    folder = corrupt.copied(roots["two"] / "300", tmp_path / "300")
     shutil.copy(roots["two"] / "200" / name, folder / name)
-    for message in look(folder, restoring):
+    for message in restored(folder, restoring):
         assert isinstance(message, str) and name in message
 
 
 # ------------------------------------------------------------------ headers
 
 
-@pytest.mark.parametrize("how", wreck.HEADERS)
+@pytest.mark.parametrize("how", corrupt.HEADERS)
 def test_another_header_is_found_or_harmless(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     """As it is; and where the manifest was made to agree with it, what was saved or an error."""
     name = "rank-00000.safetensors"
     for seed in range(5):
-        folder, rng = wreck.copied(roots["one"] / "300", tmp_path / "300"), random.Random(seed)
+        folder, rng = corrupt.copied(roots["one"] / "300", tmp_path / "300"), random.Random(seed)
         content = bytearray((folder / name).read_bytes())
-        (folder / name).write_bytes(wreck.HEADERS[how](content, rng))
-        for message in look(folder, restoring):
+        (folder / name).write_bytes(corrupt.HEADERS[how](content, rng))
+        for message in restored(folder, restoring):
             assert isinstance(message, str) and name in message, (how, seed, message)
         adopt(folder)
-        got = look(folder, restoring)[1]
+        got = restored(folder, restoring)[1]
         assert isinstance(got, str) or got == expected(300), (how, seed)
 
 
@@ -124,31 +124,31 @@ def test_another_header_is_found_or_harmless(how: str, roots: Any, restoring: An
 
 def test_a_pickle_in_any_place_is_never_run(roots: Any, restoring: Any, tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "300"
-    for kind, payload in wreck.payloads(marker).items():
+    for kind, payload in corrupt.payloads(marker).items():
         if kind != "torch":
             pickle.loads(payload).close()
             assert marker.exists(), "the payload is none"
             marker.unlink()
         for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
-            wreck.copied(roots["two"] / "300", folder)
+            corrupt.copied(roots["two"] / "300", folder)
             (folder / name).write_bytes(payload)
-            for message in look(folder, restoring):
+            for message in restored(folder, restoring):
                 assert isinstance(message, str) and name in message
             if name != SEAL:  # sealed, too
                 text = payload if name == MANIFEST else (folder / MANIFEST).read_bytes()
                 reseal(folder, text)
                 if name != MANIFEST:
                     adopt(folder)
-                assert isinstance(look(folder, restoring)[1], str)
+                assert isinstance(restored(folder, restoring)[1], str)
         assert not marker.exists()
 
 
 def test_files_that_do_not_belong_there_are_not_looked_at(roots: Any, restoring: Any, tmp_path: Path) -> None:
-    marker, folder = tmp_path / "ran", wreck.copied(roots["two"] / "300", tmp_path / "300")
-    payload = wreck.payloads(marker)["torch"]
+    marker, folder = tmp_path / "ran", corrupt.copied(roots["two"] / "300", tmp_path / "300")
+    payload = corrupt.payloads(marker)["torch"]
     for name in (".metadata", "__0_0.distcp", "rank-00002.safetensors", "model.pt", "manifest.json.bak"):
         (folder / name).write_bytes(payload)
     (folder / "sub").symlink_to("/")
-    seen, got = look(folder, restoring)
+    seen, got = restored(folder, restoring)
     assert got == expected(300) and seen.step == 300 and not marker.exists()
     marker.touch()

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import corrupt
 import pytest
-import wreck
-from lies import reseal
-from whole import MANIFEST, SEAL, STEPS, expected, small_blocks, state_on, step_on, told_by, values
+from forged import reseal
+from saved_states import MANIFEST, SEAL, STEPS, expected, outcome, small_blocks, state_on, step_on, values
 
 import fnshard as fs
 from fnshard.checkpoint import manifest_file, read_blocks
@@ -33,7 +33,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
     roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
     root = root_of(roots["two"], tmp_path / "root")
-    wreck.flip(root / "300", "rank-00001.safetensors", 8 * 1500)
+    corrupt.flip(root / "300", "rank-00001.safetensors", 8 * 1500)
     with pytest.warns(
         CheckpointWarning, match=r"300 is not what was written:\n.*rank-00001[\s\S]*Taking .*200"
     ):
@@ -61,18 +61,18 @@ def test_latest_sees_what_is_not_whole_without_reading_it(
     how: str, name: str, roots: Any, tmp_path: Path
 ) -> None:
     root = root_of(roots["two"], tmp_path / "root")
-    wreck.BYTES[how](root / "300", name, random.Random(1))
+    corrupt.BYTES[how](root / "300", name, random.Random(1))
     assert fs.checkpoint.latest(root) == root / "200"
     assert fs.checkpoint.all_steps(root) == [100, 200]
     assert fs.checkpoint.manifest(root).step == 200
 
 
-@pytest.mark.parametrize("how", wreck.BYTES)
+@pytest.mark.parametrize("how", corrupt.BYTES)
 def test_any_ruin_of_the_newest_is_passed_over(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     rng = random.Random(how)
     for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
         root = root_of(roots["two"], tmp_path / f"root {name}")
-        wreck.BYTES[how](root / "300", name, rng)
+        corrupt.BYTES[how](root / "300", name, rng)
         with pytest.warns(CheckpointWarning, match="300 is not what was written"):
             assert values(fs.checkpoint.restore(root, restoring)) == expected(200)
 
@@ -80,7 +80,7 @@ def test_any_ruin_of_the_newest_is_passed_over(how: str, roots: Any, restoring: 
 def test_the_only_one_of_a_root_says_what_is_wrong_with_it(
     roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
-    wreck.copied(roots["one"] / "300", tmp_path / "300")
+    corrupt.copied(roots["one"] / "300", tmp_path / "300")
     os.truncate(tmp_path / "300" / "rank-00000.safetensors", 5)
     with pytest.raises(CheckpointError, match=r"300 is not what was written:\n.*rank-00000"):
         fs.checkpoint.restore(tmp_path, restoring)
@@ -130,7 +130,7 @@ def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
     for case in cases:
         with small_blocks(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            got = told_by(fs.checkpoint.restore, Path(root) / case, made)
+            got = outcome(fs.checkpoint.restore, Path(root) / case, made)
         messages = [str(w.message) for w in caught if w.category is CheckpointWarning]
         out.append((got if isinstance(got, str) else _whole(got, made, mesh), messages))
     return out
@@ -160,7 +160,7 @@ def test_two_ranks_fall_back_together(ranks: Any, roots: Any, tmp_path: Path) ->
         for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
             cases.append(f"{how} {name}")
             root = root_of(roots["two"], tmp_path / cases[-1])
-            wreck.BYTES[how](root / "300", name, random.Random(1))
+            corrupt.BYTES[how](root / "300", name, random.Random(1))
     for rank, found in enumerate(ranks(2).run(both_look, str(tmp_path), cases)):
         for case, (got, messages) in zip(cases, found, strict=True):
             name = case.split()[-1]
@@ -174,7 +174,7 @@ def test_two_ranks_fall_back_together(ranks: Any, roots: Any, tmp_path: Path) ->
 def test_two_ranks_fail_together(ranks: Any, roots: Any, tmp_path: Path) -> None:
     for number in STEPS:
         root_of(roots["two"] / str(number), tmp_path / "root" / str(number))
-        wreck.flip(tmp_path / "root" / str(number), "rank-00001.safetensors", 8 * 1500)
+        corrupt.flip(tmp_path / "root" / str(number), "rank-00001.safetensors", 8 * 1500)
     found = ranks(2).run(both_look, str(tmp_path), ["root", "root/300", "nothing"])
     assert found[0][0][0] == found[1][0][0] and found[0][1] == found[1][1] and found[0][2] == found[1][2]
     assert "100 is not" in found[0][0][0] and "rank-00001" in found[0][1][0]

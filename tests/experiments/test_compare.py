@@ -44,7 +44,7 @@ def test_every_kind_of_run_is_read(tmp_path):
     assert outcomes[1].numbers == {"held_out_loss": 9.0, "loss": pytest.approx(4.75)}
 
 
-def test_a_bug_is_told_by_its_last_line(tmp_path):
+def test_a_bug_shows_its_last_line(tmp_path):
     write_result(
         tmp_path, status="failed", overrides=[], error="Traceback (most recent call last):\n  x\nKeyError: 3"
     )

@@ -44,7 +44,9 @@ def rows_of(first: int, last: int, every: int = 2) -> list[Row]:
     return rows
 
 
-def told_by(folder: Path, made: Any, rows: Sequence[Row], backlog: Sequence[Row] = (), end: str = "") -> None:
+def followed(
+    folder: Path, made: Any, rows: Sequence[Row], backlog: Sequence[Row] = (), end: str = ""
+) -> None:
     """One process's part of a run; without an `end` it is killed behind its last hand-over."""
     feed = Feed(made, folder, every_s=0.01)
     feed.start(FACTS, backlog)
@@ -71,11 +73,11 @@ def draw(path: Path) -> None:
 
 def whole(folder: Path, make: Any, killed: Callable[[], None] = lambda: None) -> None:
     """A run of six steps by three processes: one is killed behind step 5, the next goes on from step 3."""
-    told_by(folder, make(), rows_of(1, 5))
+    followed(folder, make(), rows_of(1, 5))
     killed()
-    told_by(folder, make(), rows_of(4, 6), backlog=rows_of(1, 3))
+    followed(folder, make(), rows_of(4, 6), backlog=rows_of(1, 3))
     killed()
-    told_by(folder, make(), [], backlog=rows_of(1, 6), end="ok")
+    followed(folder, make(), [], backlog=rows_of(1, 6), end="ok")
 
 
 LOSSES = [(step, pytest.approx(1 / step, rel=1e-6)) for step in range(1, 7)]
@@ -107,12 +109,12 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = lambda: chosen(TrackerConfig(mlflow=True, project="mine"))[0]  # noqa: E731
     folder = tmp_path / "run"
     folder.mkdir()
-    told_by(folder, make(), rows_of(1, 5))
+    followed(folder, make(), rows_of(1, 5))
     note = folder / feeds.FOLDER / "mlflow.json"
     before = json.loads(note.read_text())
     note.write_text(json.dumps({**before, "at": [3, False]}))  # killed before it was noted
-    told_by(folder, make(), rows_of(4, 6), backlog=rows_of(1, 3))
-    told_by(folder, make(), [], backlog=rows_of(1, 6), end="stopped")
+    followed(folder, make(), rows_of(4, 6), backlog=rows_of(1, 3))
+    followed(folder, make(), [], backlog=rows_of(1, 6), end="stopped")
 
     from mlflow.tracking import MlflowClient
 
@@ -209,15 +211,15 @@ def full() -> None:
 
 def test_rows_come_once_and_in_order(tmp_path: Path) -> None:
     kept = Kept()
-    told_by(tmp_path, kept, rows_of(1, 4), end="stopped")
+    followed(tmp_path, kept, rows_of(1, 4), end="stopped")
     assert kept.rows[:-2] == rows_of(1, 4) and kept.told.known == {} and kept.ended == "stopped"
     assert [row["artifact"] for row in kept.rows[-2:]] == ["loss.png", "sample.txt"]
     again = Kept()
-    told_by(tmp_path, again, rows_of(4, 5), backlog=rows_of(1, 3))
+    followed(tmp_path, again, rows_of(4, 5), backlog=rows_of(1, 3))
     assert again.rows == rows_of(5, 5) and again.told.known == {"id": 7}
     late = Kept()  # the held-out loss of step 6 was not told yet
-    told_by(tmp_path, late, rows_of(6, 6)[:1])
-    told_by(tmp_path, late, rows_of(6, 6))
+    followed(tmp_path, late, rows_of(6, 6)[:1])
+    followed(tmp_path, late, rows_of(6, 6))
     assert late.rows == rows_of(6, 6)
 
 
@@ -227,7 +229,7 @@ def test_what_was_not_handed_over_comes_from_the_runs_rows(tmp_path: Path) -> No
     first.flush(soon())
     first.row(rows_of(3, 3)[0])  # and it is killed
     kept = Kept()
-    told_by(tmp_path, kept, rows_of(4, 4), backlog=rows_of(1, 3))
+    followed(tmp_path, kept, rows_of(4, 4), backlog=rows_of(1, 3))
     assert kept.rows == rows_of(3, 4)
 
 

@@ -139,7 +139,7 @@ def in_flight(by, rounds: int, largest: int = 3000) -> None:
 
 
 def test_local():
-    assert contract(0, make_mesh(shard=1, device="cpu")) == "Local"
+    assert contract(0, make_mesh(shard=1, device="cpu")) == "SingleRank"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Arguments:
         return fn(*before, *self.positional, **self.keywords)
 
 
-class Numbers(tuple[Any, ...]):
+class NumberList(tuple[Any, ...]):
     """The plain numbers of one list in a batch."""
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> di
             lists.setdefault(top, []).append(leaf)
         else:
             found[path] = leaf
-    return found | {top: Numbers(numbers) for top, numbers in lists.items()}
+    return found | {top: NumberList(numbers) for top, numbers in lists.items()}
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from fnshard.compiler.ir.arguments import Numbers, fold_lists
+from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.source_lines import place_of
 from fnshard.errors import FnshardError, TraceError, report
@@ -191,7 +191,7 @@ def _shown(value: Any, names: Mapping[int, str]) -> str:
         return f"{names.get(id(value), '')} {describe(value)}".strip()
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
         return f"[{', '.join(_shown(v, names) for v in value[:4])}{', ...' * (len(value) > 4)}]"
-    text = str(value) if isinstance(value, Numbers) else repr(value)
+    text = str(value) if isinstance(value, NumberList) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

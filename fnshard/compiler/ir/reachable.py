@@ -271,7 +271,7 @@ def is_plain(value: Any) -> bool:
     return own and value.layout is torch.strided and not value.is_inference()
 
 
-class Numbers:
+class TensorSnapshot:
     """Copies of tensors, and which of the tensors were written to since."""
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -296,7 +296,7 @@ def unspoiled(fn: Callable[..., Any], spoiled: Callable[[Tensor], bool]) -> Iter
         What it can reach.
     """
     reached = Reachable(fn, code=True)
-    numbers = Numbers(t for t in reached.tensors if is_plain(t) and t.nbytes <= SMALL_bytes)
+    numbers = TensorSnapshot(t for t in reached.tensors if is_plain(t) and t.nbytes <= SMALL_bytes)
     made = {id(cache): cache.cache_info().misses for cache in reached.caches}
     try:
         yield reached

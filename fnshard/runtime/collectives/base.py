@@ -1,6 +1,6 @@
 """Collectives as an argument of the executor: what a rank can ask of its peers, flat tensors only.
 
-`fnshard.runtime.collectives.connect` picks the implementation: `Local` (one rank), `Group` (a
+`fnshard.runtime.collectives.connect` picks the implementation: `SingleRank` (one rank), `Group` (a
 `torch.distributed` process group), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`),
 `Shared` (CPU ranks that share hosts, `fnshard.runtime.collectives.shared_memory`), `Abstract` (nothing can
 run). All of them keep one contract:
@@ -218,7 +218,7 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Local:
+class SingleRank:
     """The one rank of a mesh without a process group; also what every backend does with groups of one."""
 
     mesh: Mesh

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, Abstract, Collectives, Group, Local, Transport
+from fnshard.runtime.collectives.base import (
+    DEFAULT_TIMEOUT,
+    Abstract,
+    Collectives,
+    Group,
+    SingleRank,
+    Transport,
+)
 from fnshard.runtime.collectives.monitor import Monitor
 from fnshard.runtime.collectives.shared_memory import connect_shared
 from fnshard.runtime.collectives.simulated import Simulated
@@ -28,7 +35,7 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
     if mesh.kind == "simulated":
         return Simulated(mesh)
     if mesh.size == 1:
-        return Local(mesh)
+        return SingleRank(mesh)
     # CPU, 32 MiB fp32, median ms of gather / reduce-scatter / all-reduce, packing and unpacking
     # included (2 cores; `python -m experiments.micro.collectives` measures anew):
     #   ranks   native          p2p            shared memory

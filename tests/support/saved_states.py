@@ -1,4 +1,4 @@
-"""Small checkpoints that hold one of everything, and what is asked of them: fixtures, and two guards."""
+"""Small checkpoints with one of all, and what verify and restore make of them: fixtures, two guards."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def little_memory(more_mb: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def told_by(work: Callable[..., Any], *args: Any) -> str | Any:
+def outcome(work: Callable[..., Any], *args: Any) -> str | Any:
     """The message of the error, or what came of it; any other error is a failure of the test."""
     try:
         return work(*args)
@@ -181,11 +181,11 @@ def told_by(work: Callable[..., Any], *args: Any) -> str | Any:
         return str(error)
 
 
-def look(folder: Path, step: Any) -> tuple[Any, Any]:
+def restored(folder: Path, step: Any) -> tuple[Any, Any]:
     """What `verify` and `restore` make of a checkpoint, in little memory and in its directory alone."""
     with little_memory(ROOM_MB), confined(folder):
-        seen = told_by(fs.checkpoint.verify, folder)
-        got = told_by(fs.checkpoint.restore, folder, step)
+        seen = outcome(fs.checkpoint.verify, folder)
+        got = outcome(fs.checkpoint.restore, folder, step)
     return seen, got if isinstance(got, str) else values(got)
 
 

@@ -35,14 +35,14 @@ def some_bits(folder: Path, count: int, seed: int) -> list[tuple[str, int]]:
 
 
 # Folder, a file in it, a source of whims; gives the names of the files it hurt, if more than that.
-Wreck = Callable[[Path, str, random.Random], list[str] | None]
+Corruption = Callable[[Path, str, random.Random], list[str] | None]
 
 
-def _rewrite(change: Callable[[bytearray, random.Random], bytes]) -> Wreck:
-    def wreck(folder: Path, name: str, rng: random.Random) -> None:
+def _rewrite(change: Callable[[bytearray, random.Random], bytes]) -> Corruption:
+    def corrupted(folder: Path, name: str, rng: random.Random) -> None:
         (folder / name).write_bytes(change(bytearray((folder / name).read_bytes()), rng))
 
-    return wreck
+    return corrupted
 
 
 def _run(content: bytearray, rng: random.Random, new: Callable[[bytes], bytes]) -> bytes:
@@ -56,15 +56,15 @@ def _run(content: bytearray, rng: random.Random, new: Callable[[bytes], bytes]) 
     return bytes(content)
 
 
-def _instead(put: Callable[[Path, Path], None]) -> Wreck:
+def _instead(put: Callable[[Path, Path], None]) -> Corruption:
     """Something else by the file's name; the file itself is kept beside the checkpoint."""
 
-    def wreck(folder: Path, name: str, rng: random.Random) -> None:
+    def corrupted(folder: Path, name: str, rng: random.Random) -> None:
         outside = folder.parent / f"outside-{name}"
         os.replace(folder / name, outside)
         put(folder / name, outside)
 
-    return wreck
+    return corrupted
 
 
 def _socket(path: Path, outside: Path) -> None:
@@ -89,7 +89,7 @@ def _nested(content: bytearray, rng: random.Random) -> bytes:
     return rng.choice([b"[", b'{"a":', b'{"leaves":{"a":']) * rng.randint(10_000, 200_000)
 
 
-BYTES: dict[str, Wreck] = {
+BYTES: dict[str, Corruption] = {
     "truncated": _rewrite(lambda c, rng: bytes(c[: rng.randrange(len(c))])),
     "longer": _rewrite(lambda c, rng: bytes(c) + rng.randbytes(rng.randint(1, 4096))),
     "longer by zeros": _rewrite(lambda c, rng: bytes(c) + bytes(rng.randint(1, 4096))),

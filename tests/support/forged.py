@@ -1,4 +1,4 @@
-"""Manifests that a checkpoint does not have: sealed, so that only reading them can tell."""
+"""Forged manifests: sealed, so that only reading them shows that they are wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from whole import MANIFEST, SEAL
+from saved_states import MANIFEST, SEAL
 
 
 def reseal(folder: Path, manifest: Any) -> None:

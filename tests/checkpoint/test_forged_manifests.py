@@ -1,4 +1,4 @@
-"""Checkpoints whose manifest lies, under a seal that fits: told, or harmless; memory stays small."""
+"""Checkpoints with a forged manifest and a seal that fits: an error, or harmless; memory stays small."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lies
+import corrupt
+import forged
 import pytest
-import wreck
-from lies import EDITS
-from whole import MANIFEST, expected, look, told_by
+from forged import EDITS
+from saved_states import MANIFEST, expected, outcome, restored
 
 import fnshard as fs
 from fnshard import LayoutSpec
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
 
-Change = tuple[lies.Where, Any, bool]  # where, what stands there now, whether that must be an error
+Change = tuple[forged.Where, Any, bool]  # where, what stands there now, whether that must be an error
 SIGNS = (MANIFEST, "rank-0000", "of another model")
 STRICT = ("step", "leaves", "files", "format", "mesh", "specs", "versions")
 
@@ -30,11 +30,11 @@ def resealed(changes: list[Change], pristine: Path, folder: Path, restoring: Any
 
     What `verify` cannot know is that a checkpoint is of another model.
     """
-    wreck.copied(pristine, folder)
+    corrupt.copied(pristine, folder)
     plain = json.loads((folder / MANIFEST).read_bytes())
     for at, value, must in changes:
-        lies.reseal(folder, lies.replaced(plain, at, value))
-        seen, got = look(folder, restoring)
+        forged.reseal(folder, forged.replaced(plain, at, value))
+        seen, got = restored(folder, restoring)
         if must or isinstance(got, str):
             assert isinstance(got, str) and any(sign in got for sign in SIGNS), (at, value, got)
         else:
@@ -45,23 +45,23 @@ def resealed(changes: list[Change], pristine: Path, folder: Path, restoring: Any
 
 def mistyped(manifest: Any) -> list[Change]:
     out = []
-    for at, value in lies.nodes(manifest):
+    for at, value in forged.nodes(manifest):
         must = at[0] in STRICT or (at[0] == "metrics" and type(value) is not float) or at == ("data",)
-        out += [(at, wrong, must) for wrong in lies.wrong_for(value)]
+        out += [(at, wrong, must) for wrong in forged.wrong_for(value)]
     return out
 
 
 def off_by_some(manifest: Any) -> list[Change]:
     """Numbers of leaves and files that are numbers, but others."""
-    numbers = [(a, v) for a, v in lies.nodes(manifest) if type(v) is int and a[0] in ("leaves", "files")]
+    numbers = [(a, v) for a, v in forged.nodes(manifest) if type(v) is int and a[0] in ("leaves", "files")]
     return [(a, v + by, True) for a, v in numbers for by in (-1, 1, 8, 1 << 40)]
 
 
 def bereft(manifest: Any) -> list[Change]:
     """Without one of its values; a master copy that is missing is made of the parameter, as is meant."""
     needed = ("step", "seed", "leaves", "files", "format")
-    places = [at for at, _ in lies.nodes(manifest) if not str(at[-1]).endswith("/master")]
-    return [(at, lies.NOTHING, at[0] in needed or len(at) == 1) for at in places]
+    places = [at for at, _ in forged.nodes(manifest) if not str(at[-1]).endswith("/master")]
+    return [(at, forged.NOTHING, at[0] in needed or len(at) == 1) for at in places]
 
 
 def one_of_each(changes: list[Change]) -> list[Change]:
@@ -97,11 +97,11 @@ def edited(
     edit: Callable[[dict[str, Any]], Any], root: Path, folder: Path, restoring: Any
 ) -> tuple[Any, Any]:
     """What comes of a checkpoint whose manifest `edit` has changed."""
-    wreck.copied(root / "300", folder)
+    corrupt.copied(root / "300", folder)
     manifest = json.loads((folder / MANIFEST).read_bytes())
     new = edit(manifest)
-    lies.reseal(folder, manifest if new is None else new)
-    return look(folder, restoring)
+    forged.reseal(folder, manifest if new is None else new)
+    return restored(folder, restoring)
 
 
 @pytest.mark.parametrize("what", EDITS)
@@ -111,7 +111,7 @@ def test_a_manifest_that_lies_is_told(what: str, roots: Any, restoring: Any, tmp
     here = fs.make_mesh(shard=1, device="cpu")
     for message in (
         *edited(EDITS[what], roots["two"], tmp_path / "300", restoring),
-        told_by(fs.checkpoint.restore, tmp_path / "300", loose, here),
+        outcome(fs.checkpoint.restore, tmp_path / "300", loose, here),
     ):
         assert isinstance(message, str) and any(sign in message for sign in SIGNS), message
 
@@ -144,11 +144,11 @@ def test_numbers_of_another_kind_are_not_cast(dtype: str, roots: Any, restoring:
 
 
 def test_a_header_as_long_as_a_large_file_is_not_held(roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder, name = wreck.copied(roots["two"] / "300", tmp_path / "300"), "rank-00002.safetensors"
+    folder, name = corrupt.copied(roots["two"] / "300", tmp_path / "300"), "rank-00002.safetensors"
     (folder / name).touch()
     os.truncate(folder / name, 1 << 30)
     manifest = json.loads((folder / MANIFEST).read_bytes())
     manifest["files"][name] = {"bytes": 1 << 30, "header_bytes": 1 << 30, "header_crc32": 0}
-    lies.reseal(folder, manifest)
-    for message in look(folder, restoring):
+    forged.reseal(folder, manifest)
+    for message in restored(folder, restoring):
         assert isinstance(message, str) and name in message
