@@ -14,9 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from toys import lower
+from triton_kernels import STORED, SiLU
+from triton_kernels import LinearLoss as LaunchedLoss
 
 import fnshard as fs
 from fnshard import TraceError
+from fnshard.compiler.frontend.launches import stored
 
 Params = dict[str, Tensor]
 Fn = Callable[[Params, Tensor], Tensor]
@@ -334,6 +337,13 @@ def fused_linear_loss(p: Params, x: Tensor) -> Tensor:
 
 
 @program
+def launches(p: Params, x: Tensor) -> Tensor:
+    for w in p.values():
+        x = SiLU.apply(x @ w, x.sin() + x) + x
+    return LaunchedLoss.apply(x, w, torch.tensor([1, -100, 3])) * 3
+
+
+@program
 def reversible(p: Params, x: Tensor) -> Tensor:
     half = WIDTH // 2
     for w in p.values():
@@ -517,7 +527,14 @@ def on_gloo(rank: int) -> dict[str, Any]:
     return {name: prepared(name, mesh, "full_shard", {"remat": "unit"})(rank) for name in ON_GLOO}
 
 
-ON_GLOO = ["straight_through", "reversible", "leaves_of_two_units", "hooks_of_leaves", "hooks_of_modules"]
+ON_GLOO = [
+    "straight_through",
+    "reversible",
+    "launches",
+    "leaves_of_two_units",
+    "hooks_of_leaves",
+    "hooks_of_modules",
+]
 
 
 def test_real_ranks(ranks: Callable[[int], Any]) -> None:
@@ -527,7 +544,7 @@ def test_real_ranks(ranks: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["saves_intermediates", "fused_linear_loss", "reversible", "hooks_of_tensors"]
+    "name", ["saves_intermediates", "fused_linear_loss", "reversible", "hooks_of_tensors", "launches"]
 )
 def test_inductor_compiles_it(name: str) -> None:
     mesh = fs.make_mesh(shard=1, simulated=True)
@@ -546,6 +563,18 @@ def test_equal_blocks_share_kernels() -> None:
     assert not [
         n for k in kernels for g in (k.forward, k.backward) for n in g.graph.nodes if "clone" in str(n)
     ]
+
+
+@pytest.mark.parametrize("kernel", STORED, ids=lambda k: k.fn.__name__)
+def test_a_kernel_stores_to(kernel: Any) -> None:
+    tensors = set(kernel.arg_names) - {"width", "stride"}  # numbers may be part of a pointer
+    assert stored(kernel.fn) & tensors == STORED[kernel]
+
+
+def test_equal_launches_share_kernels() -> None:
+    leaves = {f"layers.{i}.w": torch.eye(WIDTH, dtype=torch.float64) for i in range(6)}
+    lowered = lower(between(lambda x: SiLU.apply(x, x.sin())), leaves, batches()[0])
+    assert len(lowered.kernels) == 3
 
 
 class Noisy(Function):

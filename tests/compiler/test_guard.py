@@ -258,6 +258,13 @@ def a_function() -> Place:
 
 
 @place
+def the_globals_of_a_function_it_holds() -> Place:
+    names: dict[str, Any] = {"beta": 2.0}
+    exec("def times_beta(x):\n    return x * beta", names)
+    return lambda p, x: scaled(p, names["times_beta"](x), 1), [lambda: names.update(beta=3.0)]
+
+
+@place
 def a_method_of_one_module() -> Place:
     module = nn.Tanh()
     apply, params = fs.make_functional(module)

@@ -72,6 +72,7 @@ def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here
     yield torch.autograd.Function.__base__, "apply", _apply  # beneath any name that `Function.apply` has
     yield torch.autograd.function, "_is_setup_context_defined", _new_style
     yield torch.autograd, "_engine_run_backward", _accumulating
+    yield torch, "equal", _equal
     yield torch.Tensor, "register_hook", lambda original, here: _register_hook(original, here, hooks)
     yield module_calls, "BackwardHook", _module_hooks
 
@@ -90,7 +91,7 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
     mode = get_proxy_mode()
 
     def flat(*gradients: Tensor) -> list[Tensor]:
-        with torch.autocast(values[0].device.type, enabled=False), torch.no_grad(), _reached() as leaves:
+        with _reached(gradients) as leaves:
             found = list(zip(inputs, backward(*gradients), strict=True))
         for leaf in leaves:
             if mode.tracer.unwrap_proxy(leaf) is not leaf:  # not one that `backward` made
@@ -107,6 +108,7 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
         graph, captured, keys = _pure(module, gradients, values)
     lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     drawn = [torch.randint(lowest, highest, (), device=values[0].device) for _ in range(keys)]
+    captured = [c.detach() if c._is_view() and c._version else c for c in captured]  # one that was written to
     made = CustomGradient(name, graph, len(values), len(receivers))(*values, *receivers, *captured, *drawn)
     return [made] if isinstance(made, Tensor) else list(made)
 
@@ -154,13 +156,15 @@ def _record(rule: CustomGradient, *args: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _reached() -> Iterator[list[Tensor]]:
-    """The leaves that `torch.autograd.backward` reaches, each once."""
-    before, _state.leaves = getattr(_state, "leaves", None), []
+def _reached(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The leaves that `torch.autograd.backward` reaches, each once, in a backward of these gradients."""
+    before = getattr(_state, "leaves", None), getattr(_state, "gradients", ())
+    _state.leaves, _state.gradients = [], gradients
     try:
-        yield _state.leaves
+        with torch.autocast(gradients[0].device.type, enabled=False), torch.no_grad():
+            yield _state.leaves
     finally:
-        _state.leaves = before
+        _state.leaves, _state.gradients = before
 
 
 def in_a_backward() -> bool:
@@ -176,6 +180,16 @@ def _accumulating(original: Callable[..., Any], here: Here) -> Callable[..., Any
         return original(tensors, *args, **kwargs)
 
     return run
+
+
+def _equal(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
+    """A gradient equals no constant: what a backward does for any gradient is right for 1 too, say."""
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        compared = in_a_backward() and any(g is v for g in _state.gradients for v in (a, b))
+        return False if here() and compared else original(a, b)
+
+    return equal
 
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:

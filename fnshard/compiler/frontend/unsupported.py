@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.host_random import DRAWS, draws
-from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
+from fnshard.compiler.frontend import control_flow, functions, launches, statistics, transforms
 from fnshard.compiler.frontend.mask_indices import positions
 from fnshard.compiler.frontend.ragged.run import check_read
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, unvalidated
@@ -214,6 +214,7 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield from unvalidated()
     yield from cumulative()
     yield from statistics.patches()
+    yield from launches.patches()
     yield torch.Tensor, "data", _data
     yield torch.Tensor, "grad_fn", _grad_fn
 

@@ -247,7 +247,9 @@ class Reachable:
             return
         if id(each.__globals__) not in self.containers:
             self._enter(each.__globals__, set())
-        self.containers[id(each.__globals__)].only.update(globals_named)
+        only = self.containers[id(each.__globals__)].only
+        if only is not None:  # else all of them, as of a dict that something holds
+            only.update(globals_named)
 
     def _enter(self, owner: Any, only: set[str] | None = None) -> None:
         container = self.containers[id(owner)] = Container(owner, _read(owner), only)
