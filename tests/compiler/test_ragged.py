@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch.func import grad
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.utils.rnn import pack_padded_sequence
 from toys import lower
 
@@ -219,10 +220,24 @@ def loops(p: Params, x: Tensor, scan: Any = scan, torch_map: Any = torch_map) ->
     return carry.sum() + rows.square().mean() + mapped.mean()
 
 
+def attention(p: Params, x: Tensor, attend: Any = flex_attention) -> Tensor:
+    """With scores that leaves shift, and a mask of blocks."""
+    q, k = ((x.cumsum(0) @ p[f"layers.{i}.w"]).view(1, 1, *x.shape) for i in (0, 1))
+    slope = p["layers.0.w"][0, 0]
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, len(x), len(x), device="cpu")
+    return attend(q, k, k, lambda s, b, h, i, j: s + slope * (i - j), causal).square().mean()
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, score_mod: Fn, mask: Any) -> Tensor:
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    scores = score_mod(q @ k.mT / q.shape[-1] ** 0.5, 0, 0, i, j)
+    return scores.masked_fill(i < j, -torch.inf).softmax(-1) @ v
+
+
 MIXTURES: list[Fn] = [experts, experts_by_mask, experts_by_sorting, experts_by_parts, experts_by_einsum]
 PROGRAMS: list[Fn] = [
     *MIXTURES, statistics, losses, joined, products, nested, scattered, unique_rows, repeated, nothing,
-    inside_a_transform, counted, branches, loops,
+    inside_a_transform, counted, branches, loops, attention,
 ]  # fmt: skip
 
 
@@ -236,6 +251,7 @@ def python_scan(combine: Fn, carry: Tensor, xs: Tensor, **_: Any) -> tuple[Tenso
 
 # What plain torch compiles, in Python.
 TWINS: dict[Fn, Fn] = {
+    attention: partial(attention, attend=plain_attention),
     branches: partial(branches, cond=lambda pred, yes, no, values: (yes if pred else no)(*values)),
     loops: partial(
         loops, scan=python_scan, torch_map=lambda f, xs, *args: torch.stack([f(x, *args) for x in xs])

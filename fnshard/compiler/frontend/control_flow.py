@@ -1,4 +1,4 @@
-"""Control flow: `torch.cond`, `scan` and `map` inside `fn`, as plain operators.
+"""Control flow: `torch.cond`, `scan`, `map` and `flex_attention` inside `fn`, as plain operators.
 
 Both branches of a `cond` are computed, and a `torch.where` chooses; what the branch that is not taken makes
 of its inputs, NaN among it, reaches neither results nor gradients. Loops of a known length are unrolled.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._higher_order_ops.utils as utils
+import torch.nn.attention.flex_attention as flex_attention
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +30,8 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
     if hasattr(utils, "_hop_compile_and_call"):
         yield utils, "_hop_compile_and_call", _called
+    yield flex_attention, "_validate_device", _any_device
+    yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda *_: True
 
 
 def _called(original: Function, here: Callable[[], bool]) -> Function:
@@ -36,6 +39,11 @@ def _called(original: Function, here: Callable[[], bool]) -> Function:
         return fn(*args, **(kwargs or {})) if here() else original(fn, args, kwargs)
 
     return call
+
+
+def _any_device(original: Function, here: Callable[[], bool]) -> Function:
+    """torch differentiates flex_attention on a GPU alone; plain operators are differentiated anywhere."""
+    return lambda *args: None if here() else original(*args)
 
 
 class _Branch(TorchFunctionMode):
@@ -139,8 +147,16 @@ def _associative_scan(*_: Any, **__: Any) -> Any:
     )
 
 
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """As torch itself does without a compiler: with all scores in memory."""
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    return math_attention(*args, **kwargs)
+
+
 OPERATORS: dict[str, Function] = {
     "cond": _cond,
+    "flex_attention": _flex_attention,
     "while_loop": _while_loop,
     "scan": _scan,
     "map_impl": _map,
