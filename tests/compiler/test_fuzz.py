@@ -7,6 +7,7 @@ from typing import Any
 
 import grammar
 import pytest
+import torch
 from cases import AXES, Case, cases, check, on_rank
 from hypothesis import HealthCheck, given, settings
 from program import Program
@@ -43,6 +44,12 @@ def test_writes_in_layouts(case: Case) -> None:
     check(case)
 
 
+@settings(MODEST, max_examples=8)
+@given(cases(axes=({"shard": 2},), families=("functions", "buffers", "pointwise")))
+def test_functions_and_buffers_in_layouts(case: Case) -> None:
+    check(case)
+
+
 @settings(MODEST, max_examples=4)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
@@ -54,7 +61,7 @@ def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
 
 def kept(body: str, **case: Any) -> Case:
     """A case of the lines of `program(p, x, ids, m, y)` and of what `Case` and `Program` take."""
-    fields = {k: case.pop(k) for k in ("shapes", "sizes") if k in case}
+    fields = {k: case.pop(k) for k in ("shapes", "sizes", "buffers") if k in case}
     return Case(Program(tuple(textwrap.dedent(body).strip().splitlines()), **fields), **case)
 
 
@@ -152,6 +159,31 @@ KEPT = {
         return rows.square().mean() + slope.sum() + torch.bincount(ids.flatten(), minlength=5).double().mean()
         """,
         shapes={"u.w": (2, 2)}, sizes=(3, 4, 2),
+    ),
+    "a buffer gathered beside a leaf that trains, in a second micro-batch": kept(
+        """
+        p["u.b"].mul_(0.9)
+        return (x * p["u.w"] * p["u.b"]).square().mean()
+        """,
+        shapes={"u.w": (4,), "u.b": (4,)}, buffers={"u.b": torch.float64}, axes={"shard": 2},
+        options={"accumulate": 2},
+    ),
+    "a buffer made of one that ranks write otherwise": kept(
+        """
+        p["u.b"].copy_(p["u.c"] * 0.5)
+        p["u.c"].lerp_(x.mean((0, 1)), 0.5)
+        return (x * p["u.w"] * p["u.b"]).square().mean()
+        """,
+        shapes={"u.w": (4,), "u.b": (4,), "u.c": (4,)}, axes={"shard": 2}, options={"accumulate": 2},
+        buffers=dict.fromkeys(["u.b", "u.c"], torch.float64), aggregation={"u.c": "rank0"},
+    ),
+    "statistics of a norm whose result nobody reads": kept(
+        """
+        F.batch_norm(x, p["u.b"], p["u.c"].abs_(), training=True)
+        return p["u.w"].square().mean()
+        """,
+        shapes={"u.w": (4,), "u.b": (3,), "u.c": (3,)},
+        buffers=dict.fromkeys(["u.b", "u.c"], torch.float64),
     ),
 }  # fmt: skip
 

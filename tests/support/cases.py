@@ -33,6 +33,10 @@ OPTIMIZERS: dict[str, tuple[Any, Any, float | None]] = {  # by name: ours, torch
 }
 RATES: dict[str, Callable[[int], float]] = {"lambda": lambda step: 0.125 * 0.5**step}
 RUNS = ("gradients", "gradients", "forward", *OPTIMIZERS)
+_RULES = {
+    torch.float64: (None, "mean", "sum", "rank0", "local"),
+    torch.int64: (None, "sum", "rank0", "local"),
+}
 DEFAULTS = {
     "accumulate": 1, "accumulate_mode": "reduce", "prefetch": (1, 1), "overlap": 1, "remat": "none",
     "grad_norm": False,
@@ -58,7 +62,7 @@ def layouts(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> Layout
 
 @dataclass(frozen=True)
 class Case:
-    """`layouts`: specs by path, instead of a preset's; `run`: what is compared.
+    """`layouts`: specs by path, instead of a preset's; `aggregation`: of buffers; `run`: what is compared.
 
     That is "gradients", what `shard_forward` gives ("forward"), or what some steps of one of OPTIMIZERS
     leave behind.
@@ -69,6 +73,7 @@ class Case:
     preset: str = "full_shard"
     layouts: Mapping[str, LayoutSpec] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    aggregation: Mapping[str, str] = field(default_factory=dict)
     run: str = "gradients"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,9 +84,14 @@ class Case:
     def specs(self, mesh: fs.Mesh) -> Any:
         params = self.program.params
         if self.layouts:
-            return fs.match_specs(params, list(self.layouts.items()))
-        specs = fs.presets.PRESETS[self.preset](params, mesh)
-        return {**specs, **{p: replace(specs[p], trainable=False) for p in self.frozen}}
+            specs = fs.match_specs(params, [(p, replace(s, buffers=True)) for p, s in self.layouts.items()])
+        else:
+            specs = fs.presets.PRESETS[self.preset](params, mesh)
+        for path in (*self.frozen, *self.program.buffers):
+            specs[path] = replace(specs[path], trainable=False, aggregation=self.aggregation.get(path))
+            if specs[path].aggregation == "local":
+                specs[path] = replace(specs[path], storage=P(), gradient=P(), optimizer=P())
+        return specs
 
     def parts(self, step: int, rank: int) -> list[tuple[Tensor, ...]]:
         """A rank's micro-batches."""
@@ -103,7 +113,8 @@ class Case:
         differs = {k: v for k, v in vars(self).items() if k != "program" and v != getattr(plain, k)}
         rest = "".join(f", {k}={v!r}" for k, v in differs.items())
         shapes = f"shapes={dict(self.program.shapes)}, sizes={self.program.sizes}"
-        return f"{self.program.text}\n\n{shapes}{rest}"
+        buffers = f", buffers={dict(self.program.buffers)}" if self.program.buffers else ""
+        return f"{self.program.text}\n\n{shapes}{buffers}{rest}"
 
 
 # ------------------------------------------------------------------ what is expected
@@ -114,28 +125,61 @@ def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
 
     `disturbance`: of the leaves, as a random number of this size for each element.
     """
-    params = case.program.params
+    leaves = case.program.leaves(case.frozen)
     if disturbance:
         made = torch.Generator().manual_seed(0)
-        params = {k: v + disturbance * torch.randn(v.shape, generator=made).to(v) for k, v in params.items()}
-    return [
-        dict(each)
-        for each in {"gradients": _gradients, "forward": _forward}.get(case.run, _trained)(case, params)
-    ]
+        for leaf in [v.data for v in leaves.values() if v.is_floating_point()]:
+            leaf += disturbance * torch.randn(leaf.shape, generator=made).to(leaf)
+    plain = Plain(case, leaves)
+    run = {"gradients": _gradients, "forward": _forward}.get(case.run, _trained)
+    found = run(case, plain, leaves)
+    return [{**each, **own} for each, own in zip(found, plain.buffers, strict=True)]
 
 
-def _plain(program: Program) -> Callable[..., Any]:
-    """The program as it is, which may write to its batch."""
-    return lambda p, *batch: program(p, *(v.clone() for v in batch))
+class Plain:
+    """The program on the parts of every rank in turn, which may write to batch and buffers.
+
+    Each part has leaves of its own, so that a hook of a leaf sees the gradient of one part.
+    """
+
+    def __init__(self, case: Case, leaves: Mapping[str, Tensor]):
+        self.case, self.calls = case, 0
+        self.buffers = [{p: leaves[p].clone() for p in case.program.buffers} for _ in range(case.ranks)]
+        self.before = dict(self.buffers[0])
+
+    def __call__(self, p: Mapping[str, Tensor], *batch: Tensor) -> Any:
+        micros = len(self.case.parts(0, 0))
+        rank = self.calls // micros % self.case.ranks
+        own = {k: v.clone() for k, v in self.buffers[rank].items()}
+        result = self.case.program(
+            {**{k: v.view_as(v) for k, v in p.items()}, **own}, *(v.clone() for v in batch)
+        )
+        self.buffers[rank] = own
+        self.calls += 1
+        if self.calls % (micros * self.case.ranks) == 0:
+            self.aggregate()
+        return result
+
+    def aggregate(self) -> None:
+        """What ranks do with theirs when a step is over."""
+        for path, old in self.before.items():
+            each = [own[path] for own in self.buffers]
+            rule = self.case.aggregation.get(path) or ("mean" if old.is_floating_point() else "rank0")
+            if rule == "local":
+                continue
+            joined = sum(each) / len(each) if rule == "mean" else each[0]
+            joined = old + sum(new - old for new in each) if rule == "sum" else joined
+            self.buffers = [{**own, path: joined} for own in self.buffers]
+        self.before = dict(self.buffers[0])
 
 
-def _gradients(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    leaves = {p: v.requires_grad_(p not in case.frozen) for p, v in params.items()}
-    results = [_plain(case.program)(leaves, *part) for part in case.all_parts(0)]
+def _gradients(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    results = [plain(leaves, *part) for part in case.all_parts(0)]
     loss = reference.total_loss(results)
+    loss.backward()
     named = {p: v for p, v in leaves.items() if v.requires_grad}
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
-    same = {"loss": loss.detach(), **dict(zip(named, grads, strict=True))}
+    grads = {p: torch.zeros_like(v) if v.grad is None else v.grad for p, v in named.items()}
+    same = {"loss": loss.detach(), **grads}
     micros = len(results) // case.ranks
     aux = [r[1] if isinstance(r, tuple) else {} for r in results]
     by_rank = []
@@ -150,17 +194,18 @@ def _gradients(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]
     return by_rank
 
 
-def _forward(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _forward(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     with torch.no_grad():
-        results = [_plain(case.program)(params, *part) for part in case.all_parts(0)]
+        results = [plain(case.program.params, *part) for part in case.all_parts(0)]
     return [_flat(result) for result in results]
 
 
-def _trained(case: Case, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _trained(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     _, optimizers, clip = OPTIMIZERS[case.run]
     steps = [case.all_parts(step) for step in range(STEPS)]
-    how = {"frozen": case.frozen, "clip": clip, "rate": RATES.get(case.run)}
-    got = reference.train(_plain(case.program), params, steps, optimizers, **how)
+    fixed = (*case.frozen, *case.program.buffers)
+    how = {"frozen": fixed, "clip": clip, "rate": RATES.get(case.run)}
+    got = reference.train(plain, leaves, steps, optimizers, **how)
     losses = torch.tensor(got.losses, dtype=torch.float64)
     return [{**got.params, **{f"loss {number}": loss for number, loss in enumerate(losses)}}] * case.ranks
 
@@ -196,11 +241,14 @@ def on_mesh(rank: int, case: Case, mesh: fs.Mesh, step: Any) -> dict[str, Tensor
     if case.run == "forward":
         return _flat(step(fs.shard(params, specs, mesh), *case.batch(0, rank)))
     if case.run == "gradients":
-        value, grads = step(fs.shard(params, specs, mesh), *case.batch(0, rank))
+        stored = fs.shard(params, specs, mesh)
+        value, grads = step(stored, *case.batch(0, rank))
+        whole = fs.unshard(stored, specs, mesh)
         loss, aux = value if isinstance(value, tuple) else (value, {})
         grads = {p: g for p, g in grads.items() if g is not None}
         layouts = {p: LayoutSpec(specs[p].gradient).resolve(params[p], "u") for p in grads}
-        return {"loss": loss, **{f"aux {k}": v for k, v in aux.items()}, **fs.unshard(grads, layouts, mesh)}
+        named = {f"aux {k}": v for k, v in aux.items()} | {p: whole[p] for p in case.program.buffers}
+        return {"loss": loss, **named, **fs.unshard(grads, layouts, mesh)}
     state, losses = step.init(params), {}
     for number in range(STEPS):
         state, metrics = step(state, *case.batch(number, rank))
@@ -227,6 +275,10 @@ def on_rank(rank: int, case: Case) -> dict[str, Tensor]:
 REFUSED = (
     "writes in place",  # to a value while it reads the leaves of several units
     "writes values that need a gradient in place",  # through detach
+    "whose forward takes a context",  # beside torch.autograd.grad or vjp, as in torch.func
+    "whose backward is once_differentiable",  # there, too
+    "registers a gradient hook",  # beside torch.autograd.grad, or where lengths depend on data
+    "changes requires_grad of",  # a buffer, by what is written in a later turn
 )
 
 
@@ -298,10 +350,12 @@ def cases(
         frozen = tuple(p for p in paths if not layouts[p].trainable)
     elif draw(st.integers(0, 3)) == 3:
         frozen = tuple(p for p in paths if draw(st.integers(0, 3)) == 3)
+    rules = {p: draw(st.sampled_from(_RULES[t])) for p, t in program.buffers.items()}
+    aggregation = {p: rule for p, rule in rules.items() if rule}
     assume(valid(program, frozen))
-    run = draw(st.sampled_from(RUNS))
+    run = draw(st.sampled_from([r for r in RUNS if r != "forward" or not program.buffers]))
     assume(run != "forward" or not any("autograd_grad" in row for row in program.rows))  # nothing needs one
-    return Case(program, chosen, preset, layouts, frozen, run, options)
+    return Case(program, chosen, preset, layouts, frozen, aggregation, run, options)
 
 
 @st.composite

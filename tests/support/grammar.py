@@ -8,7 +8,8 @@ where an order or an extreme is.
 
 from __future__ import annotations
 
-from grammar_functional import RAGGED, TRANSFORMS
+from grammar_buffers import BUFFERS
+from grammar_functional import FUNCTIONS, RAGGED, TRANSFORMS
 from grammar_pointwise import (
     BINARY,
     COPIES,
@@ -304,5 +305,5 @@ FAMILIES: dict[str, dict[str, Row]] = {
     "pointwise": POINTWISE, "binary": BINARY, "reductions": REDUCTIONS, "views": VIEWS, "copies": COPIES,
     "matrices": MATRICES, "index": INDEX, "in place": IN_PLACE, "complex": COMPLEX, "leaves": LEAVES,
     "casts": CASTS, "constants": CONSTANTS, "losses": LOSSES, "transforms": TRANSFORMS,
-    "ragged": RAGGED,
+    "ragged": RAGGED, "functions": FUNCTIONS, "buffers": BUFFERS,
 }  # fmt: skip

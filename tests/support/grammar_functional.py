@@ -87,3 +87,49 @@ RAGGED: dict[str, Row] = {
     "repeat_rows": lambda g: f"fs.bounded({g.f(2, 3, g.is_sequence)}.repeat_interleave(m.sum(1), 0), m.numel()).square().mean()",
     "bincount": lambda g: f"torch.bincount(ids.flatten(), minlength={g.vocab}).double()",
 }  # fmt: skip
+
+# Gradients are of the loss of one micro-batch, or of its share in that of all: so far all are homogeneous.
+BACKWARDS = (
+    "g", "-0.5 * g", "g * y", "g * v.cos()", "g * (v > 0.13)", "g.relu()", "g - g.mean()", "g.flip(-1) * v", "g.clone().mul_(0.3)",
+    "torch.zeros_like(g).copy_(g).mul_(v)", "g.cumsum(-1)", "g.norm() * v", "g * v.norm()", "v.new_zeros(v.shape).add_(g).add_(y * g)", "(g * y).sum() * v", "g.mT.mT.contiguous()",
+)  # fmt: skip
+HOOKS = ("g * 0.5", "-g", "g.relu()", "g - g.mean()", "g.flip(-1)", "g.clone().mul_(2)", "g * g.abs().max()")
+
+
+def captured(g: Any, a: Any) -> tuple[str, str]:
+    """An argument with a default, and a factor of it: a copy of what is outside, as it is when it is read."""
+    return (f", w={g.fitting(a)} * 1.0", " * w") if g.flag() else ("", "")
+
+
+def custom(g: Any, a: Any, options: tuple[str, ...]) -> str:
+    """A function that keeps the shape of `a`."""
+    forward, backward = g.pick(SAME_SHAPE), g.pick(BACKWARDS)
+    (outer, factor), (outer_back, factor_back) = captured(g, a), captured(g, a)
+    return f"custom.function(lambda v{outer}: ({forward}){factor}, lambda g, y, v{outer_back}: ({backward}){factor_back}, '{g.pick(options)}')"
+
+
+STYLES = ("", "setup", "attribute", "setup attribute", "once", "setup unmaterialized")
+FUNCTIONS: dict[str, Row] = {
+    "function": lambda g: f"{custom(g, a := g.f(1, 3), STYLES)}({a})",
+    "function_leaf": lambda g: f"F.linear({(a := g.f(1))}, {custom(g, w := g.leaf(3, a.shape[-1]), STYLES)}({w}))",
+    "function_two_results": lambda g: f"{custom(g, a := g.f(1, 3), ('aside', 'setup aside', 'two', 'two once', 'setup two', 'two unmaterialized'))}({a})",
+    "function_second_result": lambda g: f"{custom(g, a := g.f(1, 3), ('two', 'setup two', 'two unmaterialized'))}({a})[1]",
+    "function_dirty": lambda g: f"{custom(g, a := g.act(1, 3), ('dirty', 'dirty attribute', 'setup dirty'))}({a})",
+    "function_two": lambda g: f"custom.function(lambda v, w: v * w.sin(), lambda g, y, v, w: (g * w, {g.pick(['g * y', 'None', 'g', '-g * v'])}), '{g.pick(STYLES)}')({(a := g.f(1, 3))}, {g.like(a)})",
+    "function_linear": lambda g: f"custom.function(lambda v, w: F.linear(v, w), lambda g, y, v, w: (g @ w, 2 * g.flatten(0, -2).mT @ v.flatten(0, -2)), '{g.pick(STYLES)}')({(a := g.f(2, 3))}, {g.leaf(3, a.shape[-1])})",
+    "function_in_function": lambda g: f"custom.function(lambda v: {custom(g, a := g.f(1, 3), STYLES)}(v) * v, lambda g, y, v: {custom(g, a, STYLES)}(g), '{g.pick(STYLES)}')({a})",
+    "straight_through": lambda g: f"custom.function(lambda v: (v * 4).round() / 4, lambda g, y, v: {g.pick(['g', 'g * (v.abs() < 1.03)'])}, '{g.pick(STYLES)}')({g.f()})",
+    "straight_through_leaf": lambda g: f"F.linear({(a := g.f(1))}, custom.function(lambda v: v.sign() * v.abs().mean(), lambda g, y, v: g, '{g.pick(STYLES)}')({g.leaf(3, a.shape[-1])}))",
+    "straight_through_detach": lambda g: f"{(a := g.f())} + (({a} * 4).floor() / 4 - {a}).detach()",
+    "function_grad": lambda g: f"torch.func.grad(lambda u: {custom(g, a := g.f(1, 3), ('setup', 'setup attribute'))}(u).square().sum())({a})",
+    "function_vmap": lambda g: f"torch.func.vmap(custom.function(lambda v: {g.pick(SAME_SHAPE)}, lambda g, y, v: {g.pick(BACKWARDS)}, 'setup'))({g.f(2, 3)})",
+    "function_autograd_grad": lambda g: f"(lambda u: torch.autograd.grad({custom(g, a := g.f(1, 3), STYLES)}(u).square().sum(), u, create_graph=True)[0])({a})",
+    "custom_op": lambda g: f"custom.scaled_square({g.f()}, {g.num()})",
+    "custom_op_leaf": lambda g: f"custom.scaled_square({(a := g.any_leaf())}, 0.3).sum({g.dim(a)})",
+    **each("reentrant recomputed", lambda g, n: f"custom.{n}(lambda v, w: ({g.pick(SAME_SHAPE)}) * w, {(a := g.f(1, 3))} * 1.0, {g.fitting(a)} * 1.0)"),
+    **each("reentrant_leaf recomputed_leaf", lambda g, n: f"custom.{n[:-5]}(lambda v, w={g.leaf(3, (a := g.f(1)).shape[-1])}: F.linear(v, w).sin(), {a} * 1.0)"),
+    **each("reentrant_function recomputed_function", lambda g, n: f"custom.{n[:-9]}({custom(g, a := g.f(1, 3), STYLES)}, {a} * 1.0)"),
+    "hook": lambda g: f"custom.hooked({g.act()}, lambda g: {g.pick(HOOKS)})",
+    "hook_captured": lambda g: f"custom.hooked({(a := g.act())}, lambda g, w={g.fitting(a)} * 1.0: g * w)",
+    "hook_leaf": lambda g: f"custom.hooked({g.any_leaf()}, lambda g: {g.pick(HOOKS)})",
+}  # fmt: skip

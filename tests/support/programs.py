@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import assume
 from hypothesis import strategies as st
-from program import BATCH, SPACE, Program, f64, leaf_value
+from program import BATCH, SPACE, Program, f64
 from torch import Tensor
 
 import fnshard as fs
@@ -66,6 +66,7 @@ class Scope:
         self.draw, self.families = draw, families
         self.empty = Program((), {}, sizes)
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.buffers: dict[str, torch.dtype] = {}  # of these shapes, those that do not train
         self.closed: list[str] = ["h = x"]  # blocks that are complete
         self.open: list[str] = []  # the block under construction, without its loop
         self.unit, self.loops = "", 1
@@ -78,11 +79,10 @@ class Scope:
 
     def restart(self) -> None:
         """Run all lines again on fresh values."""
-        params = {p: leaf_value(p, s).requires_grad_() for p, s in self.shapes.items()}
         self.values: dict[str, Any] = {
             **SPACE,
             **dict(zip(BATCH, self.empty.part(0), strict=True)),
-            "p": params,
+            "p": replace(self.empty, shapes=self.shapes, buffers=self.buffers).leaves(),
         }
         self._run("\n".join(self.closed))
         self.values["i"] = 0
@@ -107,7 +107,9 @@ class Scope:
         try:
             with MODES[mode]():
                 line = self._named(text)
-            fine = all(tame(v) for v in self.values.values())
+            params = self.values["p"]
+            fine = all(tame(v) for v in (*self.values.values(), *params.values()))
+            fine = fine and not any(params[p].requires_grad for p in self.buffers)
             if WRITES.search(line):
                 self._go_back()
         except MISTAKES as error:
@@ -137,9 +139,8 @@ class Scope:
         """Raise where what was written to is wanted by a backward."""
         roots = [v for v in self.values.values() if isinstance(v, Tensor) and v.requires_grad]
         total = sum((torch.view_as_real(v) if v.is_complex() else v).sum() for v in roots)
-        leaves = list(self.values["p"].values())
-        if roots and leaves:
-            torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+        if roots:
+            total.backward(retain_graph=True)
 
     # -------------------------------------------------------------- draws: values
 
@@ -221,24 +222,47 @@ class Scope:
 
     # -------------------------------------------------------------- draws: leaves
 
-    def leaf(self, *shape: int) -> Value:
-        """A leaf of this shape: a new one of the unit at hand, or (then it is tied) one there is."""
-        there = [t for t in self.leaves if tuple(self.value(t).shape) == shape]
-        if there and self.upto(2) == 2:
+    def leaf(self, *shape: int, buffer: torch.dtype | None = None) -> Value:
+        """A leaf of this shape: a new one of the unit at hand, or (then it is tied) one there is.
+
+        `buffer`: the dtype of one that does not train, and may be written to.
+        """
+        there = [t for t in self.leaves if self._is_leaf(self.value(t), shape, buffer)]
+        if there and self.upto(2) >= (2 if buffer is None else 1):
             return Value.of(text := self.pick(there[::-1]), self.value(text))
         if math.prod(shape) > MOST_ELEMENTS // 4:
             raise Dropped
-        name = f"w{len(self.shapes)}"
+        name = f"{'w' if buffer is None else 'b'}{len(self.shapes)}"
         looped = self.loops > 1
         paths = [f"{self.unit}.{i}.{name}" for i in range(self.loops)] if looped else [f"{self.unit}.{name}"]
         self.shapes |= dict.fromkeys(paths, shape)
-        self.values["p"] |= {p: leaf_value(p, shape).requires_grad_() for p in paths}
+        if buffer is not None:
+            self.buffers |= dict.fromkeys(paths, buffer)
+        made = replace(self.empty, shapes=dict.fromkeys(paths, shape), buffers=self.buffers)
+        self.values["p"] |= made.leaves()
         self.leaves.append(f'p[f"{self.unit}.{{i}}.{name}"]' if looped else f'p["{paths[0]}"]')
         return Value.of(self.leaves[-1], self.value(self.leaves[-1]))
 
+    def _is_leaf(self, value: Tensor, shape: Sequence[int], buffer: torch.dtype | None) -> bool:
+        fits = value.dtype == (buffer or f64) and tuple(value.shape) == tuple(shape)
+        return fits and not (buffer and value.requires_grad)
+
+    def buffer(self, *shape: int) -> Value:
+        """A float leaf that may be written to."""
+        return self.leaf(*shape, buffer=f64)
+
+    def counter(self, *shape: int) -> Value:
+        """An integer leaf that may be written to."""
+        return self.leaf(*shape, buffer=torch.int64)
+
+    def fixed(self, a: Value) -> str:
+        """A value for a leaf that does not train: mostly detached, else under no_grad or dropped."""
+        return f"{a}.detach()" if self.upto(3) else a
+
     def any_leaf(self, least: int = 1) -> Value:
         """A leaf that is distinct, of this unit if it is new."""
-        there = [t for t in self.leaves if self.value(t).dim() >= least]
+        floats = [t for t in self.leaves if self.value(t).dtype == f64]
+        there = [t for t in floats if self.value(t).dim() >= least]
         if there and self.flag():
             return Value.of(text := self.pick(there[::-1]), self.value(text))
         d = self.empty.sizes[2]
@@ -367,12 +391,12 @@ def _line(scope: Scope) -> bool:
     if family == "end":
         return False
     row = scope.pick(grammar.FAMILIES[family])
-    kept = dict(scope.shapes), list(scope.leaves), set(scope.read)
+    kept = dict(scope.shapes), dict(scope.buffers), list(scope.leaves), set(scope.read)
     try:
         scope.add(grammar.FAMILIES[family][row](scope), scope.pick([""] * 11 + list(MODES)))
         scope.rows.append(row)
     except Dropped:
-        scope.shapes, scope.leaves, scope.read = kept
+        scope.shapes, scope.buffers, scope.leaves, scope.read = kept
         scope.values["p"] = {p: v for p, v in scope.values["p"].items() if p in scope.shapes}
     return True
 
@@ -398,21 +422,21 @@ def _finish(scope: Scope) -> Program:
         'fs.Mean(loss * m.sum(), m.sum(), bound=m.numel()), {"mean": fs.Mean(loss.detach(), 2)}',
     ])  # fmt: skip
     source = (*scope.closed, *lines, f"return {result}")
-    return replace(scope.empty, source=source, shapes=scope.shapes, rows=tuple(scope.rows))
+    fields = {"shapes": scope.shapes, "buffers": scope.buffers, "rows": tuple(scope.rows)}
+    return replace(scope.empty, source=source, **fields)
 
 
 def valid(program: Program, frozen: Sequence[str] = ()) -> bool:
     """Whether plain autograd takes it, and its gradients are tame."""
-    params = {k: v.requires_grad_(k not in frozen) for k, v in program.params.items()}
+    leaves = program.leaves(frozen)
     try:
-        result = program(params, *program.part(0))
+        result = program(dict(leaves), *program.part(0))
         head = result[0] if isinstance(result, tuple) else result
         total = head.total if isinstance(head, fs.Mean) else head
         if not total.requires_grad or not tame(total):
             return False
-        named = [v for v in params.values() if v.requires_grad]
-        grads = torch.autograd.grad(total, named, allow_unused=True)
+        total.backward()
     except MISTAKES:
         return False
-    grads = [g for g in grads if g is not None]  # none: under no_grad views of leaves say that they need one
+    grads = [v.grad for v in leaves.values() if v.grad is not None]
     return bool(grads) and all(map(tame, grads))

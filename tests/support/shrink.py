@@ -47,7 +47,7 @@ def shrink(case: Case, what: Callable[[Case], str] = failure) -> Case:
 
 def _fewer_options(case: Case) -> Iterator[Callable[[Case], Case]]:
     plain = Case(case.program)
-    for name in ("options", "layouts", "run", "frozen", "axes", "preset"):
+    for name in ("options", "layouts", "run", "frozen", "aggregation", "axes", "preset"):
         if getattr(case, name) != getattr(plain, name):
             yield lambda c, name=name: replace(c, **{name: getattr(plain, name)})
     for name in case.options:
@@ -131,6 +131,8 @@ def _with_source(case: Case, source: tuple[str, ...]) -> Case:
     }
     layouts = {p: s for p, s in case.layouts.items() if p in shapes}
     frozen = tuple(p for p in case.frozen if p in shapes)
-    return replace(
-        case, program=replace(case.program, source=source, shapes=shapes), layouts=layouts, frozen=frozen
+    buffers, aggregation = (
+        {p: v for p, v in of.items() if p in shapes} for of in (case.program.buffers, case.aggregation)
     )
+    program = replace(case.program, source=source, shapes=shapes, buffers=buffers)
+    return replace(case, program=program, layouts=layouts, frozen=frozen, aggregation=aggregation)

@@ -19,7 +19,13 @@ from torch import Tensor, fx
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.failures import higher_order, refused_at
-from fnshard.compiler.ir.program import OpOverload, describe, mutated_args, storage_id
+from fnshard.compiler.ir.program import (
+    OpOverload,
+    describe,
+    eliminate_dead_code,
+    mutated_args,
+    storage_id,
+)
 from fnshard.errors import TraceError, report
 
 aten = torch.ops.aten
@@ -54,7 +60,7 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     random = [n for n in module.graph.nodes if _is_random(n)]
     keys = {old: graph.placeholder(f"key{i}") for i, old in enumerate(random)}
     _copy_body(module, graph, env, keys)
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
     graph.lint()
     return graph, [f"key{i}" for i in range(len(random))], constants
 

@@ -223,3 +223,8 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
 
 
 _RUNNING = ("running_mean", "running_var")
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """`graph.eliminate_dead_code()`, that keeps a norm for its running statistics alone."""
+    graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated_args(node)))

@@ -45,20 +45,28 @@ def split(
 
 def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[str, ...]) -> frozenset[str]:
     """Written leaves whose new values rest on leaves, or on what all ranks have exchanged, alone: counters,
-    averages of leaves, statistics of the whole batch.
+    averages of leaves, statistics of the whole batch. What rests on a leaf that ranks write otherwise is
+    alike in their first micro-batch alone.
     """
     if not program.outputs.writes:
         return frozenset()
-    inputs = zip(program.placeholders, program.inputs, strict=True)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     same = {
         n: None
-        for n, i in inputs
+        for n, i in inputs.items()
         if i.kind == "constant" or (i.kind == "leaf" and specs[i.name].aggregated != "local")
     }
     exchanges = program.graph.find_nodes(op="call_function", target=EXCHANGE)
     same |= {n: None for n in exchanges if set(data_axes) <= set(n.args[2].split(","))}
-    rests = derived(program.graph, same)
-    return frozenset(p for p, index in program.outputs.writes.items() if program.results[index] in rests)
+    writes = {p: program.results[index] for p, index in program.outputs.writes.items()}
+    while True:
+        rests = derived(program.graph, same)
+        alike = frozenset(p for p, value in writes.items() if value in rests)
+        written_otherwise = [n for n in same if n in inputs and inputs[n].name in writes.keys() - alike]
+        if not written_otherwise:
+            return alike
+        for node in written_otherwise:
+            del same[node]
 
 
 def _empty_like(value: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class _Builder:
                 self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of=Gather))
             else:
                 self.lines.append(Cast(bucket.unit, phase, shards, fresh, bucket=bucket.name))
-            names |= dict(zip(bucket.paths, fresh, strict=True))
+            names = dict(zip(bucket.paths, fresh, strict=True)) | names  # beside what is written
         return names
 
     # -------------------------------------------------------------- forward

@@ -15,7 +15,7 @@ from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded
 from fnshard.compiler.frontend.ragged.rules import rule_of
 from fnshard.compiler.frontend.transforms import Differentiable
 from fnshard.compiler.ir import source_lines
-from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code
 
 _READS = {"item", "tolist", "__bool__", "is_nonzero", "__float__", "__complex__"}
 _VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a length as a value
@@ -67,7 +67,7 @@ def check_read(name: str, args: Sequence[Any]) -> None:
 def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> list[Any]:
     """Run a graph with symbolic lengths on tensors of known sizes."""
     ragged, feed = Ragged(shape_env), iter(inputs)
-    module.graph.eliminate_dead_code()
+    eliminate_dead_code(module.graph)
     with fx_traceback.preserve_node_meta():
         for node in module.graph.nodes:
             fx_traceback.set_stack_trace([node.meta.get("stack_trace", "")])
