@@ -117,7 +117,7 @@ FUNCTIONS: dict[str, Row] = {
     "function_dirty": lambda g: f"{custom(g, a := g.act(1, 3), ('dirty', 'dirty attribute', 'setup dirty'))}({a})",
     "function_two": lambda g: f"custom.function(lambda v, w: v * w.sin(), lambda g, y, v, w: (g * w, {g.pick(['g * y', 'None', 'g', '-g * v'])}), '{g.pick(STYLES)}')({(a := g.f(1, 3))}, {g.like(a)})",
     "function_linear": lambda g: f"custom.function(lambda v, w: F.linear(v, w), lambda g, y, v, w: (g @ w, 2 * g.flatten(0, -2).mT @ v.flatten(0, -2)), '{g.pick(STYLES)}')({(a := g.f(2, 3))}, {g.leaf(3, a.shape[-1])})",
-    "function_in_function": lambda g: f"custom.function(lambda v: {custom(g, a := g.f(1, 3), STYLES)}(v) * v, lambda g, y, v: {custom(g, a, STYLES)}(g), '{g.pick(STYLES)}')({a})",
+    "function_in_function": lambda g: f"custom.function(lambda v: {custom(g, a := g.f(1, 3), STYLES)}(v) * v, lambda g, y, v: custom.function(lambda v: v.flip(-1), lambda g, y, v: -g, '{g.pick(STYLES)}')(g), '{g.pick(STYLES)}')({a})",
     "straight_through": lambda g: f"custom.function(lambda v: (v * 4).round() / 4, lambda g, y, v: {g.pick(['g', 'g * (v.abs() < 1.03)'])}, '{g.pick(STYLES)}')({g.f()})",
     "straight_through_leaf": lambda g: f"F.linear({(a := g.f(1))}, custom.function(lambda v: v.sign() * v.abs().mean(), lambda g, y, v: g, '{g.pick(STYLES)}')({g.leaf(3, a.shape[-1])}))",
     "straight_through_detach": lambda g: f"{(a := g.f())} + (({a} * 4).floor() / 4 - {a}).detach()",
