@@ -155,6 +155,11 @@ TABLE = {
     "python -m experiments.examples.vit": Row(),
     "python -m experiments.examples.gpt": Row(),
     "python -m experiments.examples.moe": Row(),
+    "python -m experiments.examples.maml": Row(),
+    "python -m experiments.examples.gradient_penalty_gan": Row(),
+    "python -m experiments.examples.ensemble_vmap": Row(),
+    "python -m experiments.examples.pinn": Row(),
+    "python -m experiments.examples.dino": Row(),
     # -- finetune
     "python -m experiments.finetune": replace(TINY, quick=True),
     "python -m experiments.finetune method=lora": TINY,
