@@ -13,6 +13,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from program import Program
 from programs import programs, valid
+from ranks import RankError
 from torch import Tensor
 
 import fnshard as fs
@@ -307,7 +308,7 @@ def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simula
     truth = expected(case)
     try:
         results = runner(case)
-    except TraceError as error:
+    except (TraceError, RankError) as error:
         if any(words in str(error) for words in REFUSED):
             return f"refused: {str(error).splitlines()[0]}"
         raise
