@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from toys import lower
-from triton_kernels import STORED, SiLU
+from triton_kernels import STORED, SiLU, add_kernel
 from triton_kernels import LinearLoss as LaunchedLoss
 
 import fnshard as fs
@@ -569,6 +569,17 @@ def test_equal_blocks_share_kernels() -> None:
 def test_a_kernel_stores_to(kernel: Any) -> None:
     tensors = set(kernel.arg_names) - {"width", "stride"}  # numbers may be part of a pointer
     assert stored(kernel.fn) & tensors == STORED[kernel]
+
+
+def test_a_launch_on_views_that_share_memory_is_refused() -> None:
+    def fn(p: Params, x: Tensor) -> Tensor:
+        both = torch.zeros(2 * ROWS)
+        add_kernel[(1,)](both[:ROWS], both[ROWS:])  # one behind the other: taken
+        add_kernel[(1,)](both[1:], both)
+        return x.sum()
+
+    with pytest.raises(TraceError, match=r"(?s)launches add_kernel, which stores.*both\[1:\], both\).*clone"):
+        lower(fn, params(), batches()[0])
 
 
 def test_equal_launches_share_kernels() -> None:

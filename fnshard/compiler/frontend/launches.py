@@ -34,6 +34,10 @@ _DESCRIPTOR = report(
     fix="pass the tensor and make the descriptor in the kernel (tl.make_tensor_descriptor), or write a "
     "torch.library.custom_op.",
 )
+_SHARED = report(
+    "`fn` launches {name}, which stores to a tensor whose memory another argument may read or write.",
+    fix="give each argument memory of its own (.contiguous() or .clone(), and torch.cat behind the launch).",
+)
 _LAUNCHES: dict[str, Launch] = {}  # by what `Launch.key` says: an op takes no Python object
 
 
@@ -132,6 +136,8 @@ def _record(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             arguments[name] = _Place(places[memory], number)
     names = stored(_function(kernel))
     written = sorted({v.index for n, v in arguments.items() if isinstance(v, _Place) and n in names})
+    if any(_meet(tensors[i], other) for i in written for other in tensors if other is not tensors[i]):
+        raise TraceError(_SHARED.format(name=_function(kernel).__name__))
     if callable(grid) and kernel is _innermost(kernel):  # one that is tuned has its grid by configuration
         grid = grid(arguments)
     launch = Launch(kernel, grid, arguments, [t.stride() for t in tensors], written)
@@ -140,6 +146,18 @@ def _record(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         made = _launch([t.detach() for t in tensors], launch.key)
         for place, value in zip(written, made, strict=True):
             tensors[place].copy_(value)
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors' stretches of memory have a place in common."""
+    (low, end), (other, last) = (
+        (
+            x.storage_offset(),
+            x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)),
+        )
+        for x in (a, b)
+    )
+    return storage_id(a) == storage_id(b) and low <= last and other <= end
 
 
 def _innermost(kernel: Any) -> Any:
