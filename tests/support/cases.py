@@ -197,7 +197,8 @@ def _gradients(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict
 
 def _forward(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     with torch.no_grad():
-        results = [plain(case.program.params, *part) for part in case.all_parts(0)]
+        fixed = {p: v.detach() for p, v in leaves.items()}
+        results = [plain(fixed, *part) for part in case.all_parts(0)]
     return [_flat(result) for result in results]
 
 
