@@ -674,6 +674,14 @@ class Once(Function):
         return g
 
 
+def implicit(x: Tensor) -> Tensor:
+    """One step from a fixed point, whose derivative a hook makes of that of another such step."""
+    start = x.detach().requires_grad_()
+    end, made = torch.tanh(start * 0.5), torch.tanh(x * 0.5)
+    made.register_hook(lambda g: g + torch.autograd.grad(end, start, g, retain_graph=True)[0])
+    return made
+
+
 def _hooked(register: Callable[[nn.Module], Any]) -> Fn:
     model = nn.Sequential(nn.Tanh())
     register(model)
@@ -700,6 +708,11 @@ def _hooked(register: Callable[[nn.Module], Any]) -> Fn:
         (lambda p, x: grad(lambda z: Swish.apply(z @ p["layers.0.w"], {}).sum())(x).sum(), "a setup_context"),
         (between(lambda x: Round.apply(x[x > 0]).sum() * x), "calls Round.*length that depends on data"),
         (between(lambda x: [x.register_hook(print), x][1]), "gradient hook that returns None"),
+        (between(implicit), r"a backward \(hook\) differentiates what was computed outside of it"),
+        (
+            lambda p, x: grad(lambda z: [z.register_hook(torch.neg), z.sum()][1])(x @ p["layers.0.w"]).sum(),
+            r"\(register_hook\) and differentiates inside itself(.|\n)*Fix: an autograd.Function",
+        ),
         (
             _hooked(lambda m: m.register_full_backward_hook(lambda module, grads, out: None)),
             "gradient hook that returns None",

@@ -130,8 +130,10 @@ def joined(p: Params, x: Tensor) -> Tensor:
 def products(p: Params, x: Tensor) -> Tensor:
     a = hidden(p, x)[x[:, 0] > 0]
     attended = (a @ a.T).softmax(-1) @ a
-    fused = F.scaled_dot_product_attention(a[None], a[None], a[None], is_causal=True)
-    return (a.T @ a).square().mean() + attended.mean() + fused.square().mean() + torch.einsum("nd,ne->", a, a)
+    fused = F.scaled_dot_product_attention(a[None], a[None], a[None], is_causal=True).square().mean()
+    heads = a.view(-1, 2, WIDTH // 2).transpose(0, 1)[None]
+    fused = fused + F.scaled_dot_product_attention(heads, heads, heads).square().mean()
+    return (a.T @ a).square().mean() + attended.mean() + fused + torch.einsum("nd,ne->", a, a)
 
 
 def nested(p: Params, x: Tensor) -> Tensor:
@@ -175,6 +177,14 @@ def repeated(p: Params, x: Tensor) -> Tensor:
     rows = fs.bounded(torch.repeat_interleave(hidden(p, x), counts, dim=0), 12)
     found = fs.bounded(torch.bincount(counts), 3)
     return rows.square().mean() * found.square().sum()
+
+
+def class_means(p: Params, x: Tensor) -> Tensor:
+    """Of rows that a mask chooses; in some slices of the batch it chooses none."""
+    h, label = hidden(p, x), (10 * x[:, 1].abs()).long() % 3
+    chosen = (x[:, 0] > 0) & (x[0, 0] > 0)
+    counts = torch.bincount(label[chosen], minlength=3).clamp(min=1)
+    return (torch.zeros_like(h[:3]).index_add(0, label[chosen], h[chosen]) / counts[:, None]).square().sum()
 
 
 def nothing(p: Params, x: Tensor) -> Tensor:
@@ -236,8 +246,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, score_mod: Fn, mask: Any) -
 
 MIXTURES: list[Fn] = [experts, experts_by_mask, experts_by_sorting, experts_by_parts, experts_by_einsum]
 PROGRAMS: list[Fn] = [
-    *MIXTURES, statistics, losses, joined, products, nested, scattered, unique_rows, repeated, nothing,
-    inside_a_transform, counted, branches, loops, attention,
+    *MIXTURES, statistics, losses, joined, products, nested, scattered, unique_rows, repeated, class_means,
+    nothing, inside_a_transform, counted, branches, loops, attention,
 ]  # fmt: skip
 
 
@@ -380,6 +390,10 @@ def test_plain_torch_holds_the_bound_too() -> None:
         (lambda p, x: pack_padded_sequence(hidden(p, x)[None], torch.tensor([3]), True)[0].sum(), "padded"),
         (lambda p, x: (hidden(p, x)[x[:, 0] > 0].sum(), {"rows": x[x > 0]}), "is returned with a length"),
         (lambda p, x: hidden(p, x)[: len(x[x > 0])].sum(), r"value \(.*of lengths of data"),
+        (lambda p, x: hidden(p, x)[x[:, 0] > 0].logsumexp(1).sum(), "Fix: .* takes no length"),
+        (lambda p, x: F.mse_loss(hidden(p, x)[x > 0], x[x > 0]), "Fix: select both with one mask"),
+        (lambda p, x: fs.bounded(hidden(p, x)[x > 0], x.sum()).sum(), "an integer as `size`, and no"),
+        (lambda p, x: fs.bounded(hidden(p, x)[x > 0].sum(), 2), r"fs.bounded along dim 0 of \[\]"),
         (lambda p, x: sum(hidden(p, x)[i].sum() for i in x[:, 0].nonzero()), "Fix: loop over a fixed number"),
         (lambda p, x: hidden(p, x).sum() * torch.bincount(x[:, 0].abs().long()).sum(), "no bound is known"),
         (lambda p, x: torch.while_loop(lambda z: z.sum() > 0, lambda z: (z - 1,), (x,))[0].sum(), "of turns"),

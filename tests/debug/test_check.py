@@ -37,6 +37,13 @@ def test_check_of_micro_batches_means_and_lower_precision() -> None:
     assert fs.debug.check(masked, PARAMS, (rows(), keep), specs, accumulate=2)
 
 
+def test_check_of_a_reentrant_checkpoint() -> None:
+    def again(params: Any, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(loss, params, x.requires_grad_(), use_reentrant=True)
+
+    assert fs.debug.check(again, PARAMS, (rows(),), PRESETS["full_shard"](PARAMS, mesh_of()))
+
+
 @pytest.mark.parametrize("which", ["scaled", "own part", "one rank"])
 def test_check_names_the_leaf_whose_gradient_is_wrong(which: str) -> None:
     lie = {"scaled": lambda r: r * 2, "own part": lambda r: r / 2, "one rank": lambda r: r + 1}[which]

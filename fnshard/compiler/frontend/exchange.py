@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend import transforms
+from fnshard.compiler.frontend import functions, transforms
 from fnshard.errors import TraceError
 from fnshard.mesh import Mesh
 
@@ -148,7 +148,8 @@ def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
 
 def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.")
+        fix = "fs.tree.map for a tree; of a length that depends on data its count, as in fs.psum(mask.sum())."
+        raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.", fix=fix)
     names, ranks = _group(kind, axes)
     if not -x.dim() <= dim < x.dim() and kind != "psum":
         raise TraceError(
@@ -159,6 +160,12 @@ def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
         raise TraceError(
             f"`fn` calls fs.{kind} inside a torch.func transform.",
             fix="call it on what the transform takes or gives; shard_step differentiates the loss by itself.",
+        )
+    if functions.in_a_backward():
+        raise TraceError(
+            f"`fn` calls fs.{kind} in a gradient hook or in the backward of an autograd.Function.",
+            fix="fs.psum and fs.all_gather have exact gradients of their own: call them in `fn`, without such a "
+            "Function.",
         )
     if ranks == 1:
         return x

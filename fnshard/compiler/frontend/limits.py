@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
         size: a number known before the step, such as the capacity of an expert.
 
     Raises:
+        TraceError: a size that is no integer, a dim that `x` has not.
         StateError: `x` is longer. A step raises it when its numbers are there: on a GPU with the next step,
             or with `metrics.numbers()`.
 
@@ -45,6 +47,16 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
     >>> torch.zeros(6).index_add(0, bounded(mask.nonzero()[:, 0], 3), rows * 10)
     tensor([ 0.,  0., 20.,  0.,  0.,  0.])
     """
+    if not isinstance(size, Integral):
+        raise TraceError(
+            f"fs.bounded takes an integer as `size`, and no {type(size).__name__}.",
+            fix="a size that is known before the step: a plain Python number.",
+        )
+    if not -x.dim() <= dim < x.dim():
+        raise TraceError(
+            f"`fn` calls fs.bounded along dim {dim} of {list(x.shape)}.",
+            fix="bound what is selected, x[mask] or mask.nonzero()[:, 0], before it is reduced.",
+        )
     length = x.shape[dim]
     if isinstance(length, torch.SymInt):
         torch._check(length <= size)

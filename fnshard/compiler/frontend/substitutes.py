@@ -230,8 +230,8 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     index = input.long()
     ones = torch.ones_like(index) if weights is None else weights
     ones = ones if weights is None or ones.is_floating_point() else ones.double()
-    if index.numel():
-        require(index.max() + 1 - minlength, minlength, "bincount", user_line())
+    if isinstance(index.numel(), torch.SymInt) or index.numel():
+        require(index.max().clamp(min=0) + 1 - minlength, minlength, "bincount", user_line())
     return ones.new_zeros(minlength).index_add(0, index.clamp(max=minlength - 1), ones)
 
 

@@ -33,6 +33,15 @@ _VALUE = (
     "fs.bounded says how large one is at most. Pass numbers that are known before the step as plain Python "
     "arguments; what you want to see goes out in aux."
 )
+_LENGTH = (
+    "this operation takes no length that depends on data: mask instead of selecting (torch.where, weights of "
+    "0 and 1), or put the rows back before it, out.index_add(0, index, rows)."
+)
+_TWO_LENGTHS = "select both with one mask that is computed once: two masks may have different lengths."
+_POSITION = (
+    "from a position that depends on data, index instead of slicing: x[start + torch.arange(n)], and for a "
+    "queue x[(start + torch.arange(n)) % len(x)] = rows."
+)
 _BY_FUNCTION = {
     "__format__": "a value is there when the step has run: return it in aux, as in `return loss, "
     '{"accuracy": accuracy}`, and print it from the metrics.',
@@ -62,6 +71,9 @@ _BY_MESSAGE = {
     r"[Ll]ong|integer|Int\b": "indices and labels are integers, such as torch.long: are the arguments of the "
     "batch in the order of `fn`'s?",
     r"Could not infer dtype|meta tensor": _VALUE,
+    r"running_mean or running_var|mutate a captured Tensor|vmap: inplace": "what a torch.func transform "
+    "calls writes to nothing outside of it: return the new value and write it behind the transform; a "
+    "BatchNorm in eval mode, or with track_running_stats=False, writes nothing.",
 }
 _HIGHER_ORDER = report(
     "`fn` calls {name}, which is not an ATen operator the compiler can cut and differentiate.",
@@ -138,7 +150,7 @@ def explain(
         symbolic = r".*data-dependent expression (.*?) \(unhinted.*|(\S+) \(<class 'torch.SymInt'>.*"
         message = re.sub(symbolic, r"\1\2, of lengths of data", message)
         headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
-        return TraceError(_message(headline, place, [], way_out(call.name if call else "")))
+        return TraceError(_message(headline, place, [], _fix_of_value(error, call)))
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
         headline = f"`fn` calls an operator that cannot run on tensors without values: {message}"
         fix = "write it with plain torch ops; for a torch.library.custom_op add register_fake."
@@ -175,6 +187,15 @@ def _depends_on_values(error: Exception) -> bool:
     words = r"data-dependent|\.(numpy|tolist)\(\) is not supported|SymInt.*is not tracked with proxy"
     known = re.search(words, str(error)) is not None
     return isinstance(error, RuntimeError) and (known or "GuardOnDataDependent" in type(error).__name__)
+
+
+def _fix_of_value(error: Exception, call: Call | None) -> str:
+    if call is None or "GuardOnDataDependent" not in type(error).__name__:
+        return way_out(call.name if call else "")
+    if call.name in ("__getitem__", "__setitem__", "narrow"):
+        return _POSITION
+    equal = re.search(r"(Eq|Ne)\(u\d+, u\d+\)", str(error))
+    return way_out(call.name, _TWO_LENGTHS if equal else _LENGTH)
 
 
 def _fix(call: Call | None, message: str) -> str:
