@@ -140,6 +140,8 @@ def nested(p: Params, x: Tensor) -> Tensor:
     a = hidden(p, x)[x[:, 0] > 0]
     b = a[a[:, 1] > 0]
     a[:, 2] = a[:, 3] * 2
+    a[:, 4] = 3
+    a[:, 5] = a.shape[0]
     return (
         b.square().sum()
         + a.mean()
@@ -177,6 +179,22 @@ def repeated(p: Params, x: Tensor) -> Tensor:
     rows = fs.bounded(torch.repeat_interleave(hidden(p, x), counts, dim=0), 12)
     found = fs.bounded(torch.bincount(counts), 3)
     return rows.square().mean() * found.square().sum()
+
+
+def positions(p: Params, x: Tensor) -> Tensor:
+    """Numbers of data that wrap around, of a tensor that has one element and a dim."""
+    start = (x[:1, 0] > 0).long().item()
+    last = torch.zeros_like(x[0])
+    last[0] = (start + 5) % 4
+    return (hidden(p, x)[start + 1 :].sum(0) * last).sum() + hidden(p, x).mean()
+
+
+def written_part(p: Params, x: Tensor, again: bool = False) -> Tensor:
+    """A write to a slice that ends where the data say, or before a read of one."""
+    x, rows = x.clone(), (x[:, 0] > 0).sum().item()
+    part = x[:rows]
+    (x if again else part).mul_(2)
+    return hidden(p, x).sum() + part.sum()
 
 
 def class_means(p: Params, x: Tensor) -> Tensor:
@@ -247,7 +265,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, score_mod: Fn, mask: Any) -
 MIXTURES: list[Fn] = [experts, experts_by_mask, experts_by_sorting, experts_by_parts, experts_by_einsum]
 PROGRAMS: list[Fn] = [
     *MIXTURES, statistics, losses, joined, products, nested, scattered, unique_rows, repeated, class_means,
-    nothing, inside_a_transform, counted, branches, loops, attention,
+    positions, nothing, inside_a_transform, counted, branches, loops, attention,
 ]  # fmt: skip
 
 
@@ -391,6 +409,10 @@ def test_plain_torch_holds_the_bound_too() -> None:
         (lambda p, x: (hidden(p, x)[x[:, 0] > 0].sum(), {"rows": x[x > 0]}), "is returned with a length"),
         (lambda p, x: hidden(p, x)[: len(x[x > 0])].sum(), r"value \(.*of lengths of data"),
         (lambda p, x: hidden(p, x)[x[:, 0] > 0].logsumexp(1).sum(), "Fix: .* takes no length"),
+        (written_part, r"mul_ writes to a part .*Fix: .*index instead of slicing"),
+        (partial(written_part, again=True), "sum reads a part .*written to since"),
+        (lambda p, x: hidden(p, x)[int((x > 0).sum()) :].sum(), r"Fix: x.item\(\) is an integer"),
+        (lambda p, x: hidden(p, x)[: len(x[x > 0])].mul_(2).sum(), "Fix: "),
         (lambda p, x: F.mse_loss(hidden(p, x)[x > 0], x[x > 0]), "Fix: select both with one mask"),
         (lambda p, x: fs.bounded(hidden(p, x)[x > 0], x.sum()).sum(), "an integer as `size`, and no"),
         (lambda p, x: fs.bounded(hidden(p, x)[x > 0].sum(), 2), r"fs.bounded along dim 0 of \[\]"),

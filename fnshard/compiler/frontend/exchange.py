@@ -164,8 +164,7 @@ def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
     if functions.in_a_backward():
         raise TraceError(
             f"`fn` calls fs.{kind} in a gradient hook or in the backward of an autograd.Function.",
-            fix="fs.psum and fs.all_gather have exact gradients of their own: call them in `fn`, without such a "
-            "Function.",
+            fix="call it in `fn` itself: fs.psum and fs.all_gather have exact gradients of their own.",
         )
     if ranks == 1:
         return x

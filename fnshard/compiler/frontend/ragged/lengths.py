@@ -220,13 +220,14 @@ class RaggedOp:
         return refused(self.node, text)
 
 
-def refused(node: fx.Node, text: str) -> TraceError:
+def refused(node: fx.Node, text: str, fix: str = "") -> TraceError:
     """The error for a node that lengths which depend on data cannot pass."""
     name, place = op_name(node), node.meta.get("stack_trace", "")
     error = TraceError(
         "a shape in `fn` depends on a tensor's value, where known sizes cannot stand for it:",
         [*([f"at {place}"] if place else []), f"{name} {text}"],
-        way_out(
+        fix
+        or way_out(
             name,
             "fs.bounded(x, size) says how long x is at most; or mask instead of selecting: torch.where, "
             "weights of 0 and 1; or put rows back, out.index_add(0, index, rows), before what mixes them.",
@@ -263,6 +264,9 @@ def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
     operation = _operation(expression)
     if operation == "Mul" and any(e.is_Integer and e < 0 for e in expression.args):
         return 0
+    if operation in ("Mod", "PythonMod"):
+        value, divisor = expression.args
+        return min(_most(value, sizes), _most(divisor, sizes) - 1)
     if operation == "Min":
         return min(_most(e, sizes) for e in expression.args if symbols(e) <= sizes.keys())
     return functools.reduce(_ARITHMETIC[operation], [_most(e, sizes) for e in expression.args])
@@ -300,6 +304,8 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "Mul": operator.mul,
     "Pow": operator.pow,
     "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
     "Min": _extreme(torch.minimum),
     "Max": _extreme(torch.maximum),
 }

@@ -282,10 +282,14 @@ def _arange(c: RaggedOp) -> Tensor:
 
 
 def _full(c: RaggedOp) -> Tensor:
-    name = "fill_value" if "fill_value" in c.arguments else "value"
-    if not isinstance(c[name], Tensor):
+    if not isinstance(c["fill_value"], Tensor):
         return c.run()
-    return (c.run(**{name: 0}) + c[name]).to(c.node.meta["val"].dtype)
+    return (c.run(fill_value=0) + c["fill_value"]).to(c.node.meta["val"].dtype)
+
+
+def _scalar(c: RaggedOp) -> Any:
+    number = c["s"]
+    return number.to(c.node.meta["val"].dtype, copy=True) if isinstance(number, Tensor) else c.run()
 
 
 def _repeat(c: RaggedOp) -> Any:
@@ -333,7 +337,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("index_select", "gather"), _looking_up("index")),
     **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")), "one_hot": _looking_up("self"),
     "cat": _cat, "concat": _cat, "arange": _arange, "repeat": _repeat, "tile": _repeat,
-    **dict.fromkeys(("full", "full_like", "new_full", "fill"), _full),
+    "fill": RaggedOp.run, "scalar_tensor": _scalar,
+    **dict.fromkeys(("full", "full_like", "new_full"), _full),
 }  # fmt: skip
 # Ops whose entries along a ragged dim are made of those of the same place, or of the ones before it.
 _PLAIN = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded
 from fnshard.compiler.frontend.ragged.rules import rule_of
 from fnshard.compiler.frontend.transforms import Differentiable
 from fnshard.compiler.ir import source_lines
-from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code
+from fnshard.compiler.ir.failures import BY_INDEX
+from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code, mutated_args, storage_id
 
 _READS = {"item", "tolist", "__bool__", "is_nonzero", "__float__", "__complex__"}
 _VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a length as a value
@@ -68,6 +70,7 @@ def check_read(name: str, args: Sequence[Any]) -> None:
 def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> list[Any]:
     """Run a graph with symbolic lengths on tensors of known sizes."""
     ragged, feed = Ragged(shape_env), iter(inputs)
+    memory = _Memory(ragged.values)
     eliminate_dead_code(module.graph)
     with fx_traceback.preserve_node_meta():
         for node in module.graph.nodes:
@@ -83,15 +86,56 @@ def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> lis
                 ragged.check_equal()
                 return [ragged.values[n] for n in node.args[0]]
             else:
-                ragged.values[node] = _run_node(ragged, node)
+                memory.check(node)
+                try:
+                    ragged.values[node] = _run_node(ragged, node)
+                except Unbounded:
+                    text = "makes a length that depends on data, of which no bound is known"
+                    raise refused(node, text) from None
+            memory.add(node)
     raise AssertionError("a graph without an output")
+
+
+class _Memory:
+    """Which tensors share memory in the symbolic trace, where those of known sizes may be copies."""
+
+    def __init__(self, values: Mapping[fx.Node, Any]):
+        self.values = values
+        self.bases: dict[int, fx.Node] = {}  # by memory: the first tensor in it
+        self.writes: Counter[int] = Counter()  # by memory, so far
+        self.made_at: dict[fx.Node, int] = {}
+
+    def add(self, node: fx.Node) -> None:
+        """A node has run."""
+        for target in mutated_args(node):
+            self.writes[storage_id(target.meta["val"])] += 1
+        if isinstance(node.meta.get("val"), Tensor) and isinstance(self.values[node], Tensor):
+            memory = storage_id(node.meta["val"])
+            self.bases.setdefault(memory, node)
+            self.made_at[node] = self.writes[memory]
+
+    def check(self, node: fx.Node) -> None:
+        """Refuse a write to a copy of a part, or a read of one behind a write.
+
+        Raises:
+            TraceError: the part is where, or as long as, the data say.
+        """
+        targets = mutated_args(node)
+        for source in [n for n in node.all_input_nodes if n in self.made_at]:
+            memory = storage_id(source.meta["val"])
+            is_copy = storage_id(self.values[source]) != storage_id(self.values[self.bases[memory]])
+            if is_copy and source in targets:
+                raise refused(node, "writes to a part of a tensor that depends on data", BY_INDEX)
+            if is_copy and self.made_at[source] < self.writes[memory]:
+                fix = "take the part again behind the write, or a copy of it, .clone(), before."
+                raise refused(node, "reads a part that depends on data, which was written to since", fix)
 
 
 def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         if op_name(node) in ("item", "_local_scalar_dense"):
-            ragged.define_number(node, ragged.values[node.args[0]].detach().long())
+            ragged.define_number(node, ragged.values[node.args[0]].detach().long().reshape(()))
         return ragged.size(value) if symbols(ragged.expression(value)) <= ragged.sizes.keys() else None
     if isinstance(value, torch.SymFloat | torch.SymBool):
         return None
@@ -110,21 +154,12 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
         for name, given in raw.items()
     }
     call = RaggedOp(ragged, node, arguments, raw)
-    made = _made(call)
-    if made is None:
-        raise call.refused("makes a length that depends on data, of which no bound is known")
+    made = rule_of(call)(call)
     if isinstance(value, Tensor) and list(made.shape) != [ragged.size(n) for n in value.shape]:
         raise call.refused("has another shape on known sizes")
     target = arguments[schema[0].name]
     writes = schema[0].alias_info is not None and schema[0].alias_info.is_write
     return target.copy_(made) if writes and made is not target else made
-
-
-def _made(call: RaggedOp) -> Any:
-    try:
-        return rule_of(call)(call)
-    except Unbounded:
-        return None
 
 
 def _argument(ragged: Ragged, node: fx.Node, as_value: bool, result: Any) -> Any:
