@@ -57,7 +57,7 @@ _SEED = report(
 )
 _SET_DATA = report(
     "`fn` assigns to Tensor.{name}, which a trace loses.",
-    fix="write to a buffer in place, buffer.copy_(value), which is state of the step; else make a new tensor.",
+    fix="write to a buffer in place, buffer.copy_(value): it is state of the step; else make a new tensor.",
 )
 _DEVICE = report(
     "`fn` puts a tensor on {requested} by {name}; this step is traced on {device}.",
