@@ -122,7 +122,7 @@ PRIVATE = {
         "torch._ops",  # OpOverload; others import it from there
         "torch.ops.aten._unsafe_view",
     },
-    "fnshard.compiler.frontend.functions": {"torch._C", "torch._subclasses"},
+    "fnshard.compiler.frontend.functions": {"torch._C"},
     "fnshard.compiler.frontend.unsupported": {
         "torch._C",
         "torch._dynamo",

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.modules.module as module_calls
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils.checkpoint import check_backward_validity
@@ -30,17 +29,8 @@ from fnshard.errors import TraceError, report
 
 HOOK = report(
     "`fn` registers a gradient hook ({name}), which a trace loses.",
-    fix="Tensor.register_hook with a function that returns the new gradient; or write what it does into the "
-    "loss, or into the optimizer as a transform.",
-)
-_HOOK_INSIDE = report(
-    "`fn` registers a gradient hook ({name}) and differentiates inside itself, where hooks are not traced.",
-    fix="an autograd.Function with a setup_context, whose backward does what the hook does.",
-)
-_LOST = report(
-    "a backward ({name}) differentiates what was computed outside of it, whose values a trace has lost.",
-    fix="compute it again in the backward, under torch.enable_grad() and from detached inputs; an "
-    "autograd.Function finds these in ctx.saved_tensors.",
+    fix="Tensor.register_hook with a function that returns the new gradient; where `fn` differentiates "
+    "inside itself, an autograd.Function with a setup_context; or do it in the optimizer, as a transform.",
 )
 _OBSERVES = report(
     "`fn` has a gradient hook that returns None: what it does beside is done once, while `fn` is traced.",
@@ -116,10 +106,6 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
         if not receivers:
             return [v.detach() for v in values]
         graph, captured, keys = _pure(module, gradients, values)
-    if not is_inside() and any(
-        isinstance(v, FakeTensor) and mode.tracer.unwrap_proxy(v) is v for v in captured
-    ):
-        raise TraceError(_LOST.format(name=name))
     lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     drawn = [torch.randint(lowest, highest, (), device=values[0].device) for _ in range(keys)]
     captured = [c.detach() if c._is_view() and c._version else c for c in captured]  # one that was written to
@@ -383,10 +369,8 @@ def _register_hook(original: Any, here: Here, hooks: list[Tensor]) -> Any:
         if not here():
             return original(self, hook)
         of_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
-        if of_several:
-            raise TraceError(HOOK.format(name="register_multi_grad_hook"))
-        if is_inside():
-            raise TraceError(_HOOK_INSIDE.format(name="register_hook"))
+        if is_inside() or of_several:
+            raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         (made,) = attach([self], [self], lambda gradient: [_returned(hook(gradient))], "hook")
@@ -445,7 +429,7 @@ class _ModuleHooks:
 
     def _attach(self, values: tuple[Any, ...], hooks: Sequence[Callable[..., Any]]) -> Any:
         if is_inside() and hooks:
-            raise TraceError(_HOOK_INSIDE.format(name="of a module"))
+            raise TraceError(HOOK.format(name="of a module"))
         places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
         if not (hooks and places and torch.is_grad_enabled()):
             return values

@@ -350,7 +350,9 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
             f"the trace lost sight of {len(lost)} value(s) that `fn` computes:",
             lost,
             "look for torch.jit functions, C++ extensions that are no custom_op, and tensors that a "
-            "module kept from an earlier trace (compute such caches beforehand).",
+            "module kept from an earlier trace (compute such caches beforehand); a backward or a gradient "
+            "hook that calls torch.autograd.grad computes again what it differentiates, under "
+            "torch.enable_grad() and from detached inputs.",
         )
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
