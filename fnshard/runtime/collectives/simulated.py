@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, simulated_rank
@@ -84,6 +85,10 @@ def simulate(
         )
         for rank in range(mesh.size)
     ]
+    # torch 2.11 built for CUDA, where there is none: the device guard that a process's first mode registers
+    # dies with its thread, and the next mode reads it. So the first one is entered in this thread.
+    with FakeTensorMode():
+        pass
     for thread in threads:
         thread.start()
     session.watch(threads)
