@@ -315,7 +315,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("max", "amax", "argmax"), _filling(_least)),
     **dict.fromkeys(("min", "amin", "argmin"), _filling(_most)),
     **dict.fromkeys(("sort", "argsort", "topk"), _sorted),
-    **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), _filling(_lowest)),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _filling(_lowest)
+    ),
     "mean": _mean, "var": _variance, "std": _variance,
     **dict.fromkeys(
         ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
