@@ -156,7 +156,8 @@ KEPT = {
         rows = fs.bounded(x.repeat_interleave(m.sum(1), 0), m.numel())
         v = torch.tanh(x @ p["u.w"])
         slope = torch.autograd.grad(v.square().sum(), v, create_graph=True)[0]
-        return rows.softmax(0).square().sum() + slope.sum() + torch.bincount(ids.flatten(), minlength=5).double().mean()
+        counts = torch.bincount(ids.flatten(), minlength=5)
+        return rows.softmax(0).square().sum() + slope.sum() + counts.double().mean()
         """,
         shapes={"u.w": (2, 2)}, sizes=(3, 4, 2),
     ),
