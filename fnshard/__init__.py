@@ -30,7 +30,7 @@ from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot
 from fnshard.adapters.lora import lora
 from fnshard.adapters.norms import sync_batch_norm
 from fnshard.analysis.hardware import Hardware
-from fnshard.checkpoint.reshard import reshard, reshard_cost
+from fnshard.checkpoint.reshard import averaged, reshard, reshard_cost
 from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, psum
 from fnshard.compiler.frontend.limits import bounded
@@ -90,6 +90,7 @@ __all__ = [
     "Whole",
     "adapters",
     "all_gather",
+    "averaged",
     "bounded",
     "checkpoint",
     "codecs",

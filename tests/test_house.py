@@ -39,6 +39,7 @@ PUBLIC = [
     "Whole",
     "adapters",
     "all_gather",
+    "averaged",
     "bounded",
     "checkpoint",
     "codecs",

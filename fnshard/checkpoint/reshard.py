@@ -27,6 +27,7 @@ from fnshard.layout.codecs import Unfit, block_of, check_codecs, is_coded, parts
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
+from fnshard.optim.optimizers import ema_params
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import local_block
 from fnshard.step.init import blank_params, blank_slots
@@ -34,7 +35,7 @@ from fnshard.step.runner import default_mesh
 from fnshard.step.shards import gather_full, stored_at_rest
 from fnshard.step.state import TrainState
 
-__all__ = ["Cost", "reshard", "reshard_cost"]
+__all__ = ["Cost", "averaged", "reshard", "reshard_cost"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,41 @@ def reshard(
     state.consume(by="fs.reshard")
     _move(moves)
     return _coded(moves.new, plain, after, moves.to, disk_dir)
+
+
+def averaged(state: TrainState, name: str = "ema") -> TrainState:
+    """The state with the averages that `fs.optim.ema` keeps as its parameters: to evaluate, save or export.
+
+    A collective where parameters and optimizer state lie differently. `state` goes on as it is; leaves that
+    do not train are those of `state`, and there is no optimizer state.
+
+    Args:
+        state: of `step.init`, `step.adopt` or a restore.
+        name: the slot; a second `ema` of a chain keeps "ema_2".
+
+    Raises:
+        OptimizerError: trained leaves without that slot.
+
+    >>> import fnshard as fs
+    >>> params, mesh = {"w": torch.ones(2)}, fs.make_mesh(shard=1)
+    >>> step = fs.shard_step(
+    ...     lambda p, x: (p["w"] * x).sum(), fs.presets.zero1(params, mesh), mesh=mesh,
+    ...     optimizer=fs.optim.chain(fs.optim.sgd(1.0), fs.optim.ema(0.75)), backend="eager")
+    >>> state, _ = step(step.init(params), torch.ones(2))
+    >>> state.params["w"], fs.averaged(state).params["w"]
+    (tensor([0., 0.]), tensor([0.7500, 0.7500]))
+    """
+    specs, mesh = state.where
+    trained, averages = ResolvedSpecs.of(specs).stored, ema_params(state.opt_state, name)
+    after = {path: trained[path] for path in averages}
+    before = {
+        p: replace(s, storage=s.optimizer, storage_dtype=averages[p].dtype, memory=s.optimizer_memory)
+        for p, s in after.items()
+    }
+    moved = reshard(averages, before, after, mesh)
+    leaves, structure = tree.flatten_with_paths(state.params)
+    params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
+    return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
 
 
 def _aligned(state: TrainState, before: Any, after: Any) -> tuple[ResolvedSpecs, ResolvedSpecs]:

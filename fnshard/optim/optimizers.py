@@ -231,8 +231,8 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 def ema(decay: Rate) -> Optimizer:
     """Keeps `decay * average + (1 - decay) * new parameters`, from the initial ones on.
 
-    Goes last in a `chain`; read with `ema_params`. The average has the optimizer's dtype: in bf16 it
-    would stand still at a decay of 0.999.
+    Goes last in a `chain`; `fs.averaged(state)` is what to evaluate, save or export. The average has the
+    optimizer's dtype: in bf16 it would stand still at a decay of 0.999.
 
     Args:
         decay: at least 0 and below 1, or a function of how many updates were made before, which warms it up
@@ -265,7 +265,7 @@ def ema(decay: Rate) -> Optimizer:
 
 
 def ema_params(slots: Slots, name: str = "ema") -> dict[str, Tensor]:
-    """The averaged parameters out of an optimizer's state, in the layout of that state."""
+    """The averaged parameters out of an optimizer's state, in the layout of that state; see `fs.averaged`."""
     bare = [
         f"params[{path!r}] has {', '.join(own_slots) or 'none'}"
         for path, own_slots in slots.items()

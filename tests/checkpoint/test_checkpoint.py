@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,37 @@ def test_resharding_in_memory(stored: tuple[str, str]) -> None:
                 assert found[0][2] == 0  # else parameters come from masters, which ZeRO 1 has split
             elif before == "full_shard" != after:
                 assert found[0][2] > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_averages_are_a_state_to_evaluate(preset: str) -> None:
+    mesh = fs.make_mesh(**({"replicate": 2} if preset == "hybrid_shard" else {}), shard=2, simulated=True)
+    params = {"w": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), "frozen": torch.ones(3)}
+    specs = fs.presets.PRESETS[preset](
+        params, mesh, storage_dtype=torch.bfloat16, compute_dtype=torch.float32, optimizer_dtype=torch.float32
+    )
+    specs |= {"frozen": replace(specs["frozen"], trainable=False)}
+    optimizer = fs.optim.chain(fs.optim.sgd(0.1), fs.optim.ema(0.5))
+
+    def work(rank: int) -> None:
+        step = fs.shard_step(
+            lambda p, x: ((x @ p["w"]) * p["frozen"]).square().mean(), specs, mesh=mesh, optimizer=optimizer,
+            backend="eager",
+        )  # fmt: skip
+        x = torch.ones(2, 5)
+        state, _ = step(step.init(params), x)
+        average = fs.averaged(state)
+        full = fs.unshard(fs.optim.ema_params(state.opt_state), specs, mesh, layout="optimizer")["w"]
+        expected = {"w": full.bfloat16(), "frozen": torch.ones(3).bfloat16()}
+        got = fs.unshard(average.params, specs, mesh)
+        assert all(torch.equal(got[p], v) for p, v in expected.items())
+        before = got["w"].clone()
+        state, _ = step(state, x)  # which writes to its own averages alone
+        assert torch.equal(fs.unshard(average.params, specs, mesh)["w"], before)
+        forward = fs.shard_forward(lambda p, x: x @ p["w"], specs, mesh=mesh, backend="eager")
+        torch.testing.assert_close(forward(average.params, x), x @ before.float())
+
+    fs.simulate(mesh, work)
 
 
 @pytest.mark.parametrize("how", ["reshard", "restore"])
