@@ -283,10 +283,11 @@ cube.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 
+if torch.__version__ >= "2.12":  # before, torch takes no keywords
+    PROGRAMS["gradient_reversal_by_name"] = between(lambda x: Reverse.apply(x, scale=2.0))
 PROGRAMS |= {
     "straight_through": between(Round.apply),
     "gradient_reversal": between(Reverse.apply),
-    "gradient_reversal_by_name": between(lambda x: Reverse.apply(x, scale=2.0)),
     "swish_recomputed": between(lambda x: Swish.apply(x, {"beta": 1.5})),
     "saves_intermediates": between(SavesIntermediates.apply),
     "an_output_unused": between(lambda x: Several.apply(x, x.sin())[0]),

@@ -29,6 +29,8 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
     if hasattr(utils, "_hop_compile_and_call"):
         yield utils, "_hop_compile_and_call", _called
+    else:  # before torch 2.12
+        yield torch, "compile", _uncompiled
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
     yield flex_attention, "_validate_device", _any_device
@@ -40,6 +42,14 @@ def _called(original: Function, here: Callable[[], bool]) -> Function:
         return fn(*args, **(kwargs or {})) if here() else original(fn, args, kwargs)
 
     return call
+
+
+def _uncompiled(original: Function, here: Callable[[], bool]) -> Function:
+    def compiled(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+        own = here() and getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
+        return fn if own else original(fn, *args, **kwargs)
+
+    return compiled
 
 
 def _any_device(original: Function, here: Callable[[], bool]) -> Function:
