@@ -1,0 +1,346 @@
+"""Place: a Program of whole values -> the one that each rank along a mesh axis runs, exchanges included.
+
+One walk over the program, forward: each value has a placement, each op takes the cheapest of its ways (`rules`),
+and what it reads is converted where it is otherwise, by an exchange that is one line of the schedule. Several
+axes are placed one after another; to each the exchanges of those before are ops like others.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.ir.program import Input, Program, propagate
+from fnshard.compiler.place.expand import EXPANSIONS
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Partial,
+    Placement,
+    Split,
+    divides,
+    local_shape,
+)
+from fnshard.compiler.place.rules import Call, Way, rule_of
+from fnshard.errors import report
+
+aten = torch.ops.aten
+NEVER, OF_LEAVES = math.inf, 1e6  # bytes: what cannot be; how much dearer what specs have split is
+Residual = Literal["split", "whole"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis to place a program over.
+
+    Args:
+        inputs: how placeholders are split; those not named are replicated.
+        residual: "split": where parts are summed, the sum may be split along another dim (sequence
+            parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
+    """
+
+    name: str
+    ranks: int
+    inputs: Mapping[Input, Split]
+    residual: Residual = "split"
+
+
+def place(program: Program, axis: Axis) -> Program:
+    """The program of each rank along `axis`."""
+    placer = _Placer(program, axis)
+    with program.fake_mode, torch.enable_grad():
+        placer.walk()
+        return placer.placed()
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value that is placed: its node, what it is, and the whole (fake) value.
+
+    `node`: a tuple of them where an op's several results are made by several. `of_leaf`: it is made of leaves
+    that specs have split.
+    """
+
+    node: Any
+    placement: Placement
+    whole: Any
+    of_leaf: bool = False
+
+
+@dataclass
+class _Placer:
+    program: Program
+    axis: Axis
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, _Value] = field(default_factory=dict)
+    converted: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
+    gathered: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def walk(self) -> None:
+        for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
+            placement = self.axis.inputs.get(each, REPLICATED)
+            new = self.graph.placeholder(node.name)
+            split = each.kind == "leaf" and isinstance(placement, Split)
+            self.values[node] = _Value(new, placement, node.meta["val"], split)
+        self.index = self.graph.placeholder(f"index_{self.axis.name}")
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self.visit(node)
+        self.graph.output(self.results())
+
+    def visit(self, node: fx.Node) -> None:
+        self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
+        if node.target is operator.getitem:
+            source, number = self.values[node.args[0]], node.args[1]
+            made = isinstance(source.node, tuple)
+            new = source.node[number] if made else self.call(operator.getitem, (source.node, number))
+            self.values[node] = replace(source, node=new, whole=node.meta["val"])
+        else:
+            self.values[node] = self.run(node)
+
+    # -------------------------------------------------------------- one op
+
+    def run(self, node: fx.Node) -> _Value:
+        sources = [self.values[n] for n in _tensors_of(node)]
+        if not isinstance(node.target, OpOverload):
+            return self.replicated(node, sources)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
+        placements = tuple(s.placement for s in sources)
+        call = Call(node.target, args, kwargs, node.meta["val"], placements, self.axis.ranks)
+        if not sources:
+            return self.replicated(node, sources)
+        find = rule_of(node.target)
+        ways = [Way((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
+        costs = [sum(map(self.cost, sources, way.inputs)) for way in ways]
+        cost, way = min(zip(costs, ways, strict=True), key=lambda pair: pair[0])
+        if cost >= 1 and (expanded := self.expand(node, call)):
+            return expanded
+        if cost >= 1 and find is None:
+            self.gathered.append(f"{node.target}: {_megabytes(cost)}")
+        reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
+        of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
+        if way.run is None:
+            new = self.call(node.target, *_arguments(node, call, way, reads))
+        else:
+            here = [local_shape(t.shape, p, call.ranks) for t, p in zip(call.tensors, way.inputs, strict=True)]
+            fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
+            new = self.inline(way.run, fakes, reads)
+        return _Value(new, way.output, node.meta["val"], of_leaf)
+
+    def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+        """An op that takes whole values."""
+        reads = iter([self.convert(s, REPLICATED) for s in sources])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(reads))
+        return _Value(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
+
+    def expand(self, node: fx.Node, call: Call) -> _Value | None:
+        """The op's definition, placed in its stead."""
+        definition = EXPANSIONS.get(node.target)
+        if definition is None:
+            return None
+        args, kwargs = call.rebuilt({})
+        if definition(*args, **kwargs) is None:
+            return None
+
+        def of_tensors(*tensors: Tensor) -> Any:
+            feed = iter(tensors)
+            take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
+            return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
+
+        body = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=True)(*call.tensors).graph
+        body.eliminate_dead_code()
+        self.values |= zip(_placeholders(body), map(self.values.get, _tensors_of(node)), strict=True)
+        meta = {k: v for k, v in self.meta.items() if k != "autocast"}
+        for inner in body.nodes:
+            if inner.op == "call_function":
+                inner.meta |= meta
+                self.visit(inner)
+        returned = body.output_node().args[0]
+        if isinstance(returned, fx.Node):
+            return self.values[returned]
+        parts = [self.values[n] for n in returned]
+        to = parts[0].placement
+        made = tuple(self.convert(p, to) for p in parts)
+        return _Value(made, to, tuple(p.whole for p in parts))
+
+    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta |= self.meta
+        return node
+
+    def inline(self, run: Callable[..., Any], fakes: Sequence[Tensor], reads: Sequence[fx.Node]) -> Any:
+        """The nodes of a function of this rank's index and parts."""
+        index = torch.empty((), dtype=torch.int64, device=fakes[0].device)
+        body = make_fx(run, tracing_mode="fake", pre_dispatch=True)(index, *fakes).graph
+        made = dict(zip(_placeholders(body), [self.index, *reads], strict=True))
+        for node in body.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = self.call(node.target, args, kwargs)
+        return map_aggregate(body.output_node().args[0], lambda n: made[n])
+
+    # -------------------------------------------------------------- conversions
+
+    def cost(self, value: _Value, to: Placement) -> float:
+        """Bytes on the wire, of all ranks' parts."""
+        now, scale = value.placement, OF_LEAVES if value.of_leaf else 1.0
+        if now == to:
+            return 0.0
+        size = value.whole.numel() * value.whole.element_size() * scale
+        if isinstance(to, Partial):
+            return NEVER
+        if isinstance(to, Split) and not divides(value.whole.shape, to, self.axis.ranks):
+            return NEVER
+        if isinstance(now, Partial):
+            if to == REPLICATED:
+                return 2.0 * size
+            return size if self.axis.residual == "split" and now == PARTIAL else NEVER
+        return size if isinstance(now, Split) else 0.0  # a slice
+
+    def convert(self, value: _Value, to: Placement) -> fx.Node:
+        """The value as `to`, made once."""
+        if value.placement == to:
+            return value.node
+        key = value.node, to
+        if key not in self.converted:
+            self.converted[key] = self.conversion(value, to)
+        return self.converted[key]
+
+    def conversion(self, value: _Value, to: Placement) -> fx.Node:
+        now, shape, meta = value.placement, value.whole.shape, self.meta
+        self.meta = {k: v for k, v in meta.items() if k != "autocast"}
+        if now == REPLICATED:
+            new = self.slice(value.node, shape, to)
+        elif now == Partial("max"):
+            one = self.call(aten.unsqueeze.default, (value.node, 0))
+            new = self.call(aten.amax.default, (self.exchange(one, "all_gather", 0), [0]))
+        elif now == PARTIAL and to == REPLICATED:
+            new = self.exchange(value.node, "psum", 0)
+        elif now == PARTIAL:
+            new = self.along(value.node, shape, "reduce_scatter", to)
+        elif to == REPLICATED:
+            new = self.along(value.node, shape, "all_gather", now)
+        else:
+            whole = replace(value, node=self.convert(value, REPLICATED), placement=REPLICATED)
+            new = self.convert(whole, to)
+        self.meta = meta
+        return new
+
+    def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
+        """This rank's part of what all have."""
+        middle = [to.outer, self.axis.ranks, shape[to.dim] // to.outer // self.axis.ranks]
+        parts = self.call(aten.reshape.default, (node, [*shape[: to.dim], *middle, *shape[to.dim + 1 :]]))
+        one = self.call(aten.reshape.default, (self.index, [1]))
+        mine = self.call(aten.index_select.default, (parts, to.dim + 1, one))
+        return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, self.axis.ranks))))
+
+    def along(self, node: fx.Node, shape: Sequence[int], kind: str, split: Split) -> fx.Node:
+        """Gathered or scattered along a split dim."""
+        gathers = kind == "all_gather"
+        before = list(local_shape(shape, split, self.axis.ranks) if gathers else shape)
+        after = list(shape if gathers else local_shape(shape, split, self.axis.ranks))
+        if split.outer == 1:
+            return self.exchange(node, kind, split.dim)
+        inner = [split.outer, before[split.dim] // split.outer]
+        node = self.call(aten.reshape.default, (node, before[: split.dim] + inner + before[split.dim + 1 :]))
+        return self.call(aten.reshape.default, (self.exchange(node, kind, split.dim + 1), after))
+
+    def exchange(self, node: fx.Node, kind: str, dim: int) -> fx.Node:
+        sent = self.call(OUTGOING, (node,))
+        return self.call(EXCHANGE, (sent, kind, self.axis.name, dim, self.axis.ranks))
+
+    # -------------------------------------------------------------- the end
+
+    def results(self) -> list[fx.Node]:
+        """What the program returns: sums of all ranks' parts, and whole values.
+
+        Ranks' losses and scalars are averaged, so that a part counts for as many as there are ranks.
+        """
+        summed = set(self.program.outputs.summed) if self.program.outputs.loss is not None else set()
+        out = []
+        for number, node in enumerate(self.program.results):
+            value = self.values[node]
+            if number in summed and value.placement == PARTIAL:
+                out.append(self.call(aten.mul.Tensor, (value.node, self.axis.ranks)))
+            else:
+                out.append(self.convert(value, REPLICATED))
+        return out
+
+    def placed(self) -> Program:
+        """The new program, its values propagated."""
+        if self.gathered:
+            warnings.warn(
+                report(
+                    f"{len(self.gathered)} op(s) have no rule for a split dim, and take whole values over "
+                    f"{self.axis.name!r}:",
+                    self.gathered[:8],
+                    "fs.constrain before them, or other ops.",
+                ),
+                stacklevel=2,
+            )
+        inputs = list(self.program.inputs)
+        if self.index.users:
+            inputs.append(Input("axis", self.axis.name))
+        else:
+            self.graph.erase_node(self.index)
+        self.graph.eliminate_dead_code()
+        propagate(self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)])
+        return replace(self.program, graph=self.graph, inputs=tuple(inputs))
+
+    def local(self, each: Input, node: fx.Node) -> Tensor:
+        """The fake of a placeholder on one rank."""
+        if each.kind == "axis":
+            return torch.empty((), dtype=torch.int64, device=self.program.placeholders[0].meta["val"].device)
+        whole = dict(zip(self.program.inputs, self.program.placeholders, strict=True))[each].meta["val"]
+        shape = local_shape(whole.shape, self.axis.inputs.get(each, REPLICATED), self.axis.ranks)
+        made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+        return made.requires_grad_(whole.requires_grad)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a call in the order of its schema, lists taken apart."""
+    if not isinstance(node.target, OpOverload):
+        found: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), found.append)
+        return found
+    schema = [a.name for a in node.target._schema.arguments]
+    named = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
+    values = (named.get(name) for name in schema)
+    flat = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
+    return [v for v in flat if isinstance(v, fx.Node)]
+
+
+def _arguments(node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node]) -> tuple[Any, Any]:
+    """Arguments and keywords of the local call."""
+    schema, feed = call.target._schema.arguments, iter(reads)
+    positional = [a.name for a in schema if not a.kwarg_only]
+    passed = dict(zip(positional, node.args, strict=False)) | dict(node.kwargs)
+    local = {
+        a.name: map_aggregate(passed[a.name], lambda v: next(feed) if isinstance(v, fx.Node) else v)
+        for a in schema
+        if a.name in passed
+    }
+    named = call.arguments | local | dict(way.changes)
+    needed = max([len(node.args), *(positional.index(n) + 1 for n in way.changes if n in positional)])
+    keywords = [n for n in (local | dict(way.changes)) if n not in positional[:needed]]
+    return tuple(named[n] for n in positional[:needed]), {n: named[n] for n in keywords}
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.3f} MB"

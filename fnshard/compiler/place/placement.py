@@ -1,0 +1,100 @@
+"""Placement: what one value of a program is over one mesh axis. A type: nothing of it is there at run time.
+
+Three placements, after JAX's explicit sharding and torch's DTensor: the same on all ranks, split along a dim,
+or a part of a sum. There is one rule for gradients: each rank's loss is its own, and the mean of all ranks'
+losses is minimised. So the cotangent of a replicated value is a part on each rank, and of a split value it is
+split like it; a leaf's gradient is summed over every axis along which the leaf is not split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The same on all ranks."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Each rank has its part along `dim`, which is seen as [outer, ranks, rest] of which the middle is cut.
+
+    `outer` is 1 where the parts are contiguous. Where they are not, dims were merged (a batch and a
+    sequence that is split), or matrices lie side by side, each of them split (a fused query, key, value).
+    """
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}, outer={self.outer})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank has a part: the value is the sum of all, or their maximum."""
+
+    how: Literal["sum", "max"] = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.how == "sum" else "P(max)"
+
+
+Placement = Replicated | Split | Partial
+REPLICATED, PARTIAL = Replicated(), Partial()
+
+
+def divides(shape: Sequence[int], split: Split, ranks: int) -> bool:
+    """Whether a tensor can be split so, in equal parts."""
+    return split.dim < len(shape) and shape[split.dim] % (split.outer * ranks) == 0 and math.prod(shape) > 0
+
+
+def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> tuple[int, ...]:
+    """The shape of what each rank has of a tensor.
+
+    >>> local_shape((4, 6), Split(1), 2), local_shape((4, 6), PARTIAL, 2)
+    ((4, 3), (4, 6))
+    """
+    if not isinstance(placement, Split):
+        return tuple(shape)
+    return tuple(s // ranks if d == placement.dim else s for d, s in enumerate(shape))
+
+
+def through_view(split: Split, before: Sequence[int], after: Sequence[int], ranks: int) -> Split | None:
+    """Where a split dim is behind a `view` to another shape; None where no dim holds it.
+
+    >>> through_view(Split(1), (4, 6), (24,), 2), through_view(Split(0, outer=4), (24,), (4, 6), 2)
+    (Split(dim=0, outer=4), Split(dim=1, outer=1))
+    """
+    for first, last, into in _groups(before, after):
+        if not first <= split.dim < last:
+            continue
+        outer = math.prod(before[first : split.dim]) * split.outer
+        for dim in into:
+            above = math.prod(after[into[0] : dim])
+            if outer % above == 0 and after[dim] % (outer // above * ranks) == 0:
+                return Split(dim, outer // above)
+        return None
+    return None
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """Runs of dims of equal product: the first and last (exclusive) dim before, and the dims after."""
+    out, i, j = [], 0, 0
+    while i < len(before) and j < len(after):
+        first, start, left, right = i, j, before[i], after[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        out.append((first, i, list(range(start, j))))
+    return out

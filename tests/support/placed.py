@@ -1,0 +1,58 @@
+"""Placed programs, run on all ranks of an axis at once: plain tensors, plain autograd, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.frontend.exchange import EXCHANGE
+from fnshard.compiler.place.placement import Placement, Split, local_shape
+
+
+def cut(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+    """What each rank has of a whole value; differentiable."""
+    if not isinstance(placement, Split):
+        return [value] * ranks
+    dim, outer = placement.dim, placement.outer
+    parts = value.unflatten(dim, (outer, ranks, -1)).unbind(dim + 1)
+    return [p.reshape(local_shape(value.shape, placement, ranks)) for p in parts]
+
+
+def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int) -> list[list[Any]]:
+    """The results of each rank; `inputs`: for each placeholder what each rank has."""
+    env: dict[fx.Node, list[Any]] = {}
+    feed = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = list(next(feed))
+        elif node.op == "output":
+            return [[env[n][r] for n in node.args[0]] for r in range(ranks)]
+        elif node.target is EXCHANGE:
+            env[node] = _exchange([env[node.args[0]][r] for r in range(ranks)], *node.args[1:])
+        else:
+            env[node] = []
+            for r in range(ranks):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=r: env[n][r])
+                env[node].append(node.target(*args, **kwargs))
+    raise AssertionError("a graph without an output")
+
+
+def _exchange(sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int) -> list[Tensor]:
+    if kind == "all_gather":
+        return [torch.cat(sent, dim)] * ranks
+    total = torch.stack(sent).sum(0)
+    return [total] * ranks if kind == "psum" else list(total.chunk(ranks, dim))
+
+
+def on_ranks(placed: Any, values: Mapping[str, Tensor], inputs: Mapping[Any, Placement], ranks: int):
+    """A placed program's inputs for each rank, from whole values by name."""
+    out = []
+    for each in placed.inputs:
+        if each.kind == "axis":
+            out.append([torch.tensor(r) for r in range(ranks)])
+        else:
+            out.append(cut(values[each.name], inputs.get(each, None), ranks))
+    return out
