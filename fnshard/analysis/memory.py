@@ -295,7 +295,8 @@ def _put_inputs(live: LiveMemory, inputs: MemoryInputs, slots: Slots) -> int:
             continue
         if entry.kind == "constant":
             constants += value.untyped_storage().nbytes()
-        micros = [""] if accumulate == 1 or entry.kind == "constant" else [f"#{m}" for m in range(accumulate)]
+        once = accumulate == 1 or entry.kind in ("constant", "axis")
+        micros = [""] if once else [f"#{m}" for m in range(accumulate)]
         for suffix in micros:
             block = whole.get(base)
             block = live.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block

@@ -15,6 +15,7 @@ from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, ke
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split
+from fnshard.compiler.place.place import Residual, place_axes
 from fnshard.compiler.schedule.build import build
 from fnshard.compiler.schedule.passes import (
     insert_frees,
@@ -85,10 +86,12 @@ def trace_and_split(
     mesh: Mesh,
     plan_of: PlanOf | None,
     sources: bool = False,
+    residual: Residual = "split",
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
+        residual: see `compiler.place`.
         batch: one micro-batch of this rank.
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
         sources: keep where in the user's code each node comes from.
@@ -100,7 +103,9 @@ def trace_and_split(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
-        cuts = frozenset(p for p, s in stored.items() if s.trainable or mesh.ordered(s.storage.axes))
+        program = place_axes(program, stored, mesh, residual)
+        local = {p: s.local(mesh) for p, s in stored.items()}
+        cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
         plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
         return Front(program, split(program, stored, cuts, mesh.ordered(mesh.data_axes)), plan)
 
@@ -141,17 +146,18 @@ def lower(
     plan_of: PlanOf | None,
     passes: Passes,
     keeping: Keeping = Keeping(),
+    residual: Residual = "split",
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 
     Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
     """
     try:
-        front = trace_and_split(fn, specs, batch, mesh, plan_of)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, residual=residual)
     except TraceError as error:
         if getattr(error, "placed", True):
             raise
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True, residual=residual)
     return schedule_for(front, specs.paired, mesh, keeping, passes)
 
 

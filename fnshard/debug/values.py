@@ -64,7 +64,7 @@ _WORDS = {
     Kind.STORED: "stored leaf", Kind.GATHERED: "gathered leaf", Kind.GRADIENT: "gradient of leaf",
     Kind.SLOTS: "optimizer state of leaf", Kind.ACCUMULATED: "accumulated gradient of leaf",
     Kind.BATCH: "batch leaf", Kind.CONSTANT: "constant", Kind.TANGENT: "gradient of value",
-    Kind.NORMS: "squared norms", Kind.KEY: "random key",
+    Kind.AXIS: "index on axis", Kind.NORMS: "squared norms", Kind.KEY: "random key",
 }  # fmt: skip
 
 

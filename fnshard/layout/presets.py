@@ -10,7 +10,8 @@ from typing import Any
 from fnshard import tree
 from fnshard.errors import SpecError
 from fnshard.layout.rules import Rule, check_tree, match_specs
-from fnshard.layout.spec import LayoutSpec, P, is_buffer
+from fnshard.layout.spec import LayoutSpec, P, block_shape, is_buffer
+from fnshard.layout.tensor import tensor_layouts
 from fnshard.mesh import Mesh
 
 __all__ = [
@@ -36,11 +37,13 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         *,
         rules: Sequence[Rule] = (),
         units: Callable[[Any], Mapping[str, str]] | None = None,
+        tensor: str | Mapping[str, P] | None = None,
         **policy: Any,
     ) -> Any:
         named, _ = tree.flatten_with_paths(params)
         check_tree(named)
         own: list[Rule] = []
+        computes = tensor_layouts(named, tensor, mesh) if isinstance(tensor, str) else tensor or {}
         for path, leaf in named.items():
             if any(fnmatch.fnmatchcase(path, pattern) for pattern, _ in rules):
                 continue
@@ -48,32 +51,41 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
                 layout = P()
             else:
                 split = leaf.shape[:1] if policy.get("codec") else leaf.shape  # rows are coded one by one
-                layout = best_split(split, axes(mesh), mesh)
-            own.append((glob.escape(path), LayoutSpec(**{**layouts(layout), **policy})))
+                layout = best_split(split, axes(mesh), mesh, computes.get(path, P()))
+            compute = computes.get(path, P())
+            own.append((glob.escape(path), LayoutSpec(**{"compute": compute, **layouts(layout), **policy})))
         return match_specs(params, [*rules, *own], units=units)
 
     preset.__doc__ = doc + (
         "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
         "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
         "        units: unit policy, see `fnshard.units`.\n"
+        "        tensor: a mesh axis that splits what matrices compute, as `fnshard.layout.tensor` finds it, or\n"
+        "            the layouts by path, for `LayoutSpec.compute`.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )
     return preset
 
 
-def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh) -> P:
+def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P = P()) -> P:
     """Split the dim that pads least (the first of them) over `axes`; a scalar is replicated.
+
+    `compute`: over whose axes the leaf is split already; one of its dims is split further where that is even.
 
     >>> from fnshard.mesh import make_mesh
     >>> best_split((50257, 768), ("shard",), make_mesh(shard=8, abstract=True))
     P(None, 'shard')
     """
     ways = mesh.axes_size(axes)
-    if not axes or not shape:
-        return P()
-    pads = [(-size % ways) / max(size, 1) for size in shape]
-    dim = pads.index(min(pads))
-    return P(*[None] * dim, axes if len(axes) > 1 else axes[0])
+    pads = {
+        dim: (-size % ways) / max(size, 1)
+        for dim, size in enumerate(block_shape(shape, compute, mesh))
+        if not compute.of(dim) or size % ways == 0
+    }
+    if not axes or not pads:
+        return compute
+    chosen = min(pads, key=lambda dim: pads[dim])
+    return P(*(compute.of(d) + (axes if d == chosen else ()) for d in range(len(shape))))
 
 
 def _all(mesh: Mesh) -> tuple[str, ...]:

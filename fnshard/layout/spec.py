@@ -71,6 +71,10 @@ class P:
         part = self.parts[dim] if dim < len(self.parts) else None
         return () if part is None else (part,) if isinstance(part, str) else part
 
+    def without(self, axes: Iterable[str]) -> P:
+        """The same layout over the other axes."""
+        return P(*(tuple(a for a in self.of(dim) if a not in axes) for dim in range(len(self.parts))))
+
     def to_placements(self, mesh: Mesh) -> tuple[Any, ...]:
         """DTensor's view: one placement per mesh dim.
 
@@ -106,7 +110,9 @@ class LayoutSpec:
 
     Args:
         storage: layout between steps.
-        compute: what `fn` sees; only `P()` until the tensor axis is built.
+        compute: the axes that split what `fn` computes with the leaf: a rank gathers its part over the other
+            axes of storage alone. Axes of `compute` stand first in storage, dim by dim:
+            `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself.
         gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
         optimizer: layout of optimizer state and update.
         memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
@@ -180,11 +186,6 @@ class LayoutSpec:
                     f"LayoutSpec({name}={value!r}): expected a torch.dtype, not {type(value).__name__}.",
                     fix=f"{name}=torch.{meant}.",
                 )
-        if self.compute != P():
-            raise SpecError(
-                f"compute={self.compute!r}: `fn` sees whole leaves until the tensor axis is built.",
-                fix="leave compute=P() and shard with storage=.",
-            )
 
     @property
     def resolved(self) -> bool:
@@ -219,10 +220,14 @@ class LayoutSpec:
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
         if not storage_dtype.is_floating_point and not storage_dtype.is_complex:
             trainable = bool(self.trainable)
+        storage, gradient, optimizer = (
+            p if p is None or p.axes else self.compute for p in (self.storage, self.gradient, self.optimizer)
+        )
         return replace(
             self,
-            gradient=self.storage if self.gradient is None else self.gradient,
-            optimizer=self.storage if self.optimizer is None else self.optimizer,
+            storage=storage,
+            gradient=storage if gradient is None else gradient,
+            optimizer=storage if optimizer is None else optimizer,
             storage_dtype=storage_dtype,
             compute_dtype=compute_dtype,
             reduce_dtype=self.reduce_dtype or compute_dtype,
@@ -231,6 +236,22 @@ class LayoutSpec:
             unit=self.unit or unit,
             shape=tuple(leaf.shape),
         )
+
+
+    def local(self, mesh: Mesh) -> LayoutSpec:
+        """The spec of the part that a rank computes with, as a leaf of its own: without the axes of `compute`.
+
+        >>> from fnshard.mesh import make_mesh
+        >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor"), shape=(8, 2), unit="")
+        >>> local = spec.local(make_mesh(shard=2, tensor=2, abstract=True))
+        >>> local.shape, local.storage
+        ((4, 2), P('shard'))
+        """
+        if not self.compute.axes:
+            return self
+        shape = block_shape(self.shape, self.compute, mesh)
+        rest = {f: getattr(self, f).without(self.compute.axes) for f in ("storage", "gradient", "optimizer")}
+        return replace(self, shape=shape, **rest)
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -280,12 +301,19 @@ def block_slices(
     return tuple(out)
 
 
+def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
+    """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch, what
+    is computed or what is stored. Along any other all ranks do the same."""
+    named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
+    return mesh.ordered({*mesh.data_axes, *named})
+
+
 def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     """Check that all specs fit the mesh; one error lists all that do not.
 
     Raises:
-        SpecError: an unknown axis, a `P` longer than the tensor, a tensor axis, layouts of
-            storage, gradient and optimizer that no collective joins, an untrainable dtype.
+        SpecError: an unknown axis, a `P` longer than the tensor, a `compute` that is not major in storage or
+            does not divide, layouts of storage, gradient and optimizer that no collective joins, an untrainable dtype.
     """
     if not specs:
         raise SpecError("the spec tree has no leaves.", fix="make it by match_specs or a preset.")
@@ -306,7 +334,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 
 
 def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
-    for field in ("storage", "gradient", "optimizer"):
+    for field in ("storage", "gradient", "optimizer", "compute"):
         layout, out = getattr(spec, field), list[tuple[str, str]]()
         for axis in layout.axes:
             if axis not in mesh.names:
@@ -315,16 +343,33 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
                 meant = f" ({close[0]!r}?)" if close else ""
                 fix = f"name one of the mesh's axes{meant}, or make the mesh with an axis {axis!r}."
                 out.append((what, fix))
-            elif axis not in mesh.data_axes:
-                what = f"{layout!r}: {axis!r} is not a data axis"
-                out.append((what, "shard over data axes; tensor axes are not built yet."))
         named, dims = len(layout.parts), len(spec.shape)
         if named > dims:
             what = f"{field}={layout!r}: {named} dims named, the tensor has {dims}"
             out.append((what, "name at most as many dims as the tensor has; a scalar takes P()."))
         if out:
             return out
-    return []
+    return list(_unfit_compute(spec, mesh))
+
+
+def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """What a rank computes with is a part of what others store: the axes of `compute` are major, parts are even."""
+    if not spec.compute.axes:
+        return
+    for field in ("storage", "gradient", "optimizer"):
+        layout = getattr(spec, field)
+        if any(layout.of(d)[: len(spec.compute.of(d))] != spec.compute.of(d) for d in range(len(spec.shape))):
+            yield (
+                f"compute={spec.compute!r}, {field}={layout!r}",
+                f"name compute's axes first, dim by dim, as in {field}=P(("tensor", "shard")), "
+                "compute=P("tensor").",
+            )
+        for dim, size in enumerate(spec.shape):
+            if spec.compute.of(dim) and size % mesh.axes_size(layout.of(dim)):
+                yield (
+                    f"{field}={layout!r}: dim {dim} of {size} is not divided by {mesh.axes_size(layout.of(dim))} ranks",
+                    "split another dim over the data axes, or pad the dim to a multiple.",
+                )
 
 
 def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
@@ -356,13 +401,14 @@ def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
 
 def _unjoined_layouts(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     """Layouts that no collective leads from one to the other."""
-    if spec.optimizer != spec.gradient and spec.gradient.axes:
+    split = set(spec.compute.axes)
+    if spec.optimizer != spec.gradient and set(spec.gradient.axes) - split:
         yield (
             f"gradient={spec.gradient!r}, optimizer={spec.optimizer!r}",
             "the optimizer takes the gradient as it lies, or slices a whole one: "
             "optimizer=gradient, or gradient=P().",
         )
-    if spec.storage != spec.optimizer and spec.storage.axes:
+    if spec.storage != spec.optimizer and set(spec.storage.axes) - split:
         yield (
             f"storage={spec.storage!r}, optimizer={spec.optimizer!r}",
             "storage takes the updated shard as it lies, or gathers it whole: "

@@ -20,6 +20,8 @@ __all__ = ["Mesh", "make_mesh"]
 
 Kind = Literal["local", "group", "simulated", "abstract"]
 
+COMPUTE_AXES = ("tensor", "context")
+
 _simulated = threading.local()
 
 
@@ -125,7 +127,8 @@ def make_mesh(
     for the others; `LOCAL_RANK` says which device is this rank's.
 
     Args:
-        data_axes: the axes (or the one axis) the batch is split over; default all of them.
+        data_axes: the axes (or the one axis) whose ranks take other rows of the batch; default all but "tensor"
+            and "context", which split what is computed of the same rows (`LayoutSpec.compute`).
         device: "cpu", "cuda", ...; default the accelerator if there is one, else, and if simulated, "cpu".
         abstract: no process group and no devices, any size: for `lower` alone.
         simulated: the ranks are threads of this process (tests, debugging).
@@ -146,7 +149,8 @@ def make_mesh(
     device_type = _default_device(simulated) if device is None else _device_type(device)
     world = None if abstract or simulated else dist.get_world_size() if _started() else world_size()
     sizes = _sizes(axes, world)
-    chosen = (data_axes,) if isinstance(data_axes, str) else names if data_axes is None else tuple(data_axes)
+    usual = tuple(n for n in names if n not in COMPUTE_AXES)
+    chosen = (data_axes,) if isinstance(data_axes, str) else usual if data_axes is None else tuple(data_axes)
     unknown = [a for a in chosen if a not in names]
     if unknown:
         raise SpecError(

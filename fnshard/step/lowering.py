@@ -123,7 +123,10 @@ class Lowering:
                 if self.mesh.kind != "abstract":
                     warm_up(self.mesh.device_type, self.options.backend)
                 keeping = Keeping(self.options.remat, self.options.save)
-                stages = lower(self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping)
+                stages = lower(
+                    self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping,
+                    self.options.residual,
+                )  # fmt: skip
                 if self.options.passes.graph:
                     cuda_graph.check(stages.schedule, self.optimizer is not None)
                 warning = gathered_at_once(stages.segments, self.specs.stored, self.mesh)
@@ -142,7 +145,9 @@ class Lowering:
         """
         micro = micro_batch(batch, self.options.accumulate)
         with self.lock, without_autocast():
-            return trace_and_split(self.fn, self.specs, micro, self.mesh, self.plan, sources)
+            return trace_and_split(
+                self.fn, self.specs, micro, self.mesh, self.plan, sources, self.options.residual
+            )
 
     def share(self, other: Lowering) -> None:
         """Keep the programs that another lowering of the same function and specs has."""

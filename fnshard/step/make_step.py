@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
+from fnshard.compiler.place.place import Residual
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.schedule.plan import AccumulateMode
 from fnshard.losses import Mean
@@ -41,6 +42,7 @@ def shard_step(
     disk_dir: str | None = None,
     deterministic: bool = False,
     update: UpdateMode = "auto",
+    residual: Residual = "split",
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step[OptimizerT, LossT]:
@@ -81,6 +83,8 @@ def shard_step(
         update: "compiled": Inductor makes one kernel of a unit's update, casts and stored copies in it;
             "eager": torch's fused optimizers. "auto" compiles on accelerators with backend "inductor", where
             the optimizer has `numbers`. What the host updates is updated eagerly.
+        residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`): "split",
+            along the sequence where it divides (sequence parallelism: less memory, as many bytes), or "whole".
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
         timeout: seconds after which a silent peer is an error.
 
@@ -102,6 +106,6 @@ def shard_step(
     chosen = Options(
         accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
         inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
-        save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update,
+        save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update, residual,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)

@@ -11,6 +11,7 @@ from fnshard.analysis.transport import kind_of
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
+from fnshard.compiler.place.place import Residual
 from fnshard.compiler.schedule.plan import AccumulateMode
 from fnshard.errors import SpecError
 from fnshard.mesh import Mesh
@@ -41,6 +42,7 @@ class Options:
     disk_dir: str | None = None
     deterministic: bool = False
     update: UpdateMode = "auto"
+    residual: Residual = "split"
 
     def __post_init__(self) -> None:
         wrong = check_remat(self.remat, self.save)
@@ -52,6 +54,8 @@ class Options:
             wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
         if self.update not in get_args(UpdateMode):
             wrong.append(f"update={self.update!r}: 'auto', 'eager' or 'compiled'")
+        if self.residual not in get_args(Residual):
+            wrong.append(f"residual={self.residual!r}: 'split' or 'whole'")
         if not _counts(self.passes.prefetch, 2):
             wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
         if not _counts((self.passes.overlap,), 1):

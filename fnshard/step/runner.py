@@ -273,6 +273,9 @@ class Runner:
             env |= {ValueName(Kind.BATCH, n, version): v for n, v in part.items()}
         env |= {n: blocks[n.path] for n in lowered.schedule.inputs if n.kind is Kind.STORED}
         env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
+        here = mesh.coordinate()
+        for axis in names["axis"]:
+            env[ValueName(Kind.AXIS, axis)] = torch.full((), here[axis], dtype=torch.int64, device=mesh.device)
         for micro in range(parts if names["key"] else 0):
             version = f"#{micro}" if parts > 1 else ""
             keys = send(

@@ -20,7 +20,7 @@ from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, check_kind
 from fnshard.optim.contract import check as check_optimizer
@@ -382,7 +382,8 @@ class Step(Generic[OptimizerT, LossT]):
     def _divisor(self, program: Program) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
         if program.outputs.count is None:
-            return float(self.mesh.data_size * self.options.accumulate)
+            ranks = self.mesh.axes_size(summed_axes(self._paired.values(), self.mesh))
+            return float(ranks * self.options.accumulate)
         return float(self._runner.rank.item_bound)
 
     # -------------------------------------------------------------- checks

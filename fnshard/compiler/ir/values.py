@@ -20,6 +20,7 @@ class Kind(StrEnum):
     BATCH = "batch:"
     KEY = "key:"
     CONSTANT = "constant:"
+    AXIS = "axis:"  # this rank's index on an axis of the mesh
     STORED = "s:"  # a leaf's shard (state)
     SLOTS = "o:"  # a leaf's optimizer state
     GATHERED = "p:"  # a leaf, whole, in compute dtype

@@ -23,7 +23,7 @@ class Argument:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    kind: str  # "leaf", "batch", "constant", "key" or "value"
+    kind: str  # "leaf", "batch", "constant", "axis", "key" or "value"
 
     @staticmethod
     def of(value: Tensor, kind: str) -> Argument:

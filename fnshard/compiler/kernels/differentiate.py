@@ -298,7 +298,7 @@ def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
     of_input: set[fx.Node] = set()
     for node, argument in zip(placeholders, source.inputs, strict=False):
         of_input.add(node)
-        if argument.kind in ("leaf", "constant"):
+        if argument.kind in ("leaf", "constant", "axis"):
             from_leaf.add(node)
     tangents = set(placeholders[len(source.inputs) :])
     for node in joint.graph.nodes:

@@ -96,7 +96,7 @@ class _Facts:
 def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     leaves = {n: unit_of.get(i.name) for n, i in inputs.items() if i.kind == "leaf"}
-    rests = derived(program.graph, leaves, [n for n, i in inputs.items() if i.kind == "constant"])
+    rests = derived(program.graph, leaves, [n for n, i in inputs.items() if i.kind in ("constant", "axis")])
     calls = [n for n in program.graph.nodes if n.op == "call_function"]
     lazy: set[fx.Node] = set()
     for node in calls:

@@ -34,6 +34,8 @@ from fnshard.compiler.place.placement import (
 )
 from fnshard.compiler.place.rules import Call, Way, rule_of
 from fnshard.errors import report
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
 
 aten = torch.ops.aten
 NEVER, OF_LEAVES = math.inf, 1e6  # bytes: what cannot be; how much dearer what specs have split is
@@ -54,6 +56,21 @@ class Axis:
     ranks: int
     inputs: Mapping[Input, Split]
     residual: Residual = "split"
+
+
+def place_axes(
+    program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, residual: Residual
+) -> Program:
+    """The program of each rank, placed over every axis that a spec's `compute` names."""
+    for axis in mesh.ordered({a for s in specs.values() for a in s.compute.axes}):
+        inputs = {
+            Input("leaf", path): Split(dim)
+            for path, spec in specs.items()
+            for dim in range(len(spec.shape))
+            if axis in spec.compute.of(dim)
+        }
+        program = place(program, Axis(axis, mesh.axis_size(axis), inputs, residual))
+    return program
 
 
 def place(program: Program, axis: Axis) -> Program:

@@ -38,7 +38,7 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 
 _SCALARS_FLIGHT = ValueName(Kind.FLIGHT, "scalars")
@@ -78,6 +78,8 @@ class _Builder:
     lines: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.whole, self.specs = self.specs, {p: s.local(self.mesh) for p, s in self.specs.items()}
+        self.summed = summed_axes(self.specs.values(), self.mesh)
         read = {p for s in self.segments.segments for p in s.leaves}
         moved = {p: s for p, s in self.specs.items() if p in read and not self._is_alias(p)}
         trained = {p: s for p, s in self.specs.items() if s.trainable}
@@ -90,14 +92,14 @@ class _Builder:
             lambda s: s.gradient,
             lambda s: s.reduce_dtype,
             "reduce",
-            apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on),
+            apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on, s.compute.axes),
         )
         published = {p: s for p, s in trained.items() if self._must_publish(s)} if self.plan.update else {}
         self.publishes = make_buckets(
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
         )
         self.update_gathers = {
-            b.name: update_buckets(b, self.plan.gathers, self.specs, self.mesh) for b in self.reduces
+            b.name: update_buckets(b, self.plan.gathers, self.whole, self.mesh) for b in self.reduces
         }
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
@@ -152,7 +154,7 @@ class _Builder:
     def value(self, name: ValueName, micro: int) -> ValueName:
         if name in self.written:
             return ValueName(Kind.WRITTEN, self.written[name], self.version(micro))
-        return name if name.kind is Kind.CONSTANT else name.of(self.version(micro))
+        return name if name.kind in (Kind.CONSTANT, Kind.AXIS) else name.of(self.version(micro))
 
     def version(self, micro: int) -> str:
         return f"#{micro}" if self.plan.accumulate > 1 else ""
@@ -333,8 +335,9 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """ReduceScatter over the gradient's own axes, AllReduce over the other data axes."""
-        rest = tuple(a for a in self.mesh.ordered(self.mesh.data_axes) if a not in bucket.axes)
+        """ReduceScatter over the gradient's own axes, AllReduce over the others that the leaf is whole over."""
+        split = {*bucket.axes, *self.specs[bucket.paths[0]].compute.axes}
+        rest = tuple(a for a in self.summed if a not in split)
         name = ValueName(Kind.REDUCED, bucket.name, f"#{micro}")
         flight = ValueName(Kind.FLIGHT, bucket.name, name.version)
         if not bucket.axes and not rest:

@@ -16,7 +16,7 @@ from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import COMMUNICATION, COMPUTE, Instruction, Names
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 
 
@@ -24,7 +24,7 @@ from fnshard.mesh import Mesh
 class Schedule:
     """The instructions of one step and what they name.
 
-    `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
+    `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`). `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
     gathered leaves may be alive at once, beside those that are kept on purpose. `scalars`: how many
     numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at the end.
@@ -87,6 +87,11 @@ class Schedule:
     def issues(self) -> Mapping[ValueName, Instruction]:
         """By flight, the line that has issued it."""
         return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks losses are averaged."""
+        return summed_axes(self.specs.values(), self.mesh)
 
     def fingerprint(self) -> str:
         """Hash of `communication`."""

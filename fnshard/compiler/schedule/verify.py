@@ -202,7 +202,7 @@ def _derived(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     kinds = [a.kind for a in source.inputs]
     leaves = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "leaf"]
-    constants = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "constant"]
+    constants = [n for n, kind in zip(nodes, kinds, strict=True) if kind in ("constant", "axis")]
     return derived(graph, dict(zip(leaves, units, strict=True)), constants)
 
 

@@ -18,7 +18,7 @@ from fnshard.compiler.ir.program import Limit, Outputs
 from fnshard.compiler.ir.values import CONTROL
 from fnshard.compiler.ir.values import stored as stored_names
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms
 from fnshard.runtime.tiers import send
@@ -85,7 +85,7 @@ class Scalars:
 
         "total": 0-d, of all gradients. By path, where asked: [2], of the stored leaf and of its gradient.
         """
-        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(bucket.axes)
+        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(self.specs[bucket.paths[0]].gradient.axes)
         out = {"total": grads.sum()}
         if self.leaf_norms:
             replicas = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
@@ -96,7 +96,11 @@ class Scalars:
         return out
 
     def _replicas(self, axes: Sequence[str]) -> int:
-        return self.mesh.data_size // self.mesh.axes_size(axes)
+        return self._ranks // self.mesh.axes_size(axes)
+
+    @property
+    def _ranks(self) -> int:
+        return self.mesh.axes_size(summed_axes(self.specs.values(), self.mesh))
 
     def pack(self, env: Mapping[str, Any], norms: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """fp64 vector of this rank's summands."""
@@ -125,7 +129,7 @@ class Scalars:
     def unpack(self, vector: Tensor) -> Summary:
         """Read the summed vector."""
         feed = iter(vector.unbind(0))
-        parts = self.mesh.data_size * self.accumulate
+        parts = self._ranks * self.accumulate
         loss = next(feed)
         count = next(feed) if self.outputs.count is not None else None
         loss = loss / (parts if count is None else _positive(count))

@@ -46,7 +46,8 @@ class Place:
 
 
 def place(spec: LayoutSpec, mesh: Mesh, rank: int) -> Place:
-    """Where a rank's optimizer block lies."""
+    """Where a rank's optimizer block lies in what it stores and reduces."""
+    spec = spec.local(mesh)
     here = mesh.coordinate(rank)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
     block = block_shape(spec.shape, spec.optimizer, mesh)

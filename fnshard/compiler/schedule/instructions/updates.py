@@ -65,7 +65,7 @@ class ReduceScalars(Instruction):
     lane, trips = COMMUNICATION, 2
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return schedule.mesh.ordered(schedule.mesh.data_axes)
+        return schedule.summed_axes
 
     def bind(self, context: Context) -> Action:
         """Pack this rank's numbers; issue."""
