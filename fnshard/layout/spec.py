@@ -361,8 +361,8 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
         if any(layout.of(d)[: len(spec.compute.of(d))] != spec.compute.of(d) for d in range(len(spec.shape))):
             yield (
                 f"compute={spec.compute!r}, {field}={layout!r}",
-                f"name compute's axes first, dim by dim, as in {field}=P(("tensor", "shard")), "
-                "compute=P("tensor").",
+                f"name compute's axes first, dim by dim, as in {field}=P(('tensor', 'shard')), "
+                "compute=P('tensor').",
             )
         for dim, size in enumerate(spec.shape):
             if spec.compute.of(dim) and size % mesh.axes_size(layout.of(dim)):
