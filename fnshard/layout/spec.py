@@ -237,7 +237,6 @@ class LayoutSpec:
             shape=tuple(leaf.shape),
         )
 
-
     def local(self, mesh: Mesh) -> LayoutSpec:
         """The spec of the part that a rank computes with, as a leaf of its own: without the axes of `compute`.
 

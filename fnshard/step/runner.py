@@ -275,7 +275,9 @@ class Runner:
         env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
         here = mesh.coordinate()
         for axis in names["axis"]:
-            env[ValueName(Kind.AXIS, axis)] = torch.full((), here[axis], dtype=torch.int64, device=mesh.device)
+            env[ValueName(Kind.AXIS, axis)] = torch.full(
+                (), here[axis], dtype=torch.int64, device=mesh.device
+            )
         for micro in range(parts if names["key"] else 0):
             version = f"#{micro}" if parts > 1 else ""
             keys = send(

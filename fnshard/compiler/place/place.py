@@ -30,6 +30,7 @@ from fnshard.compiler.place.placement import (
     Placement,
     Split,
     divides,
+    fits,
     local_shape,
 )
 from fnshard.compiler.place.rules import Call, Way, rule_of
@@ -48,6 +49,7 @@ class Axis:
 
     Args:
         inputs: how placeholders are split; those not named are replicated.
+        sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
         residual: "split": where parts are summed, the sum may be split along another dim (sequence
             parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
     """
@@ -56,11 +58,10 @@ class Axis:
     ranks: int
     inputs: Mapping[Input, Split]
     residual: Residual = "split"
+    sliced: Mapping[Input, Split] = field(default_factory=dict)
 
 
-def place_axes(
-    program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, residual: Residual
-) -> Program:
+def place_axes(program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, residual: Residual) -> Program:
     """The program of each rank, placed over every axis that a spec's `compute` names."""
     for axis in mesh.ordered({a for s in specs.values() for a in s.compute.axes}):
         inputs = {
@@ -112,6 +113,12 @@ class _Placer:
             split = each.kind == "leaf" and isinstance(placement, Split)
             self.values[node] = _Value(new, placement, node.meta["val"], split)
         self.index = self.graph.placeholder(f"index_{self.axis.name}")
+        for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
+            value, to = self.values[node], self.axis.sliced.get(each)
+            if to is not None and fits(value.whole.shape, to, self.axis.ranks):
+                part = self.convert(value, to)
+                self.values[node] = replace(value, node=part, placement=to)
+                self.converted[part, REPLICATED] = value.node
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self.visit(node)
@@ -140,8 +147,8 @@ class _Placer:
             return self.replicated(node, sources)
         find = rule_of(node.target)
         ways = [Way((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
-        costs = [sum(map(self.cost, sources, way.inputs)) for way in ways]
-        cost, way = min(zip(costs, ways, strict=True), key=lambda pair: pair[0])
+        way = min(ways, key=lambda way: self.preference(sources, way))
+        cost = self.preference(sources, way)[0]
         if cost >= 1 and (expanded := self.expand(node, call)):
             return expanded
         if cost >= 1 and find is None:
@@ -151,7 +158,9 @@ class _Placer:
         if way.run is None:
             new = self.call(node.target, *_arguments(node, call, way, reads))
         else:
-            here = [local_shape(t.shape, p, call.ranks) for t, p in zip(call.tensors, way.inputs, strict=True)]
+            here = [
+                local_shape(t.shape, p, call.ranks) for t, p in zip(call.tensors, way.inputs, strict=True)
+            ]
             fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
             new = self.inline(way.run, fakes, reads)
         return _Value(new, way.output, node.meta["val"], of_leaf)
@@ -210,15 +219,21 @@ class _Placer:
 
     # -------------------------------------------------------------- conversions
 
+    def preference(self, sources: Sequence[_Value], way: Way) -> tuple[float, int]:
+        """What a way costs; of equal ones the one that takes what is split as it is."""
+        pairs = zip(sources, way.inputs, strict=True)
+        changed = sum(s.placement not in (to, REPLICATED) for s, to in pairs)
+        return sum(map(self.cost, sources, way.inputs)), changed
+
     def cost(self, value: _Value, to: Placement) -> float:
         """Bytes on the wire, of all ranks' parts."""
         now, scale = value.placement, OF_LEAVES if value.of_leaf else 1.0
-        if now == to:
+        if now == to or (value.node, to) in self.converted:
             return 0.0
         size = value.whole.numel() * value.whole.element_size() * scale
         if isinstance(to, Partial):
             return NEVER
-        if isinstance(to, Split) and not divides(value.whole.shape, to, self.axis.ranks):
+        if isinstance(to, Split) and not fits(value.whole.shape, to, self.axis.ranks):
             return NEVER
         if isinstance(now, Partial):
             if to == REPLICATED:
@@ -257,22 +272,42 @@ class _Placer:
 
     def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
         """This rank's part of what all have."""
-        middle = [to.outer, self.axis.ranks, shape[to.dim] // to.outer // self.axis.ranks]
-        parts = self.call(aten.reshape.default, (node, [*shape[: to.dim], *middle, *shape[to.dim + 1 :]]))
-        one = self.call(aten.reshape.default, (self.index, [1]))
-        mine = self.call(aten.index_select.default, (parts, to.dim + 1, one))
-        return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, self.axis.ranks))))
+        ranks = self.axis.ranks
+        if divides(shape, to, ranks):
+            node = self.seen_as(node, shape, to, [to.outer, ranks, shape[to.dim] // to.outer // ranks])
+            place = self.call(aten.reshape.default, (self.index, [1]))
+        else:  # padded by its last number, so that nothing is infinite that was not
+            size = shape[to.dim] // to.outer
+            part = -(-size // ranks)
+            node = self.seen_as(node, shape, to, [to.outer, size])
+            first = self.call(aten.mul.Tensor, (self.index, part))
+            at = self.call(aten.arange.default, (part,), {"device": self.device})
+            place = self.call(aten.clamp.default, (self.call(aten.add.Tensor, (at, first)), None, size - 1))
+        mine = self.call(aten.index_select.default, (node, to.dim + 1, place))
+        return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, ranks))))
+
+    def seen_as(self, node: fx.Node, shape: Sequence[int], split: Split, dims: list[int]) -> fx.Node:
+        """The split dim as several."""
+        shape = [*shape[: split.dim], *dims, *shape[split.dim + 1 :]]
+        return self.call(aten.reshape.default, (node, shape))
 
     def along(self, node: fx.Node, shape: Sequence[int], kind: str, split: Split) -> fx.Node:
-        """Gathered or scattered along a split dim."""
-        gathers = kind == "all_gather"
-        before = list(local_shape(shape, split, self.axis.ranks) if gathers else shape)
-        after = list(shape if gathers else local_shape(shape, split, self.axis.ranks))
-        if split.outer == 1:
-            return self.exchange(node, kind, split.dim)
-        inner = [split.outer, before[split.dim] // split.outer]
-        node = self.call(aten.reshape.default, (node, before[: split.dim] + inner + before[split.dim + 1 :]))
-        return self.call(aten.reshape.default, (self.exchange(node, kind, split.dim + 1), after))
+        """Gathered or scattered along a split dim; padded on the wire."""
+        ranks, dim = self.axis.ranks, split.dim
+        local, size = local_shape(shape, split, ranks), shape[dim] // split.outer
+        padded, even = local[dim] // split.outer * ranks, divides(shape, split, ranks)
+        if split.outer == 1 and even:
+            return self.exchange(node, kind, dim)
+        if kind == "all_gather":
+            node = self.seen_as(node, local, split, [split.outer, padded // ranks])
+            node = self.exchange(node, kind, dim + 1)
+            node = node if even else self.call(aten.slice.Tensor, (node, dim + 1, 0, size))
+            return self.call(aten.reshape.default, (node, list(shape)))
+        node = self.seen_as(node, shape, split, [split.outer, size])
+        if not even:
+            pads = [0, 0] * (len(shape) - 1 - dim) + [0, padded - size]
+            node = self.call(aten.constant_pad_nd.default, (node, pads))
+        return self.call(aten.reshape.default, (self.exchange(node, kind, dim + 1), list(local)))
 
     def exchange(self, node: fx.Node, kind: str, dim: int) -> fx.Node:
         sent = self.call(OUTGOING, (node,))
@@ -313,13 +348,19 @@ class _Placer:
         else:
             self.graph.erase_node(self.index)
         self.graph.eliminate_dead_code()
-        propagate(self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)])
+        propagate(
+            self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
+        )
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
+
+    @property
+    def device(self) -> torch.device:
+        return self.program.placeholders[0].meta["val"].device
 
     def local(self, each: Input, node: fx.Node) -> Tensor:
         """The fake of a placeholder on one rank."""
         if each.kind == "axis":
-            return torch.empty((), dtype=torch.int64, device=self.program.placeholders[0].meta["val"].device)
+            return torch.empty((), dtype=torch.int64, device=self.device)
         whole = dict(zip(self.program.inputs, self.program.placeholders, strict=True))[each].meta["val"]
         shape = local_shape(whole.shape, self.axis.inputs.get(each, REPLICATED), self.axis.ranks)
         made = torch.empty(shape, dtype=whole.dtype, device=whole.device)

@@ -28,6 +28,8 @@ class Split:
 
     `outer` is 1 where the parts are contiguous. Where they are not, dims were merged (a batch and a
     sequence that is split), or matrices lie side by side, each of them split (a fused query, key, value).
+    Where the parts are not even, the last ranks' are padded by numbers that count for nothing: what is summed
+    or contracted along the dim masks them.
     """
 
     dim: int
@@ -51,20 +53,30 @@ Placement = Replicated | Split | Partial
 REPLICATED, PARTIAL = Replicated(), Partial()
 
 
+def fits(shape: Sequence[int], split: Split, ranks: int) -> bool:
+    """Whether a tensor can be split so, each rank with some of it."""
+    if split.dim >= len(shape) or shape[split.dim] % split.outer or math.prod(shape) == 0:
+        return False
+    size = shape[split.dim] // split.outer
+    return -(-size // ranks) * (ranks - 1) < size
+
+
 def divides(shape: Sequence[int], split: Split, ranks: int) -> bool:
     """Whether a tensor can be split so, in equal parts."""
-    return split.dim < len(shape) and shape[split.dim] % (split.outer * ranks) == 0 and math.prod(shape) > 0
+    return fits(shape, split, ranks) and shape[split.dim] % (split.outer * ranks) == 0
 
 
 def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> tuple[int, ...]:
-    """The shape of what each rank has of a tensor.
+    """The shape of what each rank has of a tensor, padded where the parts are not even.
 
     >>> local_shape((4, 6), Split(1), 2), local_shape((4, 6), PARTIAL, 2)
     ((4, 3), (4, 6))
     """
     if not isinstance(placement, Split):
         return tuple(shape)
-    return tuple(s // ranks if d == placement.dim else s for d, s in enumerate(shape))
+    dim, outer = placement.dim, placement.outer
+    part = outer * -(-shape[dim] // outer // ranks)
+    return tuple(part if d == dim else s for d, s in enumerate(shape))
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], ranks: int) -> Split | None:
@@ -77,10 +89,16 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], rank
         if not first <= split.dim < last:
             continue
         outer = math.prod(before[first : split.dim]) * split.outer
+        below = math.prod(before[split.dim + 1 : last])
         for dim in into:
             above = math.prod(after[into[0] : dim])
-            if outer % above == 0 and after[dim] % (outer // above * ranks) == 0:
-                return Split(dim, outer // above)
+            if outer % above:
+                continue
+            behind = Split(dim, outer // above)
+            if divides(after, behind, ranks):
+                return behind
+            if math.prod(after[dim + 1 : into[-1] + 1]) == below and fits(after, behind, ranks):
+                return behind
         return None
     return None
 

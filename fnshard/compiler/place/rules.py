@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fnshard.compiler.place.placement import (
     Placement,
     Split,
     divides,
+    fits,
     local_shape,
     through_view,
 )
@@ -80,7 +81,7 @@ class Call:
         """The splits of a dim of the (first) result that come out even."""
         shape = (self.value if isinstance(self.value, Tensor) else self.value[0]).shape
         for outer in self.outers:
-            if divides(shape, Split(dim, outer), self.ranks):
+            if fits(shape, Split(dim, outer), self.ranks):
                 yield Split(dim, outer)
 
 
@@ -197,7 +198,8 @@ def contraction(call: Call, operands: Sequence[str], result: str) -> Iterator[Wa
                 Split(labels.lower().index(label), outer) if label in labels.lower() else REPLICATED
                 for labels in operands
             )
-            if sizes[label] % (outer * call.ranks):
+            even = sizes[label] % (outer * call.ranks) == 0
+            if not even and (label not in result or not fits((sizes[label],), Split(0, outer), call.ranks)):
                 continue
             if label in result:
                 yield Way(inputs, Split(result.index(label), outer))
@@ -295,7 +297,8 @@ def _dims(value: Any, rank: int) -> list[int]:
     return [d % max(rank, 1) for d in (value if _is_list(value) else [value])]
 
 
-def _reduced(call: Call, over: str | Callable[[Call], Partial | None]) -> Iterator[Way]:
+def _reduced(call: Call, how: Literal["sum", "max"] | None = None) -> Iterator[Way]:
+    """Along the dims that are left; and each rank's part of a sum or a maximum, without its padding."""
     value = call.tensors[0]
     named = call.arguments
     dims = _dims(named.get("dim"), value.dim())
@@ -303,12 +306,31 @@ def _reduced(call: Call, over: str | Callable[[Call], Partial | None]) -> Iterat
     for dim in range(value.dim()):
         for outer in call.outers:
             split = Split(dim, outer)
-            if not divides(value.shape, split, call.ranks):
+            if not fits(value.shape, split, call.ranks):
                 continue
             if dim not in dims:
                 yield Way((split,), Split(dim if keep else dim - sum(d < dim for d in dims), outer))
-            elif isinstance(over, str):
-                yield Way((split,), Partial(over))
+            elif how is not None and divides(value.shape, split, call.ranks):
+                yield Way((split,), Partial(how))
+            elif how is not None:
+                neutral = 0 if how == "sum" else -torch.inf if value.is_floating_point() else None
+                if neutral is not None:
+                    yield Way((split,), Partial(how), run=_without_padding(call, split, neutral))
+
+
+def _without_padding(call: Call, split: Split, neutral: float) -> Callable[..., Tensor]:
+    """The op on a rank's part whose padding is neutral to it."""
+    shape = call.tensors[0].shape
+    size = shape[split.dim] // split.outer
+    part = -(-size // call.ranks)
+    wide = [1] * (len(shape) - split.dim - 1)
+
+    def run(index: Tensor, x: Tensor) -> Tensor:
+        at = torch.arange(part, device=x.device) + index * part
+        inside = (at < size).expand(split.outer, part).reshape(split.outer * part, *wide)
+        return call.target(torch.where(inside, x, neutral), *call.args[1:], **call.kwargs)
+
+    return run
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -328,10 +350,16 @@ def _mean(call: Call) -> Iterator[Way]:
     """Of a split dim, the parts' sums by the number of all."""
     for way in _reduced(call, "sum"):
         if way.output == PARTIAL:
-            run = lambda index, x: call.target(x, *call.args[1:], **call.kwargs) / call.ranks  # noqa: E731
-            yield Way(way.inputs, PARTIAL, run=run)
+            yield Way(way.inputs, PARTIAL, run=_mean_of_all(call, way))
         else:
             yield way
+
+
+def _mean_of_all(call: Call, way: Way) -> Callable[..., Tensor]:
+    (split,), shape = way.inputs, call.tensors[0].shape
+    scale = local_shape(shape, split, call.ranks)[split.dim] / shape[split.dim]
+    op = way.run or (lambda index, x: call.target(x, *call.args[1:], **call.kwargs))
+    return lambda index, x: op(index, x) * scale
 
 
 @rule(
@@ -345,7 +373,7 @@ def _along(call: Call) -> Iterator[Way]:
     key = "dims" if "dims" in named else "dim"
     for dim in set(range(value.dim())) - set(_dims(named[key], value.dim())):
         for outer in call.outers:
-            if divides(value.shape, Split(dim, outer), call.ranks):
+            if fits(value.shape, Split(dim, outer), call.ranks):
                 yield Way((Split(dim, outer),), Split(dim, outer))
 
 
@@ -355,12 +383,12 @@ def _along(call: Call) -> Iterator[Way]:
     aten.var.dim, aten.std.dim, aten.max.dim, aten.min.dim,
 )  # fmt: skip
 def _other_reductions(call: Call) -> Iterator[Way]:
-    yield from (w for w in _reduced(call, "sum") if isinstance(w.output, Split))
+    yield from _reduced(call)
 
 
 @rule(aten.linalg_vector_norm.default)
 def _vector_norm(call: Call) -> Iterator[Way]:
-    yield from (w for w in _reduced(call, "sum") if isinstance(w.output, Split))
+    yield from _reduced(call)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
@@ -379,7 +407,7 @@ def _native_layer_norm(call: Call) -> Iterator[Way]:
 @rule(aten.group_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 def _by_rows(call: Call) -> Iterator[Way]:
     """Along the batch."""
-    if divides(call.tensors[0].shape, Split(0), call.ranks) and call.tensors[0].dim() == call.value.dim():
+    if fits(call.tensors[0].shape, Split(0), call.ranks) and call.tensors[0].dim() == call.value.dim():
         yield Way((Split(0), *[REPLICATED] * (len(call.tensors) - 1)), Split(0))
 
 
@@ -401,7 +429,7 @@ def _view(call: Call) -> Iterator[Way]:
     for dim in range(len(before)):
         for outer in call.outers:
             split = Split(dim, outer)
-            if not divides(before, split, call.ranks):
+            if not fits(before, split, call.ranks):
                 continue
             behind = through_view(split, before, after, call.ranks)
             if behind is not None:
@@ -418,7 +446,7 @@ def _reshape(call: Call) -> Iterator[Way]:
         for outer in call.outers:
             split = Split(dim, outer)
             behind = through_view(split, before, after, call.ranks)
-            if divides(before, split, call.ranks) and behind is not None:
+            if fits(before, split, call.ranks) and behind is not None:
                 to = local_shape(after, behind, call.ranks)
                 others = call.current[1:count]
                 yield Way((split, *others), behind, run=lambda index, x, *_, to=to: x.reshape(to))
@@ -428,7 +456,7 @@ def _moved(call: Call, order: Sequence[int]) -> Iterator[Way]:
     """`order`: for each dim of the result the one of the argument, or None."""
     for after, dim in enumerate(order):
         for outer in call.outers:
-            if dim is not None and divides(call.tensors[0].shape, Split(dim, outer), call.ranks):
+            if dim is not None and fits(call.tensors[0].shape, Split(dim, outer), call.ranks):
                 yield Way((Split(dim, outer),), Split(after, outer))
     yield Way((PARTIAL,), PARTIAL)
 
@@ -484,11 +512,13 @@ def _slice(call: Call) -> Iterator[Way]:
     dim = call["dim"] % len(shape)
     for other in range(len(shape)):
         for outer in call.outers:
-            if other != dim and divides(shape, Split(other, outer), call.ranks):
+            if other != dim and fits(shape, Split(other, outer), call.ranks):
                 yield Way((Split(other, outer),), Split(other, outer))
-    if call.value.shape == call.tensors[0].shape and call["step"] == 1:  # all of it
-        for split in call.splits(dim):
-            yield Way((split,), split, {"start": 0, "end": call.value.shape[dim] // call.ranks})
+    if call["step"] == 1 and call["start"] in (0, None):  # all of it, or all but some of the last rank's
+        for split in [Split(dim)]:
+            here, there = (local_shape(s, split, call.ranks)[dim] for s in (shape, call.value.shape))
+            if here == there and fits(shape, split, call.ranks) and fits(call.value.shape, split, call.ranks):
+                yield Way((split,), split, {"start": 0, "end": here})
     yield Way((PARTIAL,), PARTIAL)
 
 
@@ -503,7 +533,9 @@ def _select(call: Call) -> Iterator[Way]:
 def _narrow(call: Call) -> Iterator[Way]:
     rank = call.tensors[0].dim()
     dim = call["dim"] % rank
-    yield from (w for w in _moved(call, range(rank)) if not (isinstance(w.output, Split) and w.output.dim == dim))
+    yield from (
+        w for w in _moved(call, range(rank)) if not (isinstance(w.output, Split) and w.output.dim == dim)
+    )
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int)
@@ -514,12 +546,12 @@ def _split(call: Call) -> Iterator[Way]:
     for other in range(len(shape)):
         for outer in call.outers:
             split = Split(other, outer)
-            if not divides(shape, split, call.ranks):
+            if not fits(shape, split, call.ranks):
                 continue
             if other != dim:
                 yield Way((split,), Split(other - (gone and dim < other), outer))
             elif not gone and outer == len(call.value) and len({v.shape for v in call.value}) == 1:
-                size = shape[dim] // outer // call.ranks
+                size = local_shape(shape, split, call.ranks)[dim] // outer
                 yield Way((split,), Split(dim), run=lambda index, x, size=size: x.split(size, dim))
 
 
@@ -553,8 +585,8 @@ def _embedding(call: Call) -> Iterator[Way]:
             yield Way((REPLICATED, split), split)
     for split in call.splits(indices.dim()):
         yield Way((Split(1, split.outer), REPLICATED), split)
-    if divides(table.shape, Split(0), call.ranks):
-        rows, padding = table.shape[0] // call.ranks, call["padding_idx"]
+    if fits(table.shape, Split(0), call.ranks):
+        rows, padding = -(-table.shape[0] // call.ranks), call["padding_idx"]
 
         def run(index: Tensor, table: Tensor, indices: Tensor) -> Tensor:
             here = indices - index * rows
@@ -575,8 +607,8 @@ def _gather(call: Call) -> Iterator[Way]:
         for split in call.splits(other):
             if value.shape[other] == index.shape[other]:
                 yield Way((split, split), split)
-    if value.dim() and divides(value.shape, Split(dim), call.ranks):
-        size = value.shape[dim] // call.ranks
+    if value.dim() and fits(value.shape, Split(dim), call.ranks):
+        size = -(-value.shape[dim] // call.ranks)
 
         def run(at: Tensor, value: Tensor, index: Tensor) -> Tensor:
             here = index - at * size
@@ -604,6 +636,6 @@ def _exchange(call: Call) -> Iterator[Way]:
     value, kind, dim = call.tensors[0], call["kind"], call["dim"]
     for other in range(value.dim()):
         for outer in call.outers:
-            if (kind == "psum" or other != dim) and divides(value.shape, Split(other, outer), call.ranks):
+            if (kind == "psum" or other != dim) and fits(value.shape, Split(other, outer), call.ranks):
                 yield Way((Split(other, outer),), Split(other, outer))
     yield Way((PARTIAL,), PARTIAL)

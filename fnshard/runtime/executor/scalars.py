@@ -85,7 +85,9 @@ class Scalars:
 
         "total": 0-d, of all gradients. By path, where asked: [2], of the stored leaf and of its gradient.
         """
-        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(self.specs[bucket.paths[0]].gradient.axes)
+        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(
+            self.specs[bucket.paths[0]].gradient.axes
+        )
         out = {"total": grads.sum()}
         if self.leaf_norms:
             replicas = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
