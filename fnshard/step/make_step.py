@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
-from fnshard.compiler.place.place import Residual
 from fnshard.compiler.lower import Passes
+from fnshard.compiler.place.place import Residual
 from fnshard.compiler.schedule.plan import AccumulateMode
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh

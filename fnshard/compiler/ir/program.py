@@ -23,7 +23,7 @@ from fnshard.tree import TreeDef
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: a "leaf" (name = path), "batch" leaf, "constant", random "key" or index on an "axis"."""
+    """One placeholder: a "leaf" (name = path), "batch" leaf, "constant", random "key", index on an "axis"."""
 
     kind: str
     name: str

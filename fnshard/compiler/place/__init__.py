@@ -1,1 +1,1 @@
-"""Place: a Program of one device -> the program of each rank along a mesh axis that splits what it computes."""
+"""Place: a Program of one device -> the program of each rank along a mesh axis that splits its values."""
