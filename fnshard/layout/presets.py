@@ -60,14 +60,14 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
         "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
         "        units: unit policy, see `fnshard.units`.\n"
-        "        tensor: a mesh axis that splits what matrices compute, as `fnshard.layout.tensor` finds it, or\n"
-        "            the layouts by path, for `LayoutSpec.compute`.\n"
+        "        tensor: a mesh axis that splits matrices while they compute, as `fnshard.layout.tensor` says;\n"
+        "            or `LayoutSpec.compute` by path.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )
     return preset
 
 
-def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P = P()) -> P:
+def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P | None = None) -> P:
     """Split the dim that pads least (the first of them) over `axes`; a scalar is replicated.
 
     `compute`: over whose axes the leaf is split already; one of its dims is split further where that is even.
@@ -76,7 +76,7 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
     >>> best_split((50257, 768), ("shard",), make_mesh(shard=8, abstract=True))
     P(None, 'shard')
     """
-    ways = mesh.axes_size(axes)
+    ways, compute = mesh.axes_size(axes), compute or P()
     pads = {
         dim: (-size % ways) / max(size, 1)
         for dim, size in enumerate(block_shape(shape, compute, mesh))

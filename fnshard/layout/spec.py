@@ -238,7 +238,7 @@ class LayoutSpec:
         )
 
     def local(self, mesh: Mesh) -> LayoutSpec:
-        """The spec of the part that a rank computes with, as a leaf of its own: without the axes of `compute`.
+        """The spec of the part that a rank computes with, as of a leaf of its own: without axes of `compute`.
 
         >>> from fnshard.mesh import make_mesh
         >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor"), shape=(8, 2), unit="")
@@ -301,8 +301,8 @@ def block_slices(
 
 
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
-    """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch, what
-    is computed or what is stored. Along any other all ranks do the same."""
+    """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch, or
+    leaves in any layout. Along any other all ranks do the same."""
     named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
     return mesh.ordered({*mesh.data_axes, *named})
 
@@ -312,7 +312,8 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 
     Raises:
         SpecError: an unknown axis, a `P` longer than the tensor, a `compute` that is not major in storage or
-            does not divide, layouts of storage, gradient and optimizer that no collective joins, an untrainable dtype.
+            does not divide, layouts of storage, gradient and optimizer that no collective joins, an
+            untrainable dtype.
     """
     if not specs:
         raise SpecError("the spec tree has no leaves.", fix="make it by match_specs or a preset.")
@@ -352,7 +353,7 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """What a rank computes with is a part of what others store: the axes of `compute` are major, parts are even."""
+    """What a rank computes with is stored by itself alone: axes of `compute` are major, and parts are even."""
     if not spec.compute.axes:
         return
     for field in ("storage", "gradient", "optimizer"):
@@ -364,9 +365,10 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
                 "compute=P('tensor').",
             )
         for dim, size in enumerate(spec.shape):
-            if spec.compute.of(dim) and size % mesh.axes_size(layout.of(dim)):
+            ways = mesh.axes_size(layout.of(dim))
+            if spec.compute.of(dim) and size % ways:
                 yield (
-                    f"{field}={layout!r}: dim {dim} of {size} is not divided by {mesh.axes_size(layout.of(dim))} ranks",
+                    f"{field}={layout!r}: dim {dim} of {size} is not divided by {ways} ranks",
                     "split another dim over the data axes, or pad the dim to a multiple.",
                 )
 

@@ -1,8 +1,8 @@
 """Tensor: which leaves a tensor axis splits, and along which dim: columns, rows, heads, vocabulary.
 
-By name for the families that people use; else matrices are paired: the outputs of the first are the inputs of
-the second, and are split between them (Megatron-LM, Shoeybi et al. 2019). What is chosen here decides how fast
-a step is, never what it computes: that is derived in `compiler.place`.
+By name for the families that people use; else matrices are paired: the outputs of the first are the inputs
+of the second, and are split between them (Megatron-LM, Shoeybi et al. 2019). What is chosen here decides how
+fast a step is, never what it computes: that is derived in `compiler.place`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fnshard.mesh import Mesh
 # By the last names of a path. "columns": outputs are split; "rows": inputs, whose products are summed;
 # "vocabulary": rows of a table or a head.
 _NAMES = {
-    "columns": "q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj fc1 c_fc wi wi_0 wi_1 wq wk wv w1 w3 "
-    "gate up q k v query key value",
+    "columns": "q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj fc1 c_fc wi wi_0 wi_1 "
+    "wq wk wv w1 w3 gate up q k v query key value",
     "rows": "o_proj out_proj down_proj dense fc2 wo w2 down o c_proj",
     "vocabulary": "embed_tokens wte shared lm_head tok_embeddings embed_in embed_out embedding embed head",
 }

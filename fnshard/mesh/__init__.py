@@ -127,8 +127,8 @@ def make_mesh(
     for the others; `LOCAL_RANK` says which device is this rank's.
 
     Args:
-        data_axes: the axes (or the one axis) whose ranks take other rows of the batch; default all but "tensor"
-            and "context", which split what is computed of the same rows (`LayoutSpec.compute`).
+        data_axes: the axes (or the one axis) whose ranks take other rows of the batch; default all but
+            "tensor" and "context", which split what is computed of the same rows (`LayoutSpec.compute`).
         device: "cpu", "cuda", ...; default the accelerator if there is one, else, and if simulated, "cpu".
         abstract: no process group and no devices, any size: for `lower` alone.
         simulated: the ranks are threads of this process (tests, debugging).

@@ -61,7 +61,7 @@ class Lowered:
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """Of the batch leaves and the random keys that it takes, and the axes on which it reads its index, by kind ("batch", "key", "axis")."""
+        """Of batch leaves, random keys and axes on which ranks read their index ("batch", "key", "axis")."""
         inputs = self.program.inputs
         return {kind: [i.name for i in inputs if i.kind == kind] for kind in ("batch", "key", "axis")}
 

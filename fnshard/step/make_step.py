@@ -83,8 +83,8 @@ def shard_step(
         update: "compiled": Inductor makes one kernel of a unit's update, casts and stored copies in it;
             "eager": torch's fused optimizers. "auto" compiles on accelerators with backend "inductor", where
             the optimizer has `numbers`. What the host updates is updated eagerly.
-        residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`): "split",
-            along the sequence where it divides (sequence parallelism: less memory, as many bytes), or "whole".
+        residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`):
+            "split" along the sequence (sequence parallelism: less memory, as many bytes), or "whole".
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
         timeout: seconds after which a silent peer is an error.
 

@@ -1,9 +1,9 @@
 """Rules: the ways in which an op can run over a mesh axis, given what its arguments can be split along.
 
 A rule is of one op, or of a family of them, and yields `Way`s; that of whole values on all ranks is always
-there. A way whose local form is the op itself names other arguments (sizes) at most; else it has a `run`. What
-no way fits without a gather may have an expansion (`expand`): its definition by smaller ops. Each rule is
-tested by force, `tests/compiler/test_place_rules.py`.
+there. A way whose local form is the op itself names other arguments (sizes) at most; else it has a `run`.
+What no way fits without a gather may have an expansion (`expand`): its definition by smaller ops. Each rule
+is tested by force, `tests/compiler/test_place_rules.py`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def rule_of(target: Any) -> Rule | None:
 
 
 def by_preference(shape: Sequence[int]) -> list[int]:
-    """Dims in the order in which a sum is best scattered: a long one, and not the last, which norms reduce."""
+    """Dims in the order in which a sum is best scattered: a long one, not the last, which norms reduce."""
     return sorted(range(len(shape)), key=lambda d: (d == len(shape) - 1, -shape[d]))
 
 

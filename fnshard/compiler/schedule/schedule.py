@@ -24,7 +24,8 @@ from fnshard.mesh import Mesh
 class Schedule:
     """The instructions of one step and what they name.
 
-    `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`). `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
+    `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`).
+    `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
     gathered leaves may be alive at once, beside those that are kept on purpose. `scalars`: how many
     numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at the end.
