@@ -60,7 +60,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
         "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
         "        units: unit policy, see `fnshard.units`.\n"
-        "        tensor: a mesh axis that splits matrices while they compute, as `fnshard.layout.tensor` says;\n"
+        "        tensor: a mesh axis that splits matrices that compute, as `fnshard.layout.tensor` says;\n"
         "            or `LayoutSpec.compute` by path.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )

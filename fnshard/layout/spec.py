@@ -353,7 +353,7 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """What a rank computes with is stored by itself alone: axes of `compute` are major, and parts are even."""
+    """A rank computes with what it stores alone: axes of `compute` are major, and parts are even."""
     if not spec.compute.axes:
         return
     for field in ("storage", "gradient", "optimizer"):

@@ -2,7 +2,7 @@
 
 One walk over the program, forward: each value has a placement, each op takes the cheapest of its ways
 (`rules`), and what it reads is converted where it is otherwise, by an exchange that is one line of the
-schedule. Several axes are placed one after another; to each the exchanges of those before are ops like others.
+schedule. Several axes are placed in turn; to each the exchanges of those before are ops like others.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """ReduceScatter over the gradient's own axes, AllReduce over the others that do not split the leaf."""
+        """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf."""
         split = {*bucket.axes, *self.specs[bucket.paths[0]].compute.axes}
         rest = tuple(a for a in self.summed if a not in split)
         name = ValueName(Kind.REDUCED, bucket.name, f"#{micro}")
