@@ -54,7 +54,7 @@ from fnshard.launcher.rank import run_rank
 from fnshard.layout import codecs, presets, units
 from fnshard.layout.rules import match_specs
 from fnshard.layout.spec import LayoutSpec, P
-from fnshard.losses import Mean, Whole
+from fnshard.losses import Mean, Sequence, Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim import schedules
 from fnshard.runtime.collectives.simulated import simulate
@@ -83,6 +83,7 @@ __all__ = [
     "OptimizerError",
     "P",
     "ScheduleError",
+    "Sequence",
     "SpecError",
     "StateError",
     "TraceError",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fnshard.compiler.frontend.trace import trace
+from fnshard.compiler.frontend.trace import sequence_dims, trace
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
@@ -103,7 +103,7 @@ def trace_and_split(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
-        program = place_axes(program, stored, mesh, residual)
+        program = place_axes(program, stored, mesh, residual, sequence_dims(batch))
         local = {p: s.local(mesh) for p, s in stored.items()}
         cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
         plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)

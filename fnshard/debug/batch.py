@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fnshard.errors import SpecError, StateError
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, block_slices
-from fnshard.losses import Whole
+from fnshard.losses import Sequence, Whole, rows_of, unwrapped
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.step.batches import check_leaves, micro_batch
 from fnshard.step.state import TrainState
@@ -31,8 +32,8 @@ def on_device(mesh: Mesh, values: Any) -> Any:
     """The tree's tensors where the mesh's are: what is compared is computed on one device."""
 
     def moved(value: Any) -> Any:
-        if isinstance(value, Whole):
-            return Whole(moved(value.value))
+        if isinstance(value, Whole | Sequence):
+            return replace(value, value=moved(value.value))
         return value.to(mesh.device) if isinstance(value, Tensor) else value
 
     return tree.map(moved, values)
@@ -88,10 +89,9 @@ def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
     """
     check_leaves(batch)
     named, structure = tree.flatten_with_paths(batch, constants=True)
+    cut = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | Sequence)}
     wrong = [
-        f"batch[{n!r}] {list(v.shape)}"
-        for n, v in named.items()
-        if isinstance(v, Tensor) and (v.dim() == 0 or v.shape[0] % parts)
+        f"batch[{n!r}] {list(v.shape)}" for n, v in cut.items() if v.dim() == 0 or v.shape[0] % parts
     ]
     if wrong and parts > 1:
         raise StateError(
@@ -102,9 +102,9 @@ def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
         )
 
     def part(index: int) -> Arguments:
-        sizes = {n: v.shape[0] // parts for n, v in named.items() if isinstance(v, Tensor) and v.dim()}
+        sizes = {n: v.shape[0] // parts for n, v in cut.items() if v.dim()}
         values = [
-            v.narrow(0, index * sizes[n], sizes[n]) if n in sizes and parts > 1 else v
+            rows_of(v, index * sizes[n], sizes[n]) if n in sizes and parts > 1 else v
             for n, v in named.items()
         ]
         return tree.unflatten(values, structure)
@@ -114,7 +114,7 @@ def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
 
 def without_wrapper(batch: Arguments) -> Arguments:
     """A batch as `fn` sees it, without `Whole` around its leaves."""
-    return tree.map(lambda v: v.value if isinstance(v, Whole) else v, batch, constants=True)
+    return tree.map(unwrapped, batch, constants=True)
 
 
 def micro_batches(batch: Arguments, count: int) -> list[Arguments]:

@@ -301,10 +301,10 @@ def block_slices(
 
 
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
-    """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch, or
-    leaves in any layout. Along any other all ranks do the same."""
+    """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch by
+    rows or along its sequence, or leaves in any layout. Along any other all ranks do the same."""
     named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
-    return mesh.ordered({*mesh.data_axes, *named})
+    return mesh.ordered({*mesh.data_axes, *named, "context"})
 
 
 def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:

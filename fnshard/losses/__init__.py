@@ -3,7 +3,7 @@ of language models, which never hold the logits of a whole batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fnshard.losses.linear import token_losses
 __all__ = [
     "IGNORE",
     "Mean",
+    "Sequence",
     "Whole",
     "dpo",
     "linear_cross_entropy",
@@ -49,9 +50,31 @@ class Mean:
 
 @dataclass(frozen=True)
 class Whole:
-    """A batch leaf that micro-batching does not cut along dim 0."""
+    """A batch leaf that micro-batching does not cut along dim 0, and the context axis along no dim."""
 
     value: Any
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A batch leaf whose sequence is `dim`, which the context axis of a mesh splits; None: it has none.
+
+    Of other tensors it is the second dim, if they have two.
+    """
+
+    value: Any
+    dim: int | None = 1
+
+
+def rows_of(leaf: Any, start: int, count: int) -> Any:
+    """A batch leaf with these rows alone."""
+    rows = unwrapped(leaf).narrow(0, start, count)
+    return replace(leaf, value=rows) if isinstance(leaf, Sequence) else rows
+
+
+def unwrapped(leaf: Any) -> Any:
+    """A batch leaf as `fn` sees it."""
+    return leaf.value if isinstance(leaf, Whole | Sequence) else leaf
 
 
 def linear_cross_entropy(

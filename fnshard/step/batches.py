@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnshard import tree
+from fnshard import losses, tree
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.errors import StateError
-from fnshard.losses import Whole
+from fnshard.losses import Whole, rows_of, unwrapped
 
 Batch = Arguments | Sequence[Any]
 BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives
@@ -30,7 +30,7 @@ def micro_batch(batch: Batch, parts: int) -> Arguments:
     if parts == 1:
         return Arguments.of(batch)
     named, structure = Arguments.of(batch).leaves
-    tensors = {n: v for n, v in named.items() if isinstance(v, Tensor)}
+    tensors = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
     wrong = [
         f"batch[{n!r}] {list(v.shape)}" for n, v in tensors.items() if v.dim() == 0 or v.shape[0] % parts
     ]
@@ -40,7 +40,7 @@ def micro_batch(batch: Batch, parts: int) -> Arguments:
             wrong,
             f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
         )
-    cut = [v.narrow(0, 0, v.shape[0] // parts) if n in tensors else v for n, v in named.items()]
+    cut = [rows_of(v, 0, tensors[n].shape[0] // parts) if n in tensors else v for n, v in named.items()]
     return tree.unflatten(cut, structure)
 
 
@@ -56,9 +56,11 @@ class TensorShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     whole: bool
+    sequence: int | None = 1  # the dim
 
     def __str__(self) -> str:
-        return f"{'whole ' * self.whole}{list(self.shape)} {self.dtype}"
+        along = "" if self.sequence == 1 else f" sequence {self.sequence}"
+        return f"{'whole ' * self.whole}{list(self.shape)} {self.dtype}{along}"
 
 
 class Constant(NamedTuple):
@@ -80,9 +82,10 @@ def batch_key(batch: Batch) -> BatchKey:
     """What a lowering depends on: shapes, dtypes, and the values of all that is no tensor."""
 
     def describe(leaf: Any) -> TensorShape | Constant:
-        value = leaf.value if isinstance(leaf, Whole) else leaf
+        value = unwrapped(leaf)
         if isinstance(value, Tensor):
-            return TensorShape(tuple(value.shape), value.dtype, leaf is not value)
+            sequence = leaf.dim if isinstance(leaf, losses.Sequence) else 1
+            return TensorShape(tuple(value.shape), value.dtype, isinstance(leaf, Whole), sequence)
         return Constant(type(value), value if isinstance(value, Enum) else repr(value))
 
     named, structure = Arguments.of(batch).leaves
@@ -96,7 +99,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         values: the batch is to be run: tensors on the meta device, which have no values, are refused too.
     """
     named = Arguments.of(batch).leaves[0]
-    inner = {n: v.value if isinstance(v, Whole) else v for n, v in named.items()}
+    inner = {n: unwrapped(v) for n, v in named.items()}
     wrong = {
         n: f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
         for n, v in inner.items()

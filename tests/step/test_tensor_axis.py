@@ -60,12 +60,16 @@ def decoder(kv_heads: int = 2, tied: bool = True) -> Model:
     return Model(params, loss, batch)
 
 
-MESHES = [{"tensor": 2}, {"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}, {"shard": 1, "tensor": 4}]
+MESHES = [
+    {"tensor": 2}, {"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}, {"shard": 1, "tensor": 4},
+    {"context": 2}, {"shard": 2, "context": 2}, {"context": 4}, {"shard": 1, "tensor": 2, "context": 2},
+    {"shard": 2, "tensor": 2, "context": 2},
+]  # fmt: skip
 
 
 def trained(model: Model, axes: dict[str, int], preset: str = "full_shard", **options: Any) -> list[Any]:
     mesh = fs.make_mesh(**axes, simulated=True)
-    specs = specs_of(model, preset, mesh, tensor="tensor")
+    specs = specs_of(model, preset, mesh, tensor="tensor" if "tensor" in axes else None)
     optimizer = fs.optim.adamw(1e-2, weight_decay=0.1)
     step = make_step(mesh, model, specs, optimizer, **options)
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))

@@ -49,6 +49,7 @@ class Axis:
 
     Args:
         inputs: how placeholders are split; those not named are replicated.
+        later: ranks along the axes that are placed after this one.
         sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
         residual: "split": where parts are summed, the sum may be split along another dim (sequence
             parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
@@ -59,11 +60,27 @@ class Axis:
     inputs: Mapping[Input, Split]
     residual: Residual = "split"
     sliced: Mapping[Input, Split] = field(default_factory=dict)
+    later: int = 1
 
 
-def place_axes(program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, residual: Residual) -> Program:
-    """The program of each rank, placed over every axis that a spec's `compute` names."""
-    for axis in mesh.ordered({a for s in specs.values() for a in s.compute.axes}):
+def place_axes(
+    program: Program,
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    residual: Residual,
+    sequences: Mapping[str, int],
+) -> Program:
+    """The program of each rank, placed over the context axis and every axis that a spec's `compute` names.
+
+    Args:
+        sequences: the dim of each batch leaf that the context axis splits.
+    """
+    tensor = mesh.ordered({a for s in specs.values() for a in s.compute.axes})
+    if "context" in mesh.ordered(mesh.names):
+        sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
+        ranks, later = mesh.axis_size("context"), mesh.axes_size(tensor)
+        program = place(program, Axis("context", ranks, {}, residual, sliced, later))
+    for axis in tensor:
         inputs = {
             Input("leaf", path): Split(dim)
             for path, spec in specs.items()
@@ -142,7 +159,9 @@ class _Placer:
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
-        call = Call(node.target, args, kwargs, node.meta["val"], placements, self.axis.ranks)
+        call = Call(
+            node.target, args, kwargs, node.meta["val"], placements, self.axis.ranks, self.axis.later
+        )
         if not sources:
             return self.replicated(node, sources)
         find = rule_of(node.target)

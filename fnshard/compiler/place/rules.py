@@ -37,7 +37,8 @@ aten, own = torch.ops.aten, torch.ops.fnshard
 class Call:
     """A call of an op, on whole (fake) values.
 
-    `current`: the placements that its tensors have now. `ranks`: along the axis.
+    `current`: the placements that its tensors have now. `ranks`: along the axis. `later`: along the axes that
+    are placed after it: heads that are cut in so many runs can be split over these, too.
     """
 
     target: Any
@@ -46,6 +47,7 @@ class Call:
     value: Any
     current: tuple[Placement, ...]
     ranks: int
+    later: int = 1
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -64,8 +66,8 @@ class Call:
 
     @cached_property
     def outers(self) -> tuple[int, ...]:
-        """How the dims of its tensors are cut, contiguous parts first."""
-        return tuple(sorted({1} | {p.outer for p in self.current if isinstance(p, Split)}))
+        """How the dims of its tensors are cut, or may be."""
+        return tuple(dict.fromkeys([1, *sorted(p.outer for p in self.current if isinstance(p, Split))]))
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -258,27 +260,32 @@ def _attention(call: Call) -> Iterator[Way]:
     """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs."""
     query, key = call.tensors[0], call.tensors[1]
     drawn = call.target is own.attention.default and call["p"] > 0
-    for dim in [d for d in range(query.dim() - 2) if not drawn]:
-        split = Split(dim)
+    dims = [(dim, outer) for dim in range(query.dim() - 2) for outer in dict.fromkeys([call.later, *call.outers])]
+    for split in [Split(dim, outer) for dim, outer in dims if not drawn]:
+        dim = split.dim
         rest = [broadcast(t.shape, (*query.shape[:-1], key.shape[-2]), split) for t in call.tensors[3:]]
         if not divides(query.shape, split, call.ranks):
             continue
         if divides(key.shape, split, call.ranks):
             yield Way((split, split, split, *rest), split)
-        elif dim == query.dim() - 3 and (take := _take_heads(call, dim)):
+        elif dim == query.dim() - 3 and (take := _take_heads(call, split)):
             yield Way((split, REPLICATED, REPLICATED, *rest), split, run=take)
 
 
-def _take_heads(call: Call, dim: int) -> Callable[..., Tensor] | None:
+def _take_heads(call: Call, split: Split) -> Callable[..., Tensor] | None:
     """Attention of a rank's query heads to those of all key heads that they share."""
+    dim, outer = split.dim, split.outer
     heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
-    here, group = heads // call.ranks, heads // shared
-    if group % here:
+    here, group = heads // outer // call.ranks, heads // shared
+    if group % here or shared % outer:
         return None
 
     def run(index: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         place = (index * here // group).reshape(1)
-        chosen = [t.index_select(dim, place) for t in (key, value)]
+        chosen = [
+            t.unflatten(dim, (outer, shared // outer)).index_select(dim + 1, place).flatten(dim, dim + 1)
+            for t in (key, value)
+        ]
         feed = iter([query, *chosen, *rest])
         named = {n: next(feed) if isinstance(v, Tensor) else v for n, v in call.arguments.items()}
         args, kwargs = call.rebuilt(named)
