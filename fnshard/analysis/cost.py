@@ -1,10 +1,10 @@
 """Cost: what every instruction of a schedule takes on a `Hardware`, in seconds and by lane.
 
 Kernels are counted by `flops`; packing, casts and updates by their bytes; collectives by the algorithm
-bandwidth of rings: (n - 1) / n of a buffer for a gather or a scatter, twice that for a sum (Patarasuk and
-Yuan, JPDC 2009), within a node or between nodes as the group lies. Transfers go by the bytes that the ledger
-counts. The disk tier is mapped files, which are pageable memory: a copy from or to it holds the host up until
-it is done (CUDA stages such copies), so nothing is issued beside it.
+bandwidth of rings: (n - 1) / n of a buffer for a gather, a scatter or an all-to-all, twice that for a sum
+(Patarasuk and Yuan, JPDC 2009), within a node or between nodes as the group lies. Transfers go by the bytes
+that the ledger counts. The disk tier is mapped files, which are pageable memory: a copy from or to it holds
+the host up until it is done (CUDA stages such copies), so nothing is issued beside it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fnshard.analysis.measure import measure
@@ -92,11 +92,15 @@ class Link:
     gather: Curve
     reduce_scatter: Curve
     all_reduce: Curve
+    all_to_all: Curve
 
     @staticmethod
     def even(latency_seconds: float, bytes_per_s: float) -> Link:
         """One rate for all collectives."""
-        return Link(latency_seconds, *(Curve.flat(bytes_per_s),) * 3)
+        return Link(latency_seconds, *(Curve.flat(bytes_per_s),) * 4)
+
+
+COLLECTIVES = tuple(f.name for f in fields(Link)[1:])  # that a link has a rate for
 
 
 @dataclass(frozen=True)
@@ -213,26 +217,23 @@ class Hardware:
     def link(self, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> Link:
         """Of a group of ranks: within a node, or through the network.
 
-        A group that has several ranks on each node sends through all their adapters at once (NCCL's
-        parallel rings), never faster than within the node.
+        A ring of a group that has several ranks on each node sends through all their adapters at once (NCCL's
+        parallel rings). In an all-to-all each rank sends to those of other nodes through its own adapter, and
+        the rest stays within the node. Neither is faster than within the node.
         """
         if len(axes) == 1 and axes[0] in self.axis_links:
             return self.axis_links[axes[0]]
         nodes = {rank // self.ranks_per_node for rank in ranks}
         if len(nodes) <= 1:
             return self.node
-        beside = len(ranks) / len(nodes)
-        return Link(
-            self.network.latency_seconds,
-            *(
-                Curve(tuple((size, min(rate * beside, inner.at(size))) for size, rate in outer.points))
-                for outer, inner in (
-                    (self.network.gather, self.node.gather),
-                    (self.network.reduce_scatter, self.node.reduce_scatter),
-                    (self.network.all_reduce, self.node.all_reduce),
-                )
-            ),
-        )
+        n, beside = len(ranks), len(ranks) / len(nodes)
+
+        def through(name: str) -> Curve:
+            outer, inner = getattr(self.network, name), getattr(self.node, name)
+            adapters = (n - 1) / (n - beside) if name == "all_to_all" else beside
+            return Curve(tuple((size, min(rate * adapters, inner.at(size))) for size, rate in outer.points))
+
+        return Link(self.network.latency_seconds, **{name: through(name) for name in COLLECTIVES})
 
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
         """By dtype; one that is not in the table goes at fp32's rate."""
@@ -269,8 +270,8 @@ def _curve(value: Mapping[str, Any]) -> Curve:
 
 
 def _link(value: Mapping[str, Any]) -> Link:
-    names = ("gather", "reduce_scatter", "all_reduce")
-    return Link(value["latency_seconds"], *(_curve(value[n]) for n in names))
+    value = {"all_to_all": value["gather"], **value}  # which older files lack
+    return Link(value["latency_seconds"], **{name: _curve(value[name]) for name in COLLECTIVES})
 
 
 # ------------------------------------------------------------------ the table

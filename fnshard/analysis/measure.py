@@ -275,7 +275,7 @@ class _Bench:
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             flat = _curve([(1.0, 1 / copy_seconds_per_byte)])
-            link = {"latency_seconds": 1e-6, "gather": flat, "reduce_scatter": flat, "all_reduce": flat}
+            link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), flat)
         else:
             link = self._link(mesh, axes, copy_seconds_per_byte)
         size = mesh.size if mesh else 1
@@ -283,17 +283,11 @@ class _Bench:
 
     def _link(self, mesh: Mesh, axes: tuple[str, ...], copy: float) -> dict[str, Any]:
         n = mesh.axes_size(axes)
-        verbs: dict[str, Callable[[Tensor], Handle]] = {
-            "gather": lambda flat: self.comm.all_gather(flat, axes),
-            "reduce_scatter": lambda rows: self.comm.reduce_scatter(rows, axes),
-            "all_reduce": lambda flat: self.comm.all_reduce(flat, axes),
-        }
-        moved_share = {"gather": n - 1.0, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
         counts = [n * c for c in ROWS]
         latency, found = math.inf, {}
         times: dict[str, Points] = {}
-        for verb, issue in verbs.items():
-            rows = n if verb == "reduce_scatter" else 1
+        for verb, (name, rows, share) in _collectives(n).items():
+            issue: Callable[[Tensor, tuple[str, ...]], Handle] = getattr(self.comm, name)
             times[verb] = []
             for count in counts:
                 source, outs = self.random(count), [self.random(count) for _ in range(n)]
@@ -301,7 +295,7 @@ class _Bench:
                 def once(issue=issue, rows=rows, source=source, outs=outs, verb=verb) -> None:
                     buffer = self.comm.send_buffer(source.numel() // rows, source.dtype, axes, rows=rows)
                     buffer.copy_(source)
-                    handle = issue(buffer)
+                    handle = issue(buffer, axes)
                     result = handle.wait()
                     for out, row in zip(outs, result if verb == "gather" else (), strict=False):
                         out.copy_(row)
@@ -310,12 +304,23 @@ class _Bench:
                 copies = (1 + n if verb == "gather" else 1) * 2 * source.nbytes * copy
                 seconds = self.seconds(once)
                 latency = min(latency, seconds)
-                times[verb].append((moved_share[verb] * source.nbytes, max(seconds - copies, seconds / 20)))
+                times[verb].append((share * source.nbytes, max(seconds - copies, seconds / 20)))
         for verb, points in times.items():
             # The least seen is the meeting itself; what is left over grows with the bytes.
             beyond = [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
             found[verb] = _curve(beyond)
         return {"latency_seconds": latency, **found}
+
+
+def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
+    """By rate of a link: the collective, in how many rows it takes what is sent, how often that is sent."""
+    share = (n - 1) / n
+    return {
+        "gather": ("all_gather", 1, n - 1.0),
+        "reduce_scatter": ("reduce_scatter", n, share),
+        "all_reduce": ("all_reduce", 1, 2 * share),
+        "all_to_all": ("all_to_all", n, share),
+    }
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:

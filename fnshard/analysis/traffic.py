@@ -1,8 +1,8 @@
 """Traffic: what a step's collectives and transfers move, counted from its schedule.
 
-Two numbers for each collective. `bytes`: the whole buffer, all rows of a gather or scatter, the flat of a
-sum. `sent_bytes`: what one rank puts on the wire, (n-1)/n of a gathered or scattered buffer and 2(n-1)/n of
-a summed one: exact for fnshard's own sends from rank to rank, and what rings send (Patarasuk & Yuan,
+Two numbers for each collective. `bytes`: the whole buffer, all rows of a gather, a scatter or an
+all-to-all, the flat of a sum. `sent_bytes`: what one rank puts on the wire, (n-1)/n of the first three and
+2(n-1)/n of a sum: exact for fnshard's own sends from rank to rank, and what rings send (Patarasuk & Yuan,
 2009); ranks that share memory send nothing. The small sum of scalars is counted by itself.
 """
 

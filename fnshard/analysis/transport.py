@@ -144,6 +144,17 @@ class Transport:
             (rows, live.like(rows, BUFFERS)), result=PaperTensor(None, part, rows.dtype), rows=n
         )
 
+    def all_to_all(self, live: LiveMemory, rows: PaperTensor, axes: Sequence[str]) -> PaperFlight:
+        """Issue; `reduced` gives the rows that were received."""
+        if self.mesh.axes_size(axes) == 1 or self.kind == "local":
+            return PaperFlight(result=rows)
+        received = PaperTensor(None, rows.numel, rows.dtype)
+        if self.kind == "shared":
+            return PaperFlight(slot=self._slot(rows, self.reductions), result=received)
+        if self.kind == "simulated":
+            return PaperFlight((rows, live.like(rows, BUFFERS)), result=received)
+        return PaperFlight((rows,), result=live.like(rows, BUFFERS))
+
     def reduce_pair(
         self, numel: int, dtype: torch.dtype, axes: Sequence[str], own: Sequence[PaperTensor], in_place: bool
     ) -> PaperFlight:
@@ -162,7 +173,7 @@ class Transport:
         return PaperFlight((live.like(flat, BUFFERS),), result=flat, rows=n)
 
     def reduced(self, live: LiveMemory, flight: PaperFlight) -> PaperTensor:
-        """Wait for a sum: where it is not there yet, it is made now."""
+        """Wait for a sum, or rows: where it is not there yet, it is made now."""
         result: PaperTensor = flight.result
         if self.kind in ("local", "native") or (not flight.keeps and flight.slot is None):
             return result  # summed where it lay, or by the library

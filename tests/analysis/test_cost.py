@@ -195,6 +195,9 @@ def test_groups_that_span_nodes_go_through_the_network() -> None:
     assert H100.link(inner).gather.at(1e6) == node
     assert H100.link(outer).gather.at(1e6) == network
     assert H100.link(both).gather.at(1e6) == min(node, 8 * network)
+    assert (
+        H100.link(both).all_to_all.at(1e6) == network * 15 / 8
+    )  # 8 of 15 parts leave the node, by one adapter
     slow = Link.even(1.0, 1.0)
     assert replace(H100, axis_links={"replicate": slow}).link(outer, ("replicate",)) is slow
 

@@ -16,7 +16,7 @@ from toys import chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import Hardware
 from fnshard.analysis.cost import Pricer
-from fnshard.analysis.hardware import Curve, Link
+from fnshard.analysis.hardware import COLLECTIVES, Curve, Link
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
@@ -135,7 +135,7 @@ def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Har
 @given(plans, machines(), st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(low: Lowered, hardware: Hardware, factor: float) -> None:
     def faster(link: Link) -> Link:
-        curves = (link.gather, link.reduce_scatter, link.all_reduce)
+        curves = (getattr(link, name) for name in COLLECTIVES)
         return Link(
             link.latency_seconds, *(Curve(tuple((s, r * factor) for s, r in c.points)) for c in curves)
         )

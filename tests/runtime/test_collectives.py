@@ -93,7 +93,21 @@ def check_reduce(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: 
     return finish
 
 
-CHECKS = {check_gather: GATHERED, check_scatter: REDUCED, check_reduce: REDUCED}
+def check_swap(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
+    n, here = len(ranks), ranks.index(mesh.rank)
+    sent = data(mesh.rank, n * numel, dtype, seed)
+    handle = by.all_to_all(packed(by, sent, axes, n) if buffered else sent, axes)
+
+    def finish() -> None:
+        rows = [data(rank, n * numel, dtype, seed).view(n, -1)[here] for rank in ranks]
+        expect(handle.wait(), torch.cat(rows), ("all_to_all", axes, numel, dtype))
+        handle.release()
+
+    return finish
+
+
+CHECKS = {check_gather: GATHERED, check_scatter: REDUCED, check_reduce: REDUCED, check_swap: GATHERED}
 
 
 def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
@@ -250,7 +264,7 @@ def test_half_types_are_summed_in_fp32():
 # ------------------------------------------------------------------ peers that fail
 
 
-def _abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
+def _abandoned(rank: int, transport: str, how: str, name: str = "all_gather") -> tuple[str, float]:
     timeout = 6 if how == "dies" else 1
     by = connect(make_mesh(shard=2, device="cpu"), timeout=timeout, transport=transport)
     by.all_reduce(torch.ones(100_000), ("shard",)).wait()
@@ -260,7 +274,7 @@ def _abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
         return "", 0.0
     began = time.monotonic()
     try:
-        by.all_gather(torch.ones(100_000), ("shard",)).wait()
+        getattr(by, name)(torch.ones(100_000), ("shard",)).wait()
     except CollectiveError as error:
         return str(error), time.monotonic() - began
     return "nothing was raised", 0.0
@@ -273,10 +287,11 @@ def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
     assert seconds < 5  # less than the timeout: the death itself was seen
 
 
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport):
-    text, seconds = ranks(2).run(_abandoned, transport, "stays away")[0]
-    assert "all_gather over (shard) of ranks 0, 1, on rank 0" in text and "did not answer" in text
+def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport, name):
+    text, seconds = ranks(2).run(_abandoned, transport, "stays away", name)[0]
+    assert f"{name} over (shard) of ranks 0, 1, on rank 0" in text and "did not answer" in text
     assert 0.5 < seconds < 20
 
 

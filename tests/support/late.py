@@ -43,6 +43,7 @@ class Stream:
             (base, "_all_gather"),
             (base, "_reduce_scatter"),
             (dist, "all_reduce"),
+            (dist, "all_to_all_single"),
         ):
             setattr(owner, name, self._late(getattr(owner, name)))
 

@@ -77,6 +77,9 @@ class Collectives(Protocol):
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         """[n * k] on each rank -> [k], the sum of this rank's row; the caller owns it."""
 
+    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        """[n * k] on each rank -> [n * k], this rank's row of each rank; the caller owns it. Any dtype."""
+
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
 
@@ -232,6 +235,9 @@ class SingleRank:
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         return Done(rows)
 
+    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        return Done(rows)
+
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         return Done(flat)
 
@@ -261,7 +267,8 @@ class Abstract:
             "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
         )
 
-    send_buffer = all_gather = reduce_scatter = all_reduce = gather_object = barrier = _refuse
+    send_buffer = all_gather = reduce_scatter = all_to_all = all_reduce = _refuse
+    gather_object = barrier = _refuse
 
     def transport_bytes(self) -> int:
         return 0
@@ -277,7 +284,7 @@ class Abstract:
 class Group:
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
 
-    With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
+    With `peer_to_peer` all but all-reduces are sends from rank to rank: gloo's own stage
     everything in full-size temporaries. `monitor`: where waits do not block.
     """
 
@@ -315,20 +322,42 @@ class Group:
             if self.peer_to_peer:
                 works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
                 return self._pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what)
-            if order != tuple(range(n)):
-                rows = rows.view(n, -1)[[order.index(place) for place in range(n)]].view(-1)
+            rows = _permuted(rows, _inverse(order))
             out = rows.new_empty(rows.numel() // n)
             work = _reduce_scatter(out, rows, group=group, async_op=True)
         return self._pending([work], lambda: (rows, out)[1], what)
 
-    def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
-        """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
-        works, got = [], list(sent)
+    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        n = self.mesh.axes_size(axes)
+        if n == 1:
+            return Done(rows)
+        what = self._what("all_to_all", axes)
+        with failing(what, self._blame):
+            group, order = self.group(axes, "gather")
+            out = torch.empty_like(rows)
+            if self.peer_to_peer:
+                works, _ = self._exchange(rows.view(n, -1).unbind(0), axes, group, out.view(n, -1).unbind(0))
+                return self._pending(works, lambda: (rows, out)[1], what)
+            rows = _permuted(rows, _inverse(order))
+            work = dist.all_to_all_single(as_bytes(out), as_bytes(rows), group=group, async_op=True)
+        return self._pending([work], lambda: (rows, _permuted(out, order))[1], what)
+
+    def _exchange(
+        self, sent: Sequence[Tensor], axes: Axes, group: Any, into: Sequence[Tensor] | None = None
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one.
+
+        Args:
+            into: where that is received; by default in new tensors, and this rank's own is not copied.
+        """
+        works, got = [], list(sent if into is None else into)
         for place, peer in enumerate(self.mesh.group_ranks(axes)):
             if peer != self.mesh.rank:
-                got[place] = torch.empty_like(sent[place])
+                got[place] = torch.empty_like(sent[place]) if into is None else into[place]
                 works.append(dist.isend(as_bytes(sent[place]), peer, group=group))
                 works.append(dist.irecv(as_bytes(got[place]), peer, group=group))
+            elif into is not None:
+                into[place].copy_(sent[place])
         return works, got
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
@@ -400,3 +429,15 @@ class Group:
             here = self.mesh.group_ranks(axes)
             self.groups[key] = group, tuple(sorted(here).index(rank) for rank in here)
         return self.groups[key]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    """Of a permutation."""
+    return [order.index(place) for place in range(len(order))]
+
+
+def _permuted(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """[n * k] -> [n * k], whose j-th row is row `order[j]`; itself where no row moves."""
+    if list(order) == sorted(order):
+        return rows
+    return rows.view(len(order), -1)[list(order)].view(-1)

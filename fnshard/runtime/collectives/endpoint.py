@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 OWN = 8  # words at the head of a memory that are its own; two of each group are behind them
 SMALL_BYTES = 64 << 10  # an all-reduce below this is summed whole by every rank: one meeting, not two
+SCATTERED = ("reduce_scatter", "all_to_all")  # of what is sent each rank reads its own row
 
 
 def group_names(mesh: Mesh) -> list[tuple[str, ...]]:
@@ -80,8 +81,8 @@ class Endpoint:
     units: dict[tuple[str, ...], Units] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Rows to be reduced lie apart from rows to be gathered: they come and go in another rhythm, and
-        # in one heap would leave gaps in each other's way. The memory is sparse, gaps between cost nothing.
+        # Rows of which each rank reads its own lie apart from what all read: they come and go in another
+        # rhythm, and in one heap would leave gaps in each other's way. Memory is sparse, gaps cost nothing.
         self.head = head_bytes(len(group_names(self.mesh)))
         self.pages, self.gathers, self.reductions = Slots(self.head), Slots(REGION), Slots(2 * REGION)
         self.own = self.memories[self.mesh.rank]
@@ -103,13 +104,22 @@ class Endpoint:
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         """See `Collectives`."""
-        message, _ = self._send("reduce_scatter", rows, axes)
+        return self._scatter("reduce_scatter", rows, axes, _sum)
+
+    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        """See `Collectives`."""
+        return self._scatter("all_to_all", rows, axes, torch.cat)
+
+    def _scatter(
+        self, name: str, rows: Tensor, axes: Axes, make: Callable[[list[Tensor]], Tensor]
+    ) -> Handle[Tensor]:
+        """Give what `make` makes of this rank's row of each rank."""
+        message, _ = self._send(name, rows, axes)
         count = rows.numel() // len(message.channel.memories)
         first = message.channel.here * count
 
         def take(message: Message) -> Tensor:
-            mine = [part[first : first + count] for part in message.parts()]
-            result = sum_rows(mine, torch.empty_like(mine[0]))
+            result = make([part[first : first + count] for part in message.parts()])
             message.done()
             return result
 
@@ -173,7 +183,7 @@ class Endpoint:
         slot = self.gathers.packed_at(offset, nbytes) or self.reductions.packed_at(offset, nbytes)
         copied = slot is None
         if slot is None:
-            slot = (self.reductions if name == "reduce_scatter" else self.gathers).take(nbytes)
+            slot = (self.reductions if name in SCATTERED else self.gathers).take(nbytes)
         unsent = flat.detach() if copied else None
         slot.message = Message(channel, channel.next(), name, nbytes, flat.dtype, slot.start, unsent)
         if not self.late:
@@ -199,6 +209,10 @@ class Endpoint:
                 self.sweep,
             )  # fmt: skip
         return self.channels[named]
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return sum_rows(parts, torch.empty_like(parts[0]))
 
 
 def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> None:

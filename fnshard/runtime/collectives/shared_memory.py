@@ -211,6 +211,11 @@ class Shared:
             return Done(rows)
         return self._carrier(axes).reduce_scatter(rows, axes)
 
+    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(rows)
+        return self._carrier(axes).all_to_all(rows, axes)
+
     def reduce_pair(
         self,
         numel: int,

@@ -215,6 +215,11 @@ class Simulated:
             return Done(rows)
         return self._session().endpoint(self.mesh).reduce_scatter(rows, axes)
 
+    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(rows)
+        return self._session().endpoint(self.mesh).all_to_all(rows, axes)
+
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:
             return Done(flat)
