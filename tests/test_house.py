@@ -32,6 +32,7 @@ PUBLIC = [
     "OptimizerError",
     "P",
     "ScheduleError",
+    "Sequence",
     "SpecError",
     "StateError",
     "TraceError",

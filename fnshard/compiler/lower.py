@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fnshard.compiler.frontend.trace import sequence_dims, trace
-from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.frontend.trace import trace
+from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.kernels.remat import Remat, policies

@@ -90,9 +90,7 @@ def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
     check_leaves(batch)
     named, structure = tree.flatten_with_paths(batch, constants=True)
     cut = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | Sequence)}
-    wrong = [
-        f"batch[{n!r}] {list(v.shape)}" for n, v in cut.items() if v.dim() == 0 or v.shape[0] % parts
-    ]
+    wrong = [f"batch[{n!r}] {list(v.shape)}" for n, v in cut.items() if v.dim() == 0 or v.shape[0] % parts]
     if wrong and parts > 1:
         raise StateError(
             f"{len(wrong)} leaves of the global batch cannot be cut into {parts} parts along dim 0:",

@@ -96,7 +96,6 @@ def test_defaults_follow_the_leaf_and_the_storage() -> None:
         ({"storage": "shard"}, r"expected P\(...\), got str"),
         ({"memory": "gpu"}, "one of 'device', 'host', 'disk'"),
         ({"compute_dtype": "bf16"}, "expected a torch.dtype"),
-        ({"compute": P("shard")}, "(?s)sees whole leaves until the tensor axis is built.*storage="),
     ],
 )
 def test_specs_are_checked_when_made(fields: dict[str, Any], message: str) -> None:
@@ -139,10 +138,24 @@ def test_all_failing_leaves_are_named_at_once() -> None:
         check_specs(specs, MESH)
 
 
-def test_an_axis_that_is_no_data_axis_is_refused() -> None:
-    mesh = fs.make_mesh(shard=4, tensor=2, data_axes=["shard"], abstract=True)
-    with pytest.raises(SpecError, match=r"(?s)'tensor' is not a data axis.*not built yet"):
-        check_specs({"x": resolved(P("tensor"))}, mesh)
+@pytest.mark.parametrize(
+    ("storage", "compute", "message"),
+    [
+        (
+            P(("shard", "tensor")),
+            P("tensor"),
+            r"(?s)compute=P\('tensor'\), storage=.*name compute's axes first",
+        ),
+        (P("shard"), P(None, "tensor"), "(?s)name compute's axes first"),
+        (P(("tensor", "shard")), P("tensor"), "(?s)dim 0 of 12 is not divided by 8 ranks.*another dim"),
+        (P("tensor"), P("tonsor"), r"(?s)the mesh has no axis 'tonsor'.*'tensor'\?"),
+    ],
+)
+def test_compute_is_major_and_divides(storage: P, compute: P, message: str) -> None:
+    mesh = fs.make_mesh(shard=4, tensor=2, abstract=True)
+    spec = LayoutSpec(storage, compute=compute).resolve(torch.ones(12, 8), "x")
+    with pytest.raises(SpecError, match=message):
+        check_specs({"x": spec}, mesh)
 
 
 # ------------------------------------------------------------------ rules

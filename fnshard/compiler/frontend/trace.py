@@ -54,7 +54,6 @@ from fnshard.compiler.rewrites.in_place import functionalize
 from fnshard.compiler.rewrites.rounding import keep_rounding
 from fnshard.errors import TraceError, leaves
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Sequence as SequenceLeaf
 from fnshard.losses import unwrapped
 from fnshard.mesh import Mesh
 
@@ -232,17 +231,6 @@ def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tre
     """`{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
     named, structure = Arguments.of(batch).leaves
     return {n: unwrapped(v) for n, v in named.items()}, structure
-
-
-def sequence_dims(batch: Arguments | Sequence[Any]) -> dict[str, int]:
-    """The dim that is a sequence, of each leaf of a batch that has one: the second, if none is named."""
-    dims = {}
-    for name, leaf in Arguments.of(batch).leaves[0].items():
-        if isinstance(leaf, SequenceLeaf):
-            dims |= {} if leaf.dim is None else {name: leaf.dim % leaf.value.dim()}
-        elif isinstance(leaf, Tensor) and leaf.dim() > 1:
-            dims[name] = 1
-    return dims
 
 
 # ------------------------------------------------------------------ fakes

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fnshard import tree
+from torch import Tensor
+
+from fnshard import losses, tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,3 +97,14 @@ def _join(children: dict[Any, Any]) -> Arguments:
 
 
 tree.register(Arguments, _children, _join)
+
+
+def sequence_dims(batch: Arguments | Sequence[Any]) -> dict[str, int]:
+    """The dim that is a sequence, of each leaf of a batch that has one: the second, if none is named."""
+    dims = {}
+    for name, leaf in Arguments.of(batch).leaves[0].items():
+        if isinstance(leaf, losses.Sequence):
+            dims |= {} if leaf.dim is None else {name: leaf.dim % leaf.value.dim()}
+        elif isinstance(leaf, Tensor) and leaf.dim() > 1:
+            dims[name] = 1
+    return dims

@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
-from fnshard.compiler.ir.program import Input, Program, propagate
+from fnshard.compiler.ir.program import Input, OpOverload, Program, propagate
 from fnshard.compiler.place.expand import EXPANSIONS
 from fnshard.compiler.place.placement import (
     PARTIAL,
@@ -159,9 +158,7 @@ class _Placer:
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
-        call = Call(
-            node.target, args, kwargs, node.meta["val"], placements, self.axis.ranks, self.axis.later
-        )
+        call = Call(node.target, args, kwargs, node.meta["val"], placements, self.axis.ranks, self.axis.later)
         if not sources:
             return self.replicated(node, sources)
         find = rule_of(node.target)

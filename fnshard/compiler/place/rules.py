@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -260,7 +260,9 @@ def _attention(call: Call) -> Iterator[Way]:
     """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs."""
     query, key = call.tensors[0], call.tensors[1]
     drawn = call.target is own.attention.default and call["p"] > 0
-    dims = [(dim, outer) for dim in range(query.dim() - 2) for outer in dict.fromkeys([call.later, *call.outers])]
+    dims = [
+        (dim, outer) for dim in range(query.dim() - 2) for outer in dict.fromkeys([call.later, *call.outers])
+    ]
     for split in [Split(dim, outer) for dim, outer in dims if not drawn]:
         dim = split.dim
         rest = [broadcast(t.shape, (*query.shape[:-1], key.shape[-2]), split) for t in call.tensors[3:]]

@@ -336,7 +336,7 @@ class _Builder:
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
         """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf."""
-        split = {*bucket.axes, *self.specs[bucket.paths[0]].compute.axes}
+        split = (*bucket.axes, *self.specs[bucket.paths[0]].compute.axes)
         rest = tuple(a for a in self.summed if a not in split)
         name = ValueName(Kind.REDUCED, bucket.name, f"#{micro}")
         flight = ValueName(Kind.FLIGHT, bucket.name, name.version)
@@ -436,11 +436,10 @@ class _Builder:
         ]
         of_updates = (b for some in self.update_gathers.values() for b in some)
         moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated.buckets)
-        buckets = {b.name: b for b in moved}
         return Schedule(
             tuple(self.lines),
             {k.name: k for k in self.kernels},
-            buckets,
+            {b.name: b for b in moved},
             self.specs,
             self.mesh,
             tuple(inputs),
