@@ -44,6 +44,7 @@ PUBLIC = [
     "bounded",
     "checkpoint",
     "codecs",
+    "constrain",
     "debug",
     "deferred",
     "diff",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.errors import SpecError, leaves
-from fnshard.mesh import Mesh
+from fnshard.mesh import COMPUTE_AXES, Mesh
 
 __all__ = ["LayoutSpec", "P"]
 
@@ -304,7 +304,7 @@ def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
     """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch by
     rows or along its sequence, or leaves in any layout. Along any other all ranks do the same."""
     named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
-    return mesh.ordered({*mesh.data_axes, *named, "context"})
+    return mesh.ordered({*mesh.data_axes, *COMPUTE_AXES, *named})
 
 
 def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ from sharded import assert_same, by_steps, make_step, specs_of, train
 from torch import Tensor
 
 import fnshard as fs
+from fnshard.compiler.schedule.instructions import Exchange
 
 ROWS, T, WIDTH, HEADS, VOCAB = 4, 8, 8, 4, 16
 D = torch.float64
@@ -82,3 +83,19 @@ def test_any_mesh_is_one_process(axes: dict[str, int], residual: str) -> None:
     expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
     for got in trained(model, axes, residual=residual):
         assert_same(got, expected)
+
+
+def test_constrain_says_how_a_value_is_split() -> None:
+    model = decoder()
+
+    def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return model.loss({**p, "pos": fs.constrain(p["pos"], fs.P(None, "tensor"))}, tokens)
+
+    def counts(fn: Any) -> list[str]:
+        mesh = fs.make_mesh(tensor=2, context=2, abstract=True)
+        step = make_step(mesh, model, fs.presets.full_shard(model.params, mesh), None, loss=fn)
+        lines = step.lower(model.params, *model.batch(0)).schedule.instructions
+        return [line.detail for line in lines if isinstance(line, Exchange)]
+
+    assert not any("tensor" in line for line in counts(model.loss))
+    assert any("tensor" in line for line in counts(loss))

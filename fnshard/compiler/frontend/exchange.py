@@ -91,6 +91,11 @@ def tracing_on(mesh: Mesh) -> Iterator[None]:
         _state.mesh = before
 
 
+def traced_mesh() -> Mesh | None:
+    """The mesh that `fn` is traced for on this thread."""
+    return getattr(_state, "mesh", None)
+
+
 Summed = TypeVar("Summed", Tensor, int, float)
 Axes = str | Sequence[str] | None
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
+from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input, OpOverload, Program, propagate
 from fnshard.compiler.place.expand import EXPANSIONS
@@ -33,7 +34,7 @@ from fnshard.compiler.place.placement import (
     local_shape,
 )
 from fnshard.compiler.place.rules import Call, Way, rule_of
-from fnshard.errors import report
+from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
@@ -74,7 +75,7 @@ def place_axes(
     Args:
         sequences: the dim of each batch leaf that the context axis splits.
     """
-    tensor = mesh.ordered({a for s in specs.values() for a in s.compute.axes})
+    tensor = mesh.ordered({"tensor", *(a for s in specs.values() for a in s.compute.axes)} - {"context"})
     if "context" in mesh.ordered(mesh.names):
         sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
         ranks, later = mesh.axis_size("context"), mesh.axes_size(tensor)
@@ -87,6 +88,9 @@ def place_axes(
             if axis in spec.compute.of(dim)
         }
         program = place(program, Axis(axis, mesh.axis_size(axis), inputs, residual))
+    for node in program.graph.find_nodes(op="call_function", target=CONSTRAIN):
+        node.replace_all_uses_with(node.args[0])
+        program.graph.erase_node(node)
     return program
 
 
@@ -154,6 +158,8 @@ class _Placer:
 
     def run(self, node: fx.Node) -> _Value:
         sources = [self.values[n] for n in _tensors_of(node)]
+        if node.target is CONSTRAIN:
+            return self.constrained(sources[0], *node.args[1:])
         if not isinstance(node.target, OpOverload):
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
@@ -180,6 +186,25 @@ class _Placer:
             fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
             new = self.inline(way.run, fakes, reads)
         return _Value(new, way.output, node.meta["val"], of_leaf)
+
+    def constrained(self, value: _Value, axes: Sequence[str], dims: Sequence[int]) -> _Value:
+        """As `fn` says of this axis; as it is where it says nothing.
+
+        Raises:
+            TraceError: the dim cannot be split over the axis.
+        """
+        dim = dict(zip(axes, dims, strict=True)).get(self.axis.name)
+        if dim is None:
+            return replace(value, node=self.call(CONSTRAIN, (value.node, list(axes), list(dims))))
+        to = Split(dim) if dim >= 0 else REPLICATED
+        shape = value.whole.shape
+        if isinstance(to, Split) and not fits(shape, to, self.axis.ranks):
+            raise TraceError(
+                f"fs.constrain splits dim {dim} of {list(shape)} over {self.axis.name!r}, {self.axis.ranks} ranks.",
+                fix="a dim that has something for every rank.",
+            )
+        new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
+        return replace(value, node=new, placement=to)
 
     def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """An op that takes whole values."""
