@@ -241,7 +241,7 @@ class LayoutSpec:
         """The spec of the part that a rank computes with, as of a leaf of its own: without axes of `compute`.
 
         >>> from fnshard.mesh import make_mesh
-        >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor"), shape=(8, 2), unit="")
+        >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.empty(8, 2), "unit")
         >>> local = spec.local(make_mesh(shard=2, tensor=2, abstract=True))
         >>> local.shape, local.storage
         ((4, 2), P('shard'))

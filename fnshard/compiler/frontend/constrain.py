@@ -1,4 +1,4 @@
-"""Constrain: how a value inside `fn` is to be split, said in `fn`. Nothing of it is left in a placed program."""
+"""Constrain: how a value inside `fn` is split, said in `fn`; a placed program has no trace of it."""
 
 from __future__ import annotations
 

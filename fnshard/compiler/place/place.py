@@ -197,10 +197,10 @@ class _Placer:
         if dim is None:
             return replace(value, node=self.call(CONSTRAIN, (value.node, list(axes), list(dims))))
         to = Split(dim) if dim >= 0 else REPLICATED
-        shape = value.whole.shape
-        if isinstance(to, Split) and not fits(shape, to, self.axis.ranks):
+        shape, axis = value.whole.shape, self.axis
+        if isinstance(to, Split) and not fits(shape, to, axis.ranks):
             raise TraceError(
-                f"fs.constrain splits dim {dim} of {list(shape)} over {self.axis.name!r}, {self.axis.ranks} ranks.",
+                f"fs.constrain splits dim {dim} of {list(shape)} over {axis.name!r}, {axis.ranks} ranks.",
                 fix="a dim that has something for every rank.",
             )
         new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
