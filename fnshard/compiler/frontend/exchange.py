@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,68 @@ from fnshard.mesh import Mesh
 
 __all__ = ["all_gather", "psum"]
 
-# By kind, what the backward does with the cotangent: each rank's loss is its own, and their sum is minimised.
-DUALS = {"psum": "psum", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+@dataclass(frozen=True)
+class ExchangeKind:
+    """What ranks make of a value that each of them has.
+
+    Args:
+        collective: of `Collectives`, which carries it.
+        rate: of a `Link`, at which that goes.
+        dual: what the backward does with the cotangent: each rank's loss is its own, and their sum is
+            minimised.
+        splits: each rank receives its row of what is sent, of as many along a dim as there are ranks; else
+            all receive the same.
+        joins: the rows that are received lie behind one another along a dim; else they are summed.
+    """
+
+    collective: str
+    rate: str
+    dual: str
+    splits: bool = False
+    joins: bool = False
+
+    @property
+    def trips(self) -> int:
+        """How often a rank sends (n - 1) / n of `full_share` times what it has."""
+        return 1 if self.splits or self.joins else 2
+
+    def full_share(self, ranks: int) -> int:
+        """How many times what is sent the largest buffer is."""
+        return ranks if self.joins and not self.splits else 1
+
+    def dims(self, dim: int, to: int) -> tuple[int | None, int | None]:
+        """Along which it splits, and along which it joins."""
+        return (dim if self.splits else None, (to if self.splits else dim) if self.joins else None)
+
+    def dual_dims(self, dim: int, to: int) -> tuple[int, int]:
+        """Of its dual, where they are `dim` and `to` here."""
+        return (to, dim) if self.splits and self.joins else (dim, to)
+
+    def dims_text(self, dim: int, to: int) -> str:
+        """Where there are two, both."""
+        return f" dim {dim} to {to}" if self.splits and self.joins else ""
+
+    def row(self, shape: Sequence[int], dim: int, ranks: int) -> tuple[int, ...]:
+        """The shape of one row of what is sent."""
+        return tuple(s // ranks if self.splits and d == dim else s for d, s in enumerate(shape))
+
+    def received(self, shape: Sequence[int], dim: int, to: int, ranks: int) -> tuple[int, ...]:
+        """What each rank then has.
+
+        >>> KINDS["all_to_all"].received((4, 6, 8), dim=2, to=1, ranks=2)
+        (4, 12, 4)
+        """
+        _, joined = self.dims(dim, to)
+        return tuple(s * ranks if d == joined else s for d, s in enumerate(self.row(shape, dim, ranks)))
+
+
+KINDS = {
+    "psum": ExchangeKind("all_reduce", "all_reduce", dual="psum"),
+    "all_gather": ExchangeKind("all_gather", "gather", dual="reduce_scatter", joins=True),
+    "reduce_scatter": ExchangeKind("reduce_scatter", "reduce_scatter", dual="all_gather", splits=True),
+    "all_to_all": ExchangeKind("all_to_all", "all_to_all", dual="all_to_all", splits=True, joins=True),
+}
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
 # What is sent lies in memory of its own, and is an activation.
@@ -35,13 +96,13 @@ _LIB.impl(
 
 
 @torch.library.custom_op("fnshard::exchange", mutates_args=())
-def _exchange(x: Tensor, kind: str, axes: str, dim: int, ranks: int) -> Tensor:
+def _exchange(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> Tensor:
     raise RuntimeError("an exchange is a line of a schedule, and runs in no kernel.")
 
 
 @_exchange.register_fake
-def _(x: Tensor, kind: str, axes: str, dim: int, ranks: int) -> Tensor:
-    return x.new_empty(received_shape(x.shape, kind, dim, ranks))
+def _(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> Tensor:
+    return x.new_empty(KINDS[kind].received(x.shape, dim, to, ranks))
 
 
 def _refuse_derivative(ctx: Any, grad: Tensor) -> None:
@@ -66,16 +127,6 @@ def copy_outgoing(graph: fx.Graph) -> None:
             value, memory_format=torch.contiguous_format, requires_grad=value.requires_grad
         )
         node.update_arg(0, copy)
-
-
-def received_shape(shape: Sequence[int], kind: str, dim: int, ranks: int) -> tuple[int, ...]:
-    """What each rank has of an exchange of such tensors."""
-    sizes = list(shape)
-    if kind == "all_gather":
-        sizes[dim] *= ranks
-    elif kind == "reduce_scatter":
-        sizes[dim] //= ranks
-    return tuple(sizes)
 
 
 _state = threading.local()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, Source
@@ -34,7 +35,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """An exchange behind segment `behind`: which value is sent, and what its result is called."""
+    """An exchange behind segment `behind`: which value is sent, and what its result is called.
+
+    `dim`, `to`: along which it is split or joined; see `frontend.exchange`.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -43,9 +47,19 @@ class Exchanged:
     sent: ValueName
     received: ValueName
     like: Argument  # what is sent
+    to: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.sent} {self.like}) over {', '.join(self.axes)} -> {self.received}"
+        dims = KINDS[self.kind].dims_text(self.dim, self.to)
+        return f"{self.kind}({self.sent} {self.like}{dims}) over {', '.join(self.axes)} -> {self.received}"
+
+
+def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
+    """Each before the one whose result it sends, as a backward runs them; else in their order."""
+    depths: dict[ValueName, int] = {}
+    for each in exchanges:
+        depths[each.received] = depths.get(each.sent, -1) + 1
+    return sorted(exchanges, key=lambda e: -depths[e.received])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend.exchange import EXCHANGE
+from fnshard.compiler.frontend.exchange import EXCHANGE, KINDS
 from fnshard.compiler.ir.program import Input, Program, storage_id
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, extract
@@ -57,7 +57,11 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
         if i.kind == "constant" or (i.kind == "leaf" and specs[i.name].aggregated != "local")
     }
     exchanges = program.graph.find_nodes(op="call_function", target=EXCHANGE)
-    same |= {n: None for n in exchanges if set(data_axes) <= set(n.args[2].split(","))}
+    same |= {
+        n: None
+        for n in exchanges
+        if not KINDS[n.args[1]].splits and set(data_axes) <= set(n.args[2].split(","))
+    }
     writes = {p: program.results[index] for p, index in program.outputs.writes.items()}
     while True:
         rests = derived(program.graph, same)
@@ -380,10 +384,10 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
 
 
 def _exchanged(node: fx.Node, behind: int) -> Exchanged:
-    sent, kind, axes, dim, _ = node.args
+    sent, kind, axes, dim, _, *to = node.args
     names = (ValueName(Kind.VALUE, n.name) for n in (sent, node))
     return Exchanged(
-        kind, tuple(axes.split(",")), dim, behind, *names, Argument.of(sent.meta["val"], "value")
+        kind, tuple(axes.split(",")), dim, behind, *names, Argument.of(sent.meta["val"], "value"), *to
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
+from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets, update_buckets, wire_dtype
 from fnshard.compiler.schedule.instructions import (
@@ -127,7 +127,8 @@ class _Builder:
         active: set[int] = set()
         for segment in reversed(self.segments.segments):
             kernel = self.kernels[segment.index]
-            reached |= {e.sent for e in self.exchanges[segment.index] if e.received in reached}
+            for each in last_first(self.exchanges[segment.index]):
+                reached |= {each.sent} if each.received in reached else set()
             if kernel.backward is None or not kernel.grads:
                 continue
             if any(segment.outputs[i] in reached for i in kernel.tangents):
@@ -222,7 +223,7 @@ class _Builder:
         tangents = {self.segments.results[self.outputs.loss]: LOSS_TANGENT}
         grads: dict[str, ValueName] = {}
         for segment in reversed(self.segments.segments):
-            for each in self.exchanges[segment.index]:
+            for each in last_first(self.exchanges[segment.index]):
                 self.exchange_back(each, self.unit(segment), phase, micro, tangents)
             if segment.index in self.active:
                 self.backward_of(segment, micro, phase, tangents, grads)

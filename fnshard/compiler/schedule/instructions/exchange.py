@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.frontend.exchange import DUALS, received_shape
+from fnshard.compiler.frontend.exchange import KINDS, ExchangeKind
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.segments import Exchanged
@@ -24,15 +24,12 @@ if TYPE_CHECKING:
     from fnshard.compiler.schedule.schedule import Schedule
     from fnshard.runtime.executor.context import Context
 
-_COLLECTIVES = {"psum": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter"}
-_PRICES = {"psum": "all_reduce", "all_gather": "gather", "reduce_scatter": "reduce_scatter"}
-
 
 @dataclass(frozen=True)
 class Exchange(Instruction):
     """Issue: a value -> what `kind` makes of every rank's; see `compiler.frontend.exchange`.
 
-    `like`: what is sent. `dim`: along which it is gathered or scattered.
+    `like`: what is sent. `dim`, `to`: along which it is split or joined.
     """
 
     lane = COMMUNICATION
@@ -41,14 +38,20 @@ class Exchange(Instruction):
     axes: tuple[str, ...] = ()
     dim: int = 0
     like: Argument | None = None
+    to: int = 0
+
+    @property
+    def of_kind(self) -> ExchangeKind:
+        return KINDS[self.kind]
 
     @property
     def trips(self) -> int:
-        return 2 if self.kind == "psum" else 1
+        return self.of_kind.trips
 
     @property
     def detail(self) -> str:
-        return f"{self.kind}({', '.join(self.reads)} {self.like}) over {', '.join(self.axes)}"
+        dims = self.of_kind.dims_text(self.dim, self.to)
+        return f"{self.kind}({', '.join(self.reads)} {self.like}{dims}) over {', '.join(self.axes)}"
 
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
@@ -63,27 +66,38 @@ class Exchange(Instruction):
         return math.prod(self.like.shape) * self.like.dtype.itemsize
 
     def wire_bytes(self, schedule: Schedule) -> int:
-        return self.sent_bytes * (schedule.mesh.axes_size(self.axes) if self.kind == "all_gather" else 1)
+        return self.sent_bytes * self.of_kind.full_share(schedule.mesh.axes_size(self.axes))
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
         shape = f" {list(self.like.shape)}" if shapes else ""
-        return f"{self.kind} {self.like.dtype} dim {self.dim}{shape}"
+        dims = self.of_kind.dims_text(self.dim, self.to) or f" dim {self.dim}"
+        return f"{self.kind} {self.like.dtype}{dims}{shape}"
 
     def received(self, schedule: Schedule) -> tuple[int, ...]:
         """The shape of the result."""
-        ranks = schedule.mesh.axes_size(self.axes)
-        return received_shape(self.like.shape, self.kind, self.dim, ranks)
+        return self.of_kind.received(self.like.shape, self.dim, self.to, self._ranks(schedule))
 
-    def _rows(self, schedule: Schedule) -> int:
-        """In how many rows it is packed: one for each receiver where these get different ones."""
-        return schedule.mesh.axes_size(self.axes) if self.kind == "reduce_scatter" else 1
+    def _ranks(self, schedule: Schedule) -> int:
+        return schedule.mesh.axes_size(self.axes)
+
+    def _rows(self, schedule: Schedule) -> tuple[int, tuple[int, ...]]:
+        """In how many rows it is packed, one for each receiver where it is split; the shape of one."""
+        ranks = self._ranks(schedule)
+        return ranks if self.of_kind.splits else 1, self.of_kind.row(self.like.shape, self.dim, ranks)
+
+    def _joined(self, schedule: Schedule) -> int | None:
+        """The dim along which what is received is put together; None where it lies in order as it comes."""
+        _, joined = self.of_kind.dims(self.dim, self.to)
+        _, shape = self._rows(schedule)
+        in_order = self.of_kind.splits and math.prod(shape[:joined]) == 1
+        return None if in_order else joined
 
     def bind(self, context: Context) -> Action:
-        """Pack, in rows where it is scattered; issue."""
+        """Pack, in rows where it is split; issue."""
         comm, (source,), (flight,), axes, dim = context.comm, self.reads, self.writes, self.axes, self.dim
-        rows, shape = self._rows(context.schedule), self.received(context.schedule)
-        numel, dtype = math.prod(self.like.shape) // rows, self.like.dtype
-        issue: Callable[..., Any] = getattr(comm, _COLLECTIVES[self.kind])
+        rows, shape = self._rows(context.schedule)
+        numel, dtype = math.prod(shape), self.like.dtype
+        issue: Callable[..., Any] = getattr(comm, self.of_kind.collective)
 
         def run(env: Env) -> None:
             value: Tensor = env[source]
@@ -101,40 +115,45 @@ class Exchange(Instruction):
         """The sum, or the rows of all ranks put together."""
         issue: Exchange = context.schedule.issues[wait.reads[0]]
         (flight,), (out,), shape = wait.reads, wait.writes, issue.received(context.schedule)
-        sent, dim = issue.like.shape, issue.dim
+        ranks, joined = issue._ranks(context.schedule), issue._joined(context.schedule)
+        _, row_shape = issue._rows(context.schedule)
 
         def run(env: Env) -> None:
             handle = env.pop(flight)
             result = handle.wait()
-            if isinstance(result, Tensor):
+            if joined is None:
                 env[out] = result.view(shape)
             else:
-                env[out] = torch.cat([row.view(sent) for row in result], dim)
+                rows = result.view(ranks, -1) if isinstance(result, Tensor) else result
+                env[out] = torch.cat([row.view(row_shape) for row in rows], joined)
             handle.release()
 
         return run
 
     def memory(self, rank: RankMemory) -> None:
-        live, transport, rows = rank.live, rank.transport, self._rows(rank.live.schedule)
-        numel = math.prod(self.like.shape) // rows
-        flat = transport.send_buffer(live, numel, self.like.dtype, self.axes, rows=rows)
-        issue = getattr(transport, _COLLECTIVES[self.kind])
+        live, transport = rank.live, rank.transport
+        rows, shape = self._rows(live.schedule)
+        flat = transport.send_buffer(live, math.prod(shape), self.like.dtype, self.axes, rows=rows)
+        issue = getattr(transport, self.of_kind.collective)
         live.set(self.writes[0], issue(live, flat, self.axes))
 
     @classmethod
     def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
         live, flight = rank.live, rank.live.names[wait.reads[0]]
         issue: Exchange = live.schedule.issues[wait.reads[0]]
-        shape = issue.received(live.schedule)
+        shape, joined = issue.received(live.schedule), issue._joined(live.schedule)
         for tensor in tensors_in(flight):
             live.keep(tensor.storage)
         live.drop(wait.reads[0])
-        if issue.kind == "all_gather":
-            value = live.tensor(math.prod(shape), issue.like.dtype, ACTIVATIONS)
-            rank.transport.release(flight)
-        else:
+        if joined is None or issue.of_kind.splits:
             value = rank.transport.reduced(live, flight)
-            live.recategorise(value, ACTIVATIONS)
+            for tensor in flight.keeps:  # what was sent
+                live.release(tensor.storage)
+            flight = replace(flight, keeps=())
+        if joined is not None:
+            value = live.tensor(math.prod(shape), issue.like.dtype, ACTIVATIONS)
+        rank.transport.release(flight)
+        live.recategorise(value, ACTIVATIONS)
         stride = torch.empty(shape, device="meta").stride()
         live.set(wait.writes[0], replace(value, shape=shape, stride=stride))
         for tensor in tensors_in(flight):
@@ -142,12 +161,12 @@ class Exchange(Instruction):
 
     def price(self, pricer: Pricer) -> Price:
         size = self.wire_bytes(pricer.schedule)
-        return pricer.copy(2 * self.sent_bytes, **pricer.collective(_PRICES[self.kind], self.axes, size))
+        return pricer.copy(2 * self.sent_bytes, **pricer.collective(self.of_kind.rate, self.axes, size))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        gathered = pricer.schedule.issues[wait.reads[0]].kind == "all_gather"
-        return pricer.copy(2 * pricer.bytes_of(wait.writes) if gathered else 0.0)
+        joined = pricer.schedule.issues[wait.reads[0]]._joined(pricer.schedule)
+        return pricer.copy(0.0 if joined is None else 2 * pricer.bytes_of(wait.writes))
 
 
 def exchange(
@@ -155,10 +174,13 @@ def exchange(
     backward: bool = False,
 ) -> tuple[Exchange, Wait]:  # fmt: skip
     """Issue and Wait of an exchange, or of its dual: from the cotangent of what was received."""
-    kind, like = each.kind, each.like
+    kind, like, dims = each.kind, each.like, (each.dim, each.to)
     if backward:
-        shape = received_shape(like.shape, kind, each.dim, mesh.axes_size(each.axes))
-        kind, like = DUALS[kind], replace(like, shape=shape, requires_grad=False)
+        shape = KINDS[kind].received(like.shape, *dims, mesh.axes_size(each.axes))
+        like, dims = replace(like, shape=shape, requires_grad=False), KINDS[kind].dual_dims(*dims)
+        kind = KINDS[kind].dual
     flight = ValueName(Kind.FLIGHT, f"{sent} {received}")
-    issue = Exchange(unit, phase, (sent,), (flight,), kind=kind, axes=each.axes, dim=each.dim, like=like)
+    issue = Exchange(
+        unit, phase, (sent,), (flight,), kind=kind, axes=each.axes, dim=dims[0], like=like, to=dims[1]
+    )
     return issue, Wait(unit, phase, (flight,), (received,), of=Exchange)
