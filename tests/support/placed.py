@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.compiler.place.placement import Placement, Split, local_shape
 
 
-def cut(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+def cut(value: Tensor, placement: Placement, ranks: int, padding: float = 0.0) -> list[Tensor]:
     """What each rank has of a whole value; differentiable."""
     if not isinstance(placement, Split):
         return [value] * ranks
     dim, outer = placement.dim, placement.outer
-    parts = value.unflatten(dim, (outer, ranks, -1)).unbind(dim + 1)
-    return [p.reshape(local_shape(value.shape, placement, ranks)) for p in parts]
+    shape, value = value.shape, value.unflatten(dim, (outer, -1))
+    pads = [0, 0] * (value.dim() - 2 - dim) + [0, -value.shape[dim + 1] % ranks]
+    parts = F.pad(value, pads, value=padding).unflatten(dim + 1, (ranks, -1)).unbind(dim + 1)
+    return [p.reshape(local_shape(shape, placement, ranks)) for p in parts]
 
 
 def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int) -> list[list[Any]]:
@@ -40,9 +43,11 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int
     raise AssertionError("a graph without an output")
 
 
-def _exchange(sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int) -> list[Tensor]:
+def _exchange(sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> list[Tensor]:
     if kind == "all_gather":
         return [torch.cat(sent, dim)] * ranks
+    if kind == "all_to_all":
+        return [torch.cat(rows, to) for rows in zip(*(s.chunk(ranks, dim) for s in sent), strict=True)]
     total = torch.stack(sent).sum(0)
     return [total] * ranks if kind == "psum" else list(total.chunk(ranks, dim))
 

@@ -280,7 +280,9 @@ class _Placer:
             if to == REPLICATED:
                 return 2.0 * size
             return size if self.axis.residual == "split" and now == PARTIAL else NEVER
-        return size if isinstance(now, Split) else 0.0  # a slice
+        if not isinstance(now, Split):
+            return 0.0  # a slice
+        return size / self.axis.ranks if _by_all_to_all(now, to) else size
 
     def convert(self, value: _Value, to: Placement) -> fx.Node:
         """The value as `to`, made once."""
@@ -301,13 +303,11 @@ class _Placer:
             new = self.call(aten.amax.default, (self.exchange(one, "all_gather", 0), [0]))
         elif now == PARTIAL and to == REPLICATED:
             new = self.exchange(value.node, "psum", 0)
-        elif now == PARTIAL:
-            new = self.along(value.node, shape, "reduce_scatter", to)
-        elif to == REPLICATED:
-            new = self.along(value.node, shape, "all_gather", now)
-        else:
+        elif isinstance(now, Split) and isinstance(to, Split) and not _by_all_to_all(now, to):
             whole = replace(value, node=self.convert(value, REPLICATED), placement=REPLICATED)
             new = self.convert(whole, to)
+        else:
+            new = self.along(value, to)
         self.meta = meta
         return new
 
@@ -332,27 +332,37 @@ class _Placer:
         shape = [*shape[: split.dim], *dims, *shape[split.dim + 1 :]]
         return self.call(aten.reshape.default, (node, shape))
 
-    def along(self, node: fx.Node, shape: Sequence[int], kind: str, split: Split) -> fx.Node:
-        """Gathered or scattered along a split dim; padded on the wire."""
-        ranks, dim = self.axis.ranks, split.dim
-        local, size = local_shape(shape, split, ranks), shape[dim] // split.outer
-        padded, even = local[dim] // split.outer * ranks, divides(shape, split, ranks)
-        if split.outer == 1 and even:
-            return self.exchange(node, kind, dim)
-        if kind == "all_gather":
-            node = self.seen_as(node, local, split, [split.outer, padded // ranks])
-            node = self.exchange(node, kind, dim + 1)
-            node = node if even else self.call(aten.slice.Tensor, (node, dim + 1, 0, size))
-            return self.call(aten.reshape.default, (node, list(shape)))
-        node = self.seen_as(node, shape, split, [split.outer, size])
-        if not even:
-            pads = [0, 0] * (len(shape) - 1 - dim) + [0, padded - size]
-            node = self.call(aten.constant_pad_nd.default, (node, pads))
-        return self.call(aten.reshape.default, (self.exchange(node, kind, dim + 1), list(local)))
+    def along(self, value: _Value, to: Placement) -> fx.Node:
+        """Gathered along the dim that is split, scattered along the one of `to`; padded on the wire."""
+        shape, ranks, now = value.whole.shape, self.axis.ranks, value.placement
+        splits = [p for p in (to, now) if isinstance(p, Split)]
+        kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
+        sizes: list[int] = []
+        outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each is a dim of its own meanwhile
+        for dim, size in enumerate(local_shape(shape, now, ranks)):
+            sizes += [outers[dim], size // outers[dim]] if dim in outers else [size]
+        node = self.call(aten.reshape.default, (value.node, sizes)) if outers else value.node
+        dims = [s.dim + sum(d <= s.dim for d in outers) for s in splits]
+        if isinstance(to, Split) and not divides(shape, to, ranks):
+            node = self.padded(node, sizes, dims[0])
+        node = self.exchange(node, kind, *dims)
+        if isinstance(now, Split) and not divides(shape, now, ranks):
+            node = self.call(aten.slice.Tensor, (node, dims[-1], 0, shape[now.dim] // now.outer))
+        if not outers:
+            return node
+        return self.call(aten.reshape.default, (node, list(local_shape(shape, to, ranks))))
 
-    def exchange(self, node: fx.Node, kind: str, dim: int) -> fx.Node:
+    def padded(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
+        """With its last number again, without a gradient, so that nothing is infinite that was not."""
+        count = -sizes[dim] % self.axis.ranks
+        last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
+        shape = [*sizes[:dim], count, *sizes[dim + 1 :]]
+        more = self.call(aten.expand.default, (self.call(aten.detach.default, (last,)), shape))
+        return self.call(aten.cat.default, ([node, more], dim))
+
+    def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
         sent = self.call(OUTGOING, (node,))
-        return self.call(EXCHANGE, (sent, kind, self.axis.name, dim, self.axis.ranks))
+        return self.call(EXCHANGE, (sent, kind, self.axis.name, dim, self.axis.ranks, *to))
 
     # -------------------------------------------------------------- the end
 
@@ -406,6 +416,11 @@ class _Placer:
         shape = local_shape(whole.shape, self.axis.inputs.get(each, REPLICATED), self.axis.ranks)
         made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
         return made.requires_grad_(whole.requires_grad)
+
+
+def _by_all_to_all(now: Placement, to: Placement) -> bool:
+    """Whether one all-to-all makes the one of the other."""
+    return isinstance(now, Split) and isinstance(to, Split) and now.dim != to.dim
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.place.placement import (
     PARTIAL,
@@ -642,9 +643,9 @@ def _index_select(call: Call) -> Iterator[Way]:
 @rule(own.exchange.default)
 def _exchange(call: Call) -> Iterator[Way]:
     """Ranks of another axis exchange parts of the same split."""
-    value, kind, dim = call.tensors[0], call["kind"], call["dim"]
-    for other in range(value.dim()):
+    value, moved = call.tensors[0], KINDS[call["kind"]].dims(call["dim"], call["to"])
+    for other in set(range(value.dim())) - set(moved):
         for outer in call.outers:
-            if (kind == "psum" or other != dim) and fits(value.shape, Split(other, outer), call.ranks):
+            if fits(value.shape, Split(other, outer), call.ranks):
                 yield Way((Split(other, outer),), Split(other, outer))
     yield Way((PARTIAL,), PARTIAL)
