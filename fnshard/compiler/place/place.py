@@ -169,8 +169,8 @@ class _Placer:
             return self.replicated(node, sources)
         find = rule_of(node.target)
         ways = [Way((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
-        way = min(ways, key=lambda way: self.preference(sources, way))
-        cost = self.preference(sources, way)[0]
+        way = min(ways, key=lambda way: self.preference(sources, way, node.meta["val"]))
+        cost = self.wire_bytes(sources, way)
         if cost >= 1 and (expanded := self.expand(node, call)):
             return expanded
         if cost >= 1 and find is None:
@@ -260,11 +260,16 @@ class _Placer:
 
     # -------------------------------------------------------------- conversions
 
-    def preference(self, sources: Sequence[_Value], way: Way) -> tuple[float, int]:
-        """What a way costs; of equal ones the one that takes what is split as it is."""
-        pairs = zip(sources, way.inputs, strict=True)
-        changed = sum(s.placement not in (to, REPLICATED) for s, to in pairs)
-        return sum(map(self.cost, sources, way.inputs)), changed
+    def preference(self, sources: Sequence[_Value], way: Way, value: Any) -> tuple[float, int]:
+        """What a way costs, parts that are then to be summed among it; of equal ones the one that takes what
+        is split as it is."""
+        changed = [s.placement for s, to in zip(sources, way.inputs, strict=True) if s.placement != to]
+        summed = way.output == PARTIAL and PARTIAL not in way.inputs and isinstance(value, Tensor)
+        later = value.numel() * value.element_size() if summed else 0
+        return self.wire_bytes(sources, way) + later, sum(p != REPLICATED for p in changed)
+
+    def wire_bytes(self, sources: Sequence[_Value], way: Way) -> float:
+        return sum(map(self.cost, sources, way.inputs))
 
     def cost(self, value: _Value, to: Placement) -> float:
         """Bytes on the wire, of all ranks' parts."""
