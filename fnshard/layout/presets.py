@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-import glob
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from glob import escape
 from typing import Any
 
+from torch import Tensor
+
 from fnshard import tree
-from fnshard.errors import SpecError
+from fnshard.errors import SpecError, leaves, report
 from fnshard.layout.rules import Rule, check_tree, match_specs
 from fnshard.layout.spec import LayoutSpec, P, block_shape, is_buffer
 from fnshard.layout.tensor import tensor_layouts
@@ -43,28 +46,78 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         named, _ = tree.flatten_with_paths(params)
         check_tree(named)
         own: list[Rule] = []
-        computes = tensor_layouts(named, tensor, mesh) if isinstance(tensor, str) else tensor or {}
-        for path, leaf in named.items():
-            if any(fnmatch.fnmatchcase(path, pattern) for pattern, _ in rules):
-                continue
+        free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
+        coded = bool(policy.get("codec"))
+        computes = _computes(named, free, tensor, mesh, coded)
+        for path, leaf in free.items():
+            compute = computes.get(path, P())
             if is_buffer(leaf) or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 layout = P()
             else:
-                split = leaf.shape[:1] if policy.get("codec") else leaf.shape  # rows are coded one by one
-                layout = best_split(split, axes(mesh), mesh, computes.get(path, P()))
-            compute = computes.get(path, P())
-            own.append((glob.escape(path), LayoutSpec(**{"compute": compute, **layouts(layout), **policy})))
+                split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one
+                layout = best_split(split, axes(mesh), mesh, compute)
+            own.append((escape(path), LayoutSpec(**{"compute": compute, **layouts(layout), **policy})))
         return match_specs(params, [*rules, *own], units=units)
 
     preset.__doc__ = doc + (
         "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
         "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
         "        units: unit policy, see `fnshard.units`.\n"
-        "        tensor: a mesh axis that splits matrices that compute, as `fnshard.layout.tensor` says;\n"
-        "            or `LayoutSpec.compute` by path.\n"
+        "        tensor: a mesh axis that splits what matrices compute (tensor parallelism): columns, rows,\n"
+        "            heads, vocabulary, by name or in pairs; or `LayoutSpec.compute` by path. Leaves that\n"
+        "            it does not divide stay whole, with a warning.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )
     return preset
+
+
+def _computes(
+    named: Mapping[str, Tensor],
+    free: Mapping[str, Tensor],
+    tensor: str | Mapping[str, P] | None,
+    mesh: Mesh,
+    coded: bool,
+) -> Mapping[str, P]:
+    """`{path: compute}` as `tensor=` says; a warning names the leaves that it cannot split.
+
+    Args:
+        free: the leaves that no rule takes.
+        coded: leaves are coded by rows, which nothing cuts.
+    """
+    if tensor is None:
+        return {}
+    if not isinstance(tensor, str):
+        if unknown := [f"tensor[{path!r}]" for path in tensor if path not in free]:
+            raise SpecError(
+                f"{leaves(len(unknown))} that the preset has no layout for:",
+                unknown,
+                "name leaves of the tree that no rule takes.",
+            )
+        return tensor
+    if tensor not in mesh.names or tensor in mesh.data_axes:
+        raise SpecError(
+            f"tensor={tensor!r} is {'a data' if tensor in mesh.names else 'no'} axis of the mesh {mesh}.",
+            fix="name an axis whose ranks see the same rows: make_mesh(shard=4, tensor=2), tensor='tensor'.",
+        )
+    layouts = tensor_layouts(named, tensor, mesh)
+    if coded:
+        layouts = {path: P(*layout.parts[:1]) for path, layout in layouts.items()}
+    whole = {path: free[path] for path, layout in layouts.items() if path in free and not layout.axes}
+    if whole:
+        lines = [f"params[{path!r}] {list(leaf.shape)}" for path, leaf in whole.items()]
+        size = sum(leaf.numel() * leaf.element_size() for leaf in whole.values())
+        ranks = mesh.axis_size(tensor)
+        warnings.warn(
+            report(
+                f"{leaves(len(whole))} of {size / 1e6:.2f} MB cannot be split over {tensor!r}, and are whole "
+                f"on each of its {ranks} ranks:",
+                [*lines[:8], *["..."] * (len(lines) > 8)],
+                f"pad the vocabulary or the width to a multiple of {ranks}"
+                + (", or leave codec=None: rows are coded whole." if coded else "."),
+            ),
+            stacklevel=3,
+        )
+    return layouts
 
 
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P | None = None) -> P:

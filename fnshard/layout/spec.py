@@ -356,19 +356,23 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """A rank computes with what it stores alone: axes of `compute` are major, and parts are even."""
     if not spec.compute.axes:
         return
+    if data := [a for a in spec.compute.axes if a in mesh.data_axes]:
+        yield (
+            f"compute={spec.compute!r}: {data[0]!r} is a data axis, whose ranks see other rows",
+            "name an axis that is none, as 'tensor' in make_mesh(shard=4, tensor=2).",
+        )
     for field in ("storage", "gradient", "optimizer"):
         layout = getattr(spec, field)
         if any(layout.of(d)[: len(spec.compute.of(d))] != spec.compute.of(d) for d in range(len(spec.shape))):
             yield (
                 f"compute={spec.compute!r}, {field}={layout!r}",
-                f"name compute's axes first, dim by dim, as in {field}=P(('tensor', 'shard')), "
-                "compute=P('tensor').",
+                "name compute's axes first, dim by dim: P(('tensor', 'shard')), compute=P('tensor').",
             )
         for dim, size in enumerate(spec.shape):
             ways = mesh.axes_size(layout.of(dim))
             if spec.compute.of(dim) and size % ways:
                 yield (
-                    f"{field}={layout!r}: dim {dim} of {size} is not divided by {ways} ranks",
+                    f"compute={spec.compute!r}, {field}={layout!r}: {ways} ranks do not divide dim {dim}",
                     "split another dim over the data axes, or pad the dim to a multiple.",
                 )
 

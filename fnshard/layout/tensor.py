@@ -1,36 +1,42 @@
 """Tensor: which leaves a tensor axis splits, and along which dim: columns, rows, heads, vocabulary.
 
-By name for the families that people use; else matrices are paired: the outputs of the first are the inputs
-of the second, and are split between them (Megatron-LM, Shoeybi et al. 2019). What is chosen here decides how
-fast a step is, never what it computes: that is derived in `compiler.place`.
+By the names that models give their matrices; the others are paired: the outputs of one are the inputs of a
+later one, and are split between them (Megatron-LM, Shoeybi et al. 2019). What is chosen here decides how fast
+a step is, never what it computes: that is derived in `compiler.place`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from fnshard.layout.spec import P, is_buffer
+from fnshard.layout.units import numeric
 from fnshard.mesh import Mesh
 
-# By the last names of a path. "columns": outputs are split; "rows": inputs, whose products are summed;
-# "vocabulary": rows of a table or a head.
+# By the last name of a path, or the last two. Split are the outputs of "columns", the inputs of "rows" (whose
+# products are summed), the rows of "vocabulary" and the columns of "heads". "whole" are several matrices side
+# by side, of which a contiguous part is none of them, and tables of positions.
 _NAMES = {
-    "columns": "q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj fc1 c_fc wi wi_0 wi_1 "
-    "wq wk wv w1 w3 gate up q k v query key value",
-    "rows": "o_proj out_proj down_proj dense fc2 wo w2 down o c_proj",
-    "vocabulary": "embed_tokens wte shared lm_head tok_embeddings embed_in embed_out embedding embed head",
+    "columns": "q_proj k_proj v_proj q k v query key value wq wk wv q_lin k_lin v_lin to_q to_k to_v "
+    "q_b_proj kv_b_proj gate_proj up_proj up fc1 fc_in c_fc wi wi_0 wi_1 w1 w3 lin1 linear1 "
+    "intermediate.dense dense_h_to_4h",
+    "rows": "o_proj out_proj o wo out out_lin to_out down_proj down dense fc2 fc_out c_proj w2 "
+    "lin2 linear2 dense_4h_to_h",
+    "vocabulary": "embed_tokens wte shared lm_head tok_embeddings embed_in embed_out embedding embed head "
+    "word_embeddings token_embedding predictions",
+    "heads": "relative_attention_bias",
+    "whole": "c_attn qkv qkv_proj Wqkv query_key_value in_proj gate_up_proj wpe pos position_embedding "
+    "position_embeddings embed_positions token_type_embeddings",
 }
-_KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# transformers' Conv1D of GPT-2 holds [inputs, outputs].
-_TRANSPOSED = {"c_fc", "c_proj", "c_attn"}
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[str, P]:
-    """`{path: compute}` of the leaves that `axis` splits; whole is what does not divide.
+    """`{path: compute}` of the leaves to split over `axis`; `P()` of those among them that do not divide.
 
     Args:
         named: leaves by path; shapes alone are read.
@@ -41,25 +47,88 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
     >>> tensor_layouts(leaves, "tensor", make_mesh(tensor=2, abstract=True))
     {'mlp.up_proj.weight': P('tensor'), 'mlp.down_proj.weight': P(None, 'tensor')}
     """
-    ranks, out = mesh.axis_size(axis), {}
-    for path, leaf in named.items():
-        if is_buffer(leaf) or not leaf.is_floating_point():
-            continue
-        dim = _split_dim(path, leaf)
-        if dim is not None and leaf.shape[dim] % ranks == 0:
-            out[path] = P(*[None] * dim, axis)
-    return out
+    ranks = mesh.axis_size(axis)
+    return {
+        path: P() if named[path].shape[dim] % ranks else P(*[None] * dim, axis)
+        for path, dim in split_dims(named).items()
+    }
 
 
-def _split_dim(path: str, leaf: Any) -> int | None:
-    """Along which dim a leaf is split, by its name."""
-    parts = re.split(r"[./]", path)
-    names = [p for p in parts if p not in ("weight", "bias")]
-    name = names[-1] if names else ""
-    kind = _KIND.get(name)
-    if kind is None or leaf.dim() not in (1, 2):
-        return None
-    if leaf.dim() == 1:
-        return 0 if kind == "columns" or (kind == "vocabulary" and parts[-1] == "bias") else None
-    first = 1 if kind == "rows" else 0
-    return 1 - first if name in _TRANSPOSED else first
+def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """`{path: dim}` of the leaves to split.
+
+    >>> import torch
+    >>> split_dims({"0.weight": torch.empty(6, 4), "0.bias": torch.empty(6), "2.weight": torch.empty(3, 6)})
+    {'0.weight': 0, '0.bias': 0, '2.weight': 1}
+    """
+    leaves = {p: v for p, v in named.items() if _may_split(v)}
+    matrices = {_stem(p): p for p, v in leaves.items() if v.dim() == 2}
+    biases = {_stem(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
+    unit_of = numeric(named)
+    sizes = {
+        stem: tuple(leaves[path].shape) for stem, path in matrices.items()
+    }  # [outputs, inputs], nn.Linear
+    transposed = {  # [inputs, outputs], as the biases of GPT-2's units say
+        unit_of[path]
+        for stem, path in matrices.items()
+        if stem in biases and sizes[stem][0] != len(leaves[biases[stem]]) == sizes[stem][1]
+    }
+    output_dim = {stem: int(unit_of[path] in transposed) for stem, path in matrices.items()}
+    kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _kind(stem))}
+    for scope in _scopes({stem: unit_of[path] for stem, path in matrices.items()}):
+        kinds |= _paired({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in scope}, kinds)
+    out = dict[str, int]()
+    for stem, kind in kinds.items():
+        if stem in matrices and kind != "whole":
+            one = output_dim[stem]
+            out[matrices[stem]] = {"columns": one, "rows": 1 - one, "vocabulary": 0, "heads": 1}[kind]
+        if stem in biases and kind in ("columns", "vocabulary"):
+            out[biases[stem]] = 0
+    for path, leaf in named.items():  # LoRA's [rank, inputs] and [outputs, rank]
+        base = getattr(leaf, "beside", None)
+        if base in out and path.endswith(".b" if out[base] == output_dim[_stem(base)] else ".a"):
+            out[path] = 0 if path.endswith(".b") else 1
+    return {path: out[path] for path in named if path in out}
+
+
+def _may_split(leaf: Tensor) -> bool:
+    matrix = leaf.is_floating_point() and leaf.dim() in (1, 2)
+    return matrix and not is_buffer(leaf) and not hasattr(leaf, "beside")
+
+
+def _stem(path: str) -> str:
+    return re.sub(r"(^|[._])(weight|bias)$", "", path)
+
+
+def _kind(stem: str) -> str | None:
+    names = stem.split(".")
+    return _KINDS.get(".".join(names[-2:])) or _KINDS.get(names[-1])
+
+
+def _scopes(unit_of: Mapping[str, str]) -> Iterable[list[str]]:
+    """Where matrices are paired: those of one unit; or of the units with one matrix each beneath one module,
+    as an `nn.Sequential` has them."""
+    count = Counter(unit_of.values())
+    scopes: dict[tuple[str, bool], list[str]] = {}
+    for stem, unit in unit_of.items():
+        alone = count[unit] == 1
+        scopes.setdefault((unit.rpartition(".")[0] if alone else unit, alone), []).append(stem)
+    return scopes.values()
+
+
+def _paired(sizes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str]) -> dict[str, str]:
+    """The kinds of matrices without one, of which several may feed one later matrix, as in a gated MLP.
+
+    Args:
+        sizes: (outputs, inputs), in the order of the model.
+    """
+    found: dict[str, str] = {}
+    unpaired: list[str] = []
+    for stem, (_, inputs) in sizes.items():
+        feeding = [s for s in unpaired if sizes[s][0] == inputs]
+        if kinds.get(stem, "rows") == "rows" and feeding:
+            found |= dict.fromkeys(feeding, "columns") | {stem: "rows"}
+            unpaired = [s for s in unpaired if s not in feeding]
+        elif stem not in kinds:
+            unpaired.append(stem)
+    return found

@@ -3,64 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
 import torch
-import torch.nn.functional as F
-from families import FAMILIES, MIXTURES, MORE_MIXTURES, Family, transformers
-from torch import Tensor, nn
+from families import FAMILIES, MIXTURES, MORE_MIXTURES, Case, Family, case_of, transformers
 
 import fnshard as fs
 from fnshard.step.lowered import Lowered
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-ROWS, TIME = 4, 7
-
-
-@dataclass(frozen=True)
-class Case:
-    """A loss of a model's leaves, a batch, and what autograd makes of both."""
-
-    params: dict[str, Tensor]
-    loss: Callable[..., Tensor]
-    batch: tuple[Tensor, ...]
-    value: Tensor
-    grads: dict[str, Tensor]
-
-
-def case_of(module: nn.Module) -> Case:
-    """Tokens, or images, and labels drawn for a module; the loss is fp64's, unlike the models' own."""
-    generator = torch.Generator().manual_seed(1)
-    images = module.main_input_name == "pixel_values"
-    shape = (ROWS,) if images else (ROWS, TIME)
-    labels = torch.randint(1, 5 if images else 61, shape, generator=generator)
-    if images:
-        inputs = torch.randn(ROWS, 3, 12, 12, dtype=torch.float64, generator=generator)
-    else:
-        inputs = torch.randint(1, 61, shape, generator=generator)
-    decoded = module.config.is_encoder_decoder
-
-    def cross_entropy(call: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
-        extra = {"labels": labels} if decoded else {}
-        logits = call(**{module.main_input_name: inputs, **extra, "return_dict": True}).logits
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-    apply, params = fs.make_functional(module)
-
-    def loss(params: Any, *batch: Tensor) -> Tensor:
-        return cross_entropy(lambda **inputs: apply(params, **inputs), *batch)
-
-    module.zero_grad()
-    value = cross_entropy(module, inputs, labels)
-    value.backward()
-    grads = {p: v.grad.clone() for p, v in module.named_parameters() if v.grad is not None}
-    return Case(params, loss, (inputs, labels), value.detach(), grads)
 
 
 def check(case: Case, blocks: Callable[[Any, fs.Mesh], Any], atol: float = sharded.ATOL) -> Lowered:

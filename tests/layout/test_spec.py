@@ -139,23 +139,24 @@ def test_all_failing_leaves_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "compute", "message"),
+    ("spec", "message"),
     [
         (
-            P(("shard", "tensor")),
-            P("tensor"),
-            r"(?s)compute=P\('tensor'\), storage=.*name compute's axes first",
+            LayoutSpec(P(("shard", "tensor")), compute=P("tensor")),
+            r"compute=P\('tensor'\), storage=.*axes first",
         ),
-        (P("shard"), P(None, "tensor"), "(?s)name compute's axes first"),
-        (P(("tensor", "shard")), P("tensor"), "(?s)dim 0 of 12 is not divided by 8 ranks.*another dim"),
-        (P("tensor"), P("tonsor"), r"(?s)the mesh has no axis 'tonsor'.*'tensor'\?"),
+        (LayoutSpec(P("shard"), compute=P(None, "tensor")), "name compute's axes first"),
+        (LayoutSpec(P(("tensor", "shard")), gradient=SHARD, compute=P("tensor")), r"gradient=P.*axes first"),
+        (LayoutSpec(P(("tensor", "shard")), compute=P("tensor")), "8 ranks do not divide dim 0.*another dim"),
+        (LayoutSpec(P("tensor"), compute=P("tonsor")), r"the mesh has no axis 'tonsor'.*'tensor'\?"),
+        (LayoutSpec(SHARD, compute=SHARD), "'shard' is a data axis, whose ranks see other rows"),
+        (LayoutSpec(compute=P(None, None, "tensor")), "3 dims named, the tensor has 2"),
     ],
 )
-def test_compute_is_major_and_divides(storage: P, compute: P, message: str) -> None:
+def test_compute_is_major_and_divides(spec: LayoutSpec, message: str) -> None:
     mesh = fs.make_mesh(shard=4, tensor=2, abstract=True)
-    spec = LayoutSpec(storage, compute=compute).resolve(torch.ones(12, 8), "x")
-    with pytest.raises(SpecError, match=message):
-        check_specs({"x": spec}, mesh)
+    with pytest.raises(SpecError, match=rf"(?s)params\['x'\].*{message}"):
+        check_specs({"x": spec.resolve(torch.ones(12, 8), "x")}, mesh)
 
 
 # ------------------------------------------------------------------ rules

@@ -6,60 +6,13 @@ from typing import Any
 
 import pytest
 import reference
-import torch
-import torch.nn.functional as F
 from models import Model
 from sharded import assert_same, by_steps, make_step, specs_of, train
+from tensor_models import decoder
 from torch import Tensor
 
 import fnshard as fs
 from fnshard.compiler.schedule.instructions import Exchange
-
-ROWS, T, WIDTH, HEADS, VOCAB = 4, 8, 8, 4, 16
-D = torch.float64
-
-
-def decoder(kv_heads: int = 2, tied: bool = True) -> Model:
-    """Two blocks of attention and an MLP with biases, written by hand for one device."""
-    draw = torch.Generator().manual_seed(0)
-    kv = kv_heads * WIDTH // HEADS
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH), "pos": (T, WIDTH), "norm": (WIDTH,)}
-    if not tied:
-        shapes["head.weight"] = (VOCAB, WIDTH)
-    for i in range(2):
-        block = {
-            "q_proj.weight": (WIDTH, WIDTH), "k_proj.weight": (kv, WIDTH), "v_proj.weight": (kv, WIDTH),
-            "o_proj.weight": (WIDTH, WIDTH), "o_proj.bias": (WIDTH,), "norm1": (WIDTH,), "norm2": (WIDTH,),
-            "up_proj.weight": (4 * WIDTH, WIDTH), "up_proj.bias": (4 * WIDTH,),
-            "down_proj.weight": (WIDTH, 4 * WIDTH), "down_proj.bias": (WIDTH,),
-        }  # fmt: skip
-        shapes |= {f"layers.{i}.{n}": s for n, s in block.items()}
-    params = {p: torch.randn(s, dtype=D, generator=draw) * 0.3 for p, s in shapes.items()}
-
-    def block(p: dict[str, Tensor], x: Tensor, i: int) -> Tensor:
-        of = lambda name: p[f"layers.{i}.{name}"]  # noqa: E731
-        h = F.layer_norm(x, (WIDTH,), of("norm1"))
-        q, k, v = (
-            F.linear(h, of(f"{n}_proj.weight")).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for n in "qkv"
-        )
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + F.linear(a.transpose(1, 2).flatten(2), of("o_proj.weight"), of("o_proj.bias"))
-        h = F.gelu(F.linear(F.layer_norm(x, (WIDTH,), of("norm2")), of("up_proj.weight"), of("up_proj.bias")))
-        return x + F.linear(h, of("down_proj.weight"), of("down_proj.bias"))
-
-    def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, p["embed.weight"]) + p["pos"]
-        for i in range(2):
-            x = block(p, x, i)
-        logits = F.linear(F.layer_norm(x, (WIDTH,), p["norm"]), p["embed.weight" if tied else "head.weight"])
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    def batch(seed: int) -> tuple[Tensor]:
-        return (torch.randint(0, VOCAB, (ROWS, T), generator=torch.Generator().manual_seed(seed)),)
-
-    return Model(params, loss, batch)
-
 
 MESHES = [
     {"tensor": 2}, {"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}, {"shard": 1, "tensor": 4},

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import sharded
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fnshard as fs
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,6 +79,7 @@ FAMILIES = {
         tied=("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
     ),
     "vit": Family("ViT", "ForImageClassification", IMAGES),
+    "phi": Family("Phi", "ForCausalLM", SMALL),
 }  # fmt: skip
 
 # Whose experts take parts of rows that are sorted by expert, of lengths that the router decides.
@@ -108,3 +113,48 @@ MORE_MIXTURES = {
     "minimax": Family(
         "MiniMax", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": ["full_attention"] * 2}),
 }  # fmt: skip
+
+
+# ------------------------------------------------------------------ what they compute
+
+ROWS, TIME = 4, 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss of a model's leaves, a batch, and what autograd makes of both."""
+
+    params: dict[str, Tensor]
+    loss: Callable[..., Tensor]
+    batch: tuple[Tensor, ...]
+    value: Tensor
+    grads: dict[str, Tensor]
+
+
+def case_of(module: nn.Module) -> Case:
+    """Tokens, or images, and labels drawn for a module; the loss is fp64's, unlike the models' own."""
+    generator = torch.Generator().manual_seed(1)
+    images = module.main_input_name == "pixel_values"
+    shape = (ROWS,) if images else (ROWS, TIME)
+    labels = torch.randint(1, 5 if images else 61, shape, generator=generator)
+    if images:
+        inputs = torch.randn(ROWS, 3, 12, 12, dtype=torch.float64, generator=generator)
+    else:
+        inputs = torch.randint(1, 61, shape, generator=generator)
+    decoded = module.config.is_encoder_decoder
+
+    def cross_entropy(call: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
+        extra = {"labels": labels} if decoded else {}
+        logits = call(**{module.main_input_name: inputs, **extra, "return_dict": True}).logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    apply, params = fs.make_functional(module)
+
+    def loss(params: Any, *batch: Tensor) -> Tensor:
+        return cross_entropy(lambda **inputs: apply(params, **inputs), *batch)
+
+    module.zero_grad()
+    value = cross_entropy(module, inputs, labels)
+    value.backward()
+    grads = {p: v.grad.clone() for p, v in module.named_parameters() if v.grad is not None}
+    return Case(params, loss, (inputs, labels), value.detach(), grads)

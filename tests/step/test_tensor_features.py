@@ -1,0 +1,212 @@
+"""What a step can do, on a mesh with a tensor axis: presets, remat, accumulation, tiers, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import optimizers
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from models import Model
+from sharded import as_float, assert_floats, assert_same, by_steps, make_step, specs_of, train
+from tensor_models import decoder, logits
+from torch import Tensor
+
+import fnshard as fs
+
+AXES = {"shard": 2, "tensor": 2}
+ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
+CLIP = 0.05
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.sgd(0.1))
+HOST = {"memory": "host", "optimizer_memory": "host"}
+
+
+def counted(model: Model) -> Model:
+    """The loss as a Mean over tokens that are not 0, which ranks have in different numbers."""
+
+    def loss(params: Any, tokens: Tensor) -> fs.Mean:
+        mask = tokens[:, 1:] != 0
+        scores = logits(params, tokens)[:, :-1]
+        each = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return fs.Mean((each * mask.flatten()).sum(), mask.sum())
+
+    return replace(model, loss=loss)
+
+
+def tuned() -> Model:
+    """Adapters beside frozen matrices, B not zero."""
+    model = decoder()
+    loss, params = fs.lora(model.loss, model.params, rank=2, targets="*.q_proj|*.down_proj|*.up_proj")
+    named = fs.tree.flatten_with_paths(params)[0]
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for path in [p for p in named if p.endswith(".b")]:
+            named[path].normal_(std=0.2, generator=draw)
+    structure = fs.tree.flatten_with_paths(params)[1]
+    flat = lambda p, *batch: loss(fs.tree.unflatten(list(p.values()), structure), *batch)  # noqa: E731
+    return Model(named, flat, model.batch, tuple(p for p in named if p.startswith("base.")))
+
+
+MODELS = {
+    "decoder": decoder,
+    "untied": lambda: decoder(tied=False),
+    "one key head": lambda: decoder(kv_heads=1),
+    "lora": tuned,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How both sides train."""
+
+    model: str = "decoder"
+    preset: str = "full_shard"
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=lambda: AXES)
+    clip: bool = False
+
+
+ROWS = {
+    "shard_grad_op": Row(preset="shard_grad_op"),
+    "zero2": Row(preset="zero2"),
+    "zero1": Row(preset="zero1", clip=True),
+    "no_shard": Row(preset="no_shard", clip=True),
+    "hybrid_shard": Row(preset="hybrid_shard", axes={"replicate": 2, "tensor": 2, "shard": 1}),
+    "hybrid_shard in the middle": Row(preset="hybrid_shard", axes={"replicate": 2, "tensor": 2, "shard": 2}),
+    "untied": Row("untied"),
+    "one key head": Row("one key head"),
+    "lora": Row("lora"),
+    "lora, one axis": Row("lora", axes={"tensor": 2}),
+    "clip": Row(clip=True),
+    "clip, one axis": Row(clip=True, axes={"tensor": 2}),
+    "norm": Row(options={"grad_norm": True}),
+    "remat": Row(options={"remat": "unit"}),
+    "remat, whole": Row(options={"remat": "unit", "residual": "whole"}),
+    "remat, a half": Row(options={"remat": 0.5}),
+    "offload": Row(options={"remat": "unit+offload"}),
+    "accumulate": Row(options={"accumulate": 2}),
+    "accumulate, local": Row("untied", "zero2", {}, {"accumulate": 2, "accumulate_mode": "local"}, clip=True),
+    "host": Row(policy=HOST),
+    "host, streamed": Row(policy={"optimizer_memory": "host", "update_on": "device"}, clip=True),
+    "loss scale": Row(options={"loss_scale": 128.0}, clip=True),
+    "deep prefetch": Row(options={"prefetch": 2, "overlap": 2}),
+}  # fmt: skip
+
+
+@cache
+def model_of(name: str) -> Model:
+    return MODELS[name]()
+
+
+@cache
+def truth(name: str, clip: bool) -> reference.Trained:
+    model = model_of(name)
+    rule = reference.sgd(0.1) if clip else reference.adamw(1e-2)
+    limit = CLIP if clip else None
+    return reference.train(model.loss, model.params, by_steps(model), rule, frozen=model.frozen, clip=limit)
+
+
+def trained(
+    model: Model, axes: Mapping[str, int], preset: str, optimizer: Any, policy: Any = None, **options: Any
+) -> list[reference.Trained]:
+    mesh = fs.make_mesh(**axes, simulated=True)
+    tensor = "tensor" if "tensor" in axes else None
+    specs = specs_of(model, preset, mesh, tensor=tensor, **(policy or {}))
+    step = make_step(mesh, model, specs, optimizer, **options)
+    return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_training_equals_one_process(row: str) -> None:
+    chosen = ROWS[row]
+    expected = truth(chosen.model, chosen.clip)
+    optimizer = CLIPPED if chosen.clip else ADAMW
+    model = model_of(chosen.model)
+    for got in trained(model, chosen.axes, chosen.preset, optimizer, chosen.policy, **chosen.options):
+        assert_same(got, expected)
+        if got.norms:
+            assert_floats(got.norms, expected.norms)
+    assert bool(got.norms) == (chosen.clip or "grad_norm" in chosen.options)
+
+
+@pytest.mark.parametrize("name", optimizers.ALL)
+def test_optimizers_see_each_element_once(name: str) -> None:
+    """All are what they are on one rank."""
+    model, optimizer = model_of("decoder"), optimizers.ALL[name]
+    if name in ("clip", "ema"):  # which train nothing alone
+        optimizer = fs.optim.chain(*((optimizer, fs.optim.sgd(0.1))[:: 1 if name == "clip" else -1]))
+    expected = trained(model, {"shard": 1}, "full_shard", optimizer)[0]
+    for got in trained(model, AXES, "full_shard", optimizer):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, AXES], ids=str)
+@pytest.mark.parametrize("residual", ["split", "whole"])
+def test_a_mean_counts_items_once(axes: dict[str, int], residual: str) -> None:
+    model = counted(model_of("decoder"))
+    expected = reference.train(model.loss, model.params, by_steps(model), reference.sgd(0.1), clip=CLIP)
+    for got in trained(model, axes, "full_shard", CLIPPED, residual=residual):
+        assert_same(got, expected)
+        assert_floats(got.norms, expected.norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_follow_one_process(dtype: torch.dtype) -> None:
+    model = as_float(model_of("decoder"))
+    policy = {"compute_dtype": dtype, "reduce_dtype": torch.float32}
+    expected = trained(model, {"shard": 1}, "full_shard", CLIPPED, policy)[0]
+    for got in trained(model, AXES, "full_shard", CLIPPED, policy):
+        assert_same(got, expected, atol=3e-2)
+        assert got.losses[-1] < got.losses[0]
+
+
+def test_a_forward_and_gradients_alone() -> None:
+    model = model_of("decoder")
+    mesh = fs.make_mesh(**AXES, simulated=True)
+    specs = specs_of(model, "full_shard", mesh, tensor="tensor")
+    tokens = model.batch(0)[0]
+    grads, value = reference.gradients(model.loss, model.params, tokens)
+    step = fs.shard_step(model.loss, specs, mesh=mesh, backend="eager")
+    forward = fs.shard_forward(logits, specs, mesh=mesh, backend="eager")
+
+    def run(rank: int) -> Any:
+        stored = fs.shard(model.params, specs, mesh)
+        mine = tokens[2 * (rank // 2) :][:2]
+        loss, found = step(stored, mine)
+        return loss, fs.unshard(found, specs, mesh, layout="gradient"), forward(stored, mine), mine
+
+    for loss, found, made, mine in fs.simulate(mesh, run):
+        torch.testing.assert_close(loss, value, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found, grads, rtol=0, atol=1e-10)
+        torch.testing.assert_close(made, logits(model.params, mine), rtol=0, atol=1e-10)
+
+
+# ------------------------------------------------------------------ real ranks
+
+
+def on_ranks(rank: int) -> list[reference.Trained]:
+    """Eager in fp64, and both backends in fp32."""
+    mesh = fs.make_mesh(tensor=2, device="cpu")
+    runs = []
+    for model, backend in (
+        (decoder(), "eager"),
+        (narrow := as_float(decoder()), "eager"),
+        (narrow, "inductor"),
+    ):
+        specs = specs_of(model, "full_shard", mesh, tensor="tensor")
+        runs.append(train(rank, mesh, model, specs, CLIPPED, backend=backend))
+    return runs
+
+
+def test_processes_and_compiled_kernels(ranks: Any) -> None:
+    for exact, eager, compiled in ranks(2).run(on_ranks, timeout=300.0):
+        assert_same(exact, truth("decoder", True))
+        assert_floats(exact.norms, truth("decoder", True).norms)
+        assert_same(compiled, eager, atol=2e-5)
+        assert compiled.losses[-1] < compiled.losses[0]
