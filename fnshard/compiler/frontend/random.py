@@ -3,6 +3,7 @@
 So a mask drawn again under recompute is the same mask, on any backend, and equal blocks stay equal
 code: the key is an input. The hash is splitmix64's finaliser (Steele, Lea & Flood 2014). The ops
 are composite: autograd and Inductor see plain integer arithmetic, which fuses into its consumer.
+Ops whose `strides` are given draw a part of a larger tensor, of which they are the strides (`key_at`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype, float low=0.0, f
 _LIB.define("normal(Tensor key, int[] shape, ScalarType dtype, float mean=0.0, float std=1.0) -> Tensor")
 _LIB.define("exponential(Tensor key, int[] shape, ScalarType dtype, float rate) -> Tensor")
 _LIB.define("integers(Tensor key, int low, int high, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("dropout(Tensor x, Tensor key, float p) -> Tensor")
-_LIB.define("feature_dropout(Tensor x, Tensor key, float p) -> Tensor")
-_LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features) -> Tensor")
+_LIB.define("dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
+_LIB.define("feature_dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
+_LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features, int[]? strides=None) -> Tensor")
 _LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
+_LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype, int[]? strides=None) -> Tensor")
 _LIB.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
-    "float? scale, bool enable_gqa) -> Tensor"
+    "float? scale, bool enable_gqa, int[]? strides=None) -> Tensor"
 )
 
 
@@ -50,22 +51,44 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+Strides = list[int] | None  # how far apart elements are in the whole draw that they are a part of
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
-def _bits(key: Tensor, shape: list[int], stream: int, streams: int = 2) -> Tensor:
-    count = math.prod(shape)
-    index = torch.arange(count, dtype=torch.int64, device=key.device).reshape(shape)
+_STREAMS = 2
+
+
+def key_at(key: Tensor, element: Tensor) -> Tensor:
+    """The key under which element 0 of a draw is what this element of it is under `key`.
+
+    With the whole draw's strides, a part of it is drawn by itself (not of integers).
+    """
+    return key + element * _STREAMS
+
+
+def _bits(
+    key: Tensor, shape: list[int], stream: int, streams: int = _STREAMS, strides: Strides = None
+) -> Tensor:
+    if strides is None:
+        index = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device).reshape(shape)
+    else:
+        index = torch.zeros((), dtype=torch.int64, device=key.device)
+        for size, stride in zip(shape, strides, strict=True):
+            along = torch.arange(size, dtype=torch.int64, device=key.device) * stride
+            index = index.unsqueeze(-1) + along
     # Consecutive counters from a well-mixed key: the finaliser alone decorrelates them. (No constant
     # factor on the index: Inductor would fold it into an index expression that overflows.)
     return mix(key + (index * streams + stream))
 
 
-def _unit(key: Tensor, shape: list[int], stream: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def _unit(
+    key: Tensor, shape: list[int], stream: int = 0, dtype: torch.dtype = torch.float32,
+    strides: Strides = None,
+) -> Tensor:  # fmt: skip
     """Multiples of 2^-digits in [0, 1), exact in `dtype`, which computes in fp32 if it is a half type."""
     digits = _DIGITS[dtype]
     wide = torch.promote_types(dtype, torch.float32)
-    return _shift(_bits(key, shape, stream), 64 - digits).to(wide) * 2.0**-digits
+    return _shift(_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
 
 
 def _by_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -126,30 +149,31 @@ def _floor(value: int, dtype: torch.dtype) -> int:
     return value >> drop << drop
 
 
-def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int]) -> Tensor:
+def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int], strides: Strides) -> Tensor:
     if p >= 1.0:
         return x * 0
-    keep = _unit(key, shape) >= p
+    keep = _unit(key, shape, strides=strides) >= p
     return x * keep.to(x.dtype) * (1.0 / (1.0 - p))  # a factor in x's dtype would be rounded before
 
 
-def _dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    return _scaled_mask(x, key, p, list(x.shape))
+def _dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
+    return _scaled_mask(x, key, p, list(x.shape), strides)
 
 
-def _feature_dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    return _scaled_mask(x, key, p, _features(x))
+def _feature_dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
+    return _scaled_mask(x, key, p, _features(x), strides)
 
 
 def _features(x: Tensor) -> list[int]:
     return list(x.shape[:2]) + [1] * (x.dim() - 2)
 
 
-def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool) -> Tensor:
+def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool, strides: Strides = None) -> Tensor:
     """As in Klambauer et al. 2017: what is dropped takes SELU's lower limit, mean and variance are kept."""
     if p >= 1.0:
         return x * 0
-    keep = (_unit(key, _features(x) if features else list(x.shape)) >= p).to(x.dtype)
+    keep = _unit(key, _features(x) if features else list(x.shape), strides=strides) >= p
+    keep = keep.to(x.dtype)
     a = ((_SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5
     return x * (keep * a) + (keep - 1 + p) * (_SELU_LIMIT * a)
 
@@ -157,15 +181,17 @@ def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool) -> Tensor:
 _SELU_LIMIT = 1.7580993408473766
 
 
-def _bernoulli(p: Tensor, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (_unit(key, shape, 0, torch.float64) < p).to(dtype)
+def _bernoulli(
+    p: Tensor, key: Tensor, shape: list[int], dtype: torch.dtype, strides: Strides = None
+) -> Tensor:
+    return (_unit(key, shape, 0, torch.float64, strides) < p).to(dtype)
 
 
 def _bernoulli_below(p: float, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return (_unit(key, shape, 0, torch.float64) < p).to(dtype)
 
 
-def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
+def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None):
     """SDPA with dropout, spelled out: flash kernels draw their mask from hidden state."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
@@ -183,7 +209,7 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa):
         shares = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     else:
         shares = torch.softmax(scores, -1)
-    return _dropout(shares, key, p) @ v
+    return _dropout(shares, key, p, strides) @ v
 
 
 for _name, _impl in {

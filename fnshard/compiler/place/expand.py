@@ -1,16 +1,24 @@
 """Expand: ops whose split arguments no rule takes, by their definitions in smaller ops, which rules do take.
 
-So a softmax or a norm over a split dim, and a cross-entropy over a split vocabulary, become a few reductions
-whose parts are summed: what Megatron-LM writes by hand (Shoeybi et al. 2019).
+So a softmax or a norm over a split dim, and a cross-entropy over a split vocabulary, become a few
+reductions whose parts are summed: what Megatron-LM writes by hand (Shoeybi et al. 2019). A composite op
+without a rule is expanded by torch's own definition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+
+from fnshard.compiler.ir.program import mutated_args
+from fnshard.compiler.place.ways import RULES, Call, dims_of
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -18,7 +26,7 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def expansion(*targets: Any) -> Callable[[Callable], Callable]:
-    """The definition of these ops: it takes what they take, or gives None where it does not hold."""
+    """The definition of these ops: it takes the call and what the op takes; None where it does not hold."""
 
     def add(definition: Callable[..., Any]) -> Callable[..., Any]:
         EXPANSIONS.update(dict.fromkeys(targets, definition))
@@ -27,54 +35,169 @@ def expansion(*targets: Any) -> Callable[[Callable], Callable]:
     return add
 
 
+def expanded(call: Call) -> fx.Graph | None:
+    """What a call of an op does, in smaller ops, as a graph of its tensors; None where that is not known."""
+    known = call.target in EXPANSIONS
+    if not known and call.target in RULES:
+        return None
+    definition = partial(EXPANSIONS[call.target], call) if known else call.target.decompose
+    args, kwargs = call.rebuilt({})
+    if definition(*args, **kwargs) in (None, NotImplemented):
+        return None
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        feed = iter(tensors)
+        take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
+        return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
+
+    # Composite ops are seen before dispatch, and taken apart behind it.
+    graph = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=known)(*call.tensors).graph
+    graph.eliminate_dead_code()
+    return None if any(map(mutated_args, graph.nodes)) else graph
+
+
+# ------------------------------------------------------------------ products
+
+
 @expansion(aten.linear.default)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def _linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     return None if bias is None else aten.linear(x, weight) + bias
 
 
-@expansion(aten.addmm.default)
-def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+@expansion(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def _added(call: Call, bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     product = one @ other
     return (bias if beta == 1 else beta * bias) + (product if alpha == 1 else alpha * product)
 
 
+@expansion(
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+)  # fmt: skip
+def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any) -> Tensor | None:
+    if bias is None or x.dim() != weight.dim():
+        return None
+    return call.target(x, weight, None, *more) + bias.reshape(-1, *[1] * (x.dim() - 2))
+
+
+# ------------------------------------------------------------------ reductions
+
+
 @expansion(aten.logsumexp.default)
-def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    top = _finite_top(x, dim)
+def _logsumexp(call: Call | None, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    top = x.detach().amax(dim, keepdim=True)
+    top = torch.where(top.abs() == torch.inf, 0.0, top)
     total = (x - top).exp().sum(dim, keepdim=True).log() + top
     return total if keepdim else total.squeeze(dim)
 
 
-def _finite_top(x: Tensor, dim: Any) -> Tensor:
-    top = x.detach().amax(dim, keepdim=True)
-    return torch.where(top.abs() == torch.inf, 0.0, top)
+@expansion(aten.amax.default, aten.max.default)
+def _amax(call: Call | None, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor | None:
+    """Equal maxima share the gradient equally."""
+    if not x.requires_grad:
+        return None
+    dims = dims_of(dim, x.dim())
+    equal = x.detach() == x.detach().amax(dims, keepdim=True)
+    return torch.where(equal, x, 0).sum(dims, keepdim) / equal.sum(dims, keepdim)
 
 
-def _wide(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+@expansion(aten.amin.default, aten.min.default)
+def _amin(call: Call, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return -(-x).amax(dims_of(dim, x.dim()), keepdim)
+
+
+@expansion(aten.all.default, aten.all.dim)
+def _all(call: Call, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    none = x == 0
+    return ~(none.any() if dim is None else none.any(dim, keepdim))
+
+
+@expansion(aten.argmax.default, aten.argmin.default)
+def _argmax(call: Call | None, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The first of equal ones."""
+    least = call is not None and call.target is aten.argmin.default
+    flat, at = (x.detach().reshape(-1), 0) if dim is None else (x.detach(), dim)
+    flat = -flat if least else flat
+    size = flat.shape[at]
+    index = torch.arange(size, device=x.device).reshape(-1, *[1] * (flat.dim() - at % flat.dim() - 1))
+    found = -torch.where(flat == flat.amax(at, keepdim=True), -index, -size).amax(at, keepdim)
+    return found.reshape([1] * x.dim()) if dim is None and keepdim else found
+
+
+@expansion(aten.max.dim, aten.min.dim)
+def _max_dim(call: Call, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    index = _argmax(None, -x if call.target is aten.min.dim else x, dim, True)
+    value = x.gather(dim, index)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+@expansion(aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim)
+def _var(call: Call, x: Tensor, dim: Any = None, *more: Any, **named: Any) -> Tensor:
+    dims, keep = dims_of(dim, x.dim()), call["keepdim"]
+    less = call["correction"] if "correction" in call.arguments else int(call["unbiased"])
+    count = math.prod(x.shape[d] for d in dims)
+    var = (x - x.mean(dims, keepdim=True)).square().sum(dims, keepdim=keep)
+    var = var / (count - (1 if less is None else less))
+    return var.sqrt() if call.target in (aten.std.correction, aten.std.dim) else var
+
+
+@expansion(aten.linalg_vector_norm.default)
+def _vector_norm(
+    call: Call, x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor | None:
+    """The gradient at zero is zero."""
+    if ord not in (1, 2, float("inf")):
+        return None
+    dims = dims_of(dim, x.dim())
+    size = (x if dtype is None else x.to(dtype)).abs()
+    if ord != 2:
+        return size.sum(dims, keepdim) if ord == 1 else size.amax(dims, keepdim)
+    total = size.square().sum(dims, keepdim)
+    zero = total == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, total).sqrt())
+
+
+@expansion(aten.cumsum.default)
+def _cumsum(call: Call, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor | None:
+    """Of each rank's run, and the sums of those before it."""
+    if x.dim() == 0 or x.shape[dim] % call.ranks or x.shape[dim] == call.ranks:
+        return None
+    at = dim % x.dim()
+    runs = x.unflatten(at, (call.ranks, -1))
+    totals = runs.sum(at + 1, dtype=dtype)
+    before = aten.cumsum(totals, at, dtype=dtype) - totals
+    return (aten.cumsum(runs, at + 1, dtype=dtype) + before.unsqueeze(at + 1)).flatten(at, at + 1)
+
+
+# ------------------------------------------------------------------ softmax and norms
+
+
+def _wide(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """In fp32 at least."""
     x = x if dtype is None else x.to(dtype)
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @expansion(aten.softmax.int)
-def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     wide = _wide(x, dtype)
     parts = (wide - wide.detach().amax(dim, keepdim=True)).exp()
     return (parts / parts.sum(dim, keepdim=True)).to(dtype or x.dtype)
 
 
 @expansion(aten.log_softmax.int)
-def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def _log_softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     wide = _wide(x, dtype)
-    return (wide - _logsumexp(wide, dim, keepdim=True)).to(dtype or x.dtype)
+    return (wide - _logsumexp(None, wide, dim, keepdim=True)).to(dtype or x.dtype)
 
 
 @expansion(aten.layer_norm.default)
 def _layer_norm(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, cudnn_enable: bool = True,
+    call: Call, x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> Tensor:  # fmt: skip
-    wide, dims = _wide(x, None), list(range(-len(normalized_shape), 0))
+    wide, dims = _wide(x), list(range(-len(normalized_shape), 0))
     centred = wide - wide.mean(dims, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     normed = normed if weight is None else normed * weight
@@ -83,40 +206,72 @@ def _layer_norm(
 
 @expansion(aten.rms_norm.default)
 def _rms_norm(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    call: Call, x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    wide, dims = _wide(x, None), list(range(-len(normalized_shape), 0))
+    wide, dims = _wide(x), list(range(-len(normalized_shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     normed = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).to(x.dtype)
 
 
+# ------------------------------------------------------------------ losses
+
+
+@expansion(
+    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
+    aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
+)  # fmt: skip
+def _loss(call: Call, *args: Any, **kwargs: Any) -> Tensor | None:
+    if call["reduction"] == 0:
+        return None
+    each = call.on([v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], reduction=0)
+    return each.mean() if call["reduction"] == 1 else each.sum()
+
+
 @expansion(aten.cross_entropy_loss.default)
 def _cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+    ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    if weight is not None or target.is_floating_point() or x.dim() != 2:
+    if weight is not None or target.is_floating_point():
         return None
-    wide = _wide(x, None)
-    counted = target != ignore_index
-    sums = _logsumexp(wide, 1)
-    losses = sums - wide.gather(1, torch.where(counted, target, 0).unsqueeze(1)).squeeze(1)
+    wide, dim = _wide(x), min(x.dim() - 1, 1)
+    sums = _logsumexp(None, wide, dim)
+    losses = sums - _chosen(wide, target, ignore_index)
     if label_smoothing:
-        losses = (1 - label_smoothing) * losses + label_smoothing * (sums - wide.mean(1))
+        losses = (1 - label_smoothing) * losses + label_smoothing * (sums - wide.mean(dim))
+    return _counted(losses, target != ignore_index, reduction).to(x.dtype)
+
+
+def _chosen(x: Tensor, target: Tensor, ignore: int) -> Tensor:
+    """The target's number of each row; of one that is ignored, any."""
+    dim = min(x.dim() - 1, 1)
+    return x.gather(dim, torch.where(target != ignore, target, 0).unsqueeze(dim)).squeeze(dim)
+
+
+def _counted(losses: Tensor, counted: Tensor, reduction: int) -> Tensor:
     losses = torch.where(counted, losses, 0.0)
-    if reduction == 1:
-        losses = losses.sum() / counted.sum()
-    elif reduction == 2:
-        losses = losses.sum()
-    return losses.to(x.dtype)
+    if reduction == 0:
+        return losses
+    return losses.sum() / counted.sum() if reduction == 1 else losses.sum()
+
+
+@expansion(aten.nll_loss.default, aten.nll_loss_nd.default)
+def _nll_loss(
+    call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+    ignore_index: int = -100,
+) -> Tensor | None:  # fmt: skip
+    if weight is not None:
+        return None
+    return _counted(-_chosen(x, target, ignore_index), target != ignore_index, reduction)
 
 
 @expansion(own.token_losses.default)
 def _token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
+    call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    logits = _wide(aten.linear(hidden, weight), None)
-    sums, counted = _logsumexp(logits, 1), targets != ignore
+    logits = _wide(aten.linear(hidden, weight))
+    sums, counted = _logsumexp(None, logits, 1), targets != ignore
     chosen = logits.gather(1, torch.where(counted, targets, 0).unsqueeze(1)).squeeze(1)
     return torch.where(counted, sums - chosen, 0.0), sums.detach()

@@ -21,8 +21,8 @@ from torch.fx.node import map_aggregate
 
 from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
-from fnshard.compiler.ir.program import Input, OpOverload, Program, propagate
-from fnshard.compiler.place.expand import EXPANSIONS
+from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
+from fnshard.compiler.place.expand import expanded
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -33,7 +33,8 @@ from fnshard.compiler.place.placement import (
     fits,
     local_shape,
 )
-from fnshard.compiler.place.rules import Call, Way, rule_of
+from fnshard.compiler.place.rules import rule_of
+from fnshard.compiler.place.ways import Call, Way, local_arguments, tensors_of
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -48,7 +49,7 @@ class Axis:
     """A mesh axis to place a program over.
 
     Args:
-        inputs: how placeholders are split; those not named are replicated.
+        inputs: what placeholders are; those not named are replicated.
         later: ranks along the axes that are placed after this one.
         sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
         residual: "split": where parts are summed, the sum may be split along another dim (sequence
@@ -57,7 +58,7 @@ class Axis:
 
     name: str
     ranks: int
-    inputs: Mapping[Input, Split]
+    inputs: Mapping[Input, Placement]
     residual: Residual = "split"
     sliced: Mapping[Input, Split] = field(default_factory=dict)
     later: int = 1
@@ -106,8 +107,8 @@ def place(program: Program, axis: Axis) -> Program:
 class _Value:
     """A value that is placed: its node, what it is, and the whole (fake) value.
 
-    `node`: a tuple of them where an op's several results are made by several. `of_leaf`: it is made of leaves
-    that specs have split.
+    `node`: a tuple of values where an op's several results are placed each by itself. `of_leaf`: it is made
+    of leaves that specs have split.
     """
 
     node: Any
@@ -148,16 +149,18 @@ class _Placer:
         self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
         if node.target is operator.getitem:
             source, number = self.values[node.args[0]], node.args[1]
-            made = isinstance(source.node, tuple)
-            new = source.node[number] if made else self.call(operator.getitem, (source.node, number))
-            self.values[node] = replace(source, node=new, whole=node.meta["val"])
+            if isinstance(source.node, tuple):
+                self.values[node] = source.node[number]
+            else:
+                new = self.call(operator.getitem, (source.node, number))
+                self.values[node] = replace(source, node=new, whole=node.meta["val"])
         else:
             self.values[node] = self.run(node)
 
     # -------------------------------------------------------------- one op
 
     def run(self, node: fx.Node) -> _Value:
-        sources = [self.values[n] for n in _tensors_of(node)]
+        sources = [self.values[n] for n in tensors_of(node)]
         if node.target is CONSTRAIN:
             return self.constrained(sources[0], *node.args[1:])
         if not isinstance(node.target, OpOverload):
@@ -171,20 +174,27 @@ class _Placer:
         ways = [Way((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
         way = min(ways, key=lambda way: self.preference(sources, way, node.meta["val"]))
         cost = self.wire_bytes(sources, way)
-        if cost >= 1 and (expanded := self.expand(node, call)):
-            return expanded
-        if cost >= 1 and find is None:
+        # What every way pays: parts of a sum have to be summed for an op that is not linear.
+        needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
+        if cost > needed and (value := self.expand(node, call)):
+            return value
+        if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {_megabytes(cost)}")
         reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
+        for read, to in zip(tensors_of(node), way.inputs, strict=True):
+            self.settle(read, to)
         of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
         if way.run is None:
-            new = self.call(node.target, *_arguments(node, call, way, reads))
+            new = self.call(node.target, *local_arguments(node, call, way, reads))
         else:
             here = [
                 local_shape(t.shape, p, call.ranks) for t, p in zip(call.tensors, way.inputs, strict=True)
             ]
             fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
             new = self.inline(way.run, fakes, reads)
+            if isinstance(new, list | tuple):
+                whole = zip(new, node.meta["val"], strict=True)
+                new = tuple(_Value(n, way.output, v, of_leaf) for n, v in whole)
         return _Value(new, way.output, node.meta["val"], of_leaf)
 
     def constrained(self, value: _Value, axes: Sequence[str], dims: Sequence[int]) -> _Value:
@@ -214,33 +224,21 @@ class _Placer:
 
     def expand(self, node: fx.Node, call: Call) -> _Value | None:
         """The op's definition, placed in its stead."""
-        definition = EXPANSIONS.get(node.target)
-        if definition is None:
+        body = expanded(call)
+        if body is None:
             return None
-        args, kwargs = call.rebuilt({})
-        if definition(*args, **kwargs) is None:
-            return None
-
-        def of_tensors(*tensors: Tensor) -> Any:
-            feed = iter(tensors)
-            take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
-            return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
-
-        body = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=True)(*call.tensors).graph
-        body.eliminate_dead_code()
-        self.values |= zip(_placeholders(body), map(self.values.get, _tensors_of(node)), strict=True)
+        outside = dict(zip(_placeholders(body), tensors_of(node), strict=True))
+        self.values |= {inner: self.values[n] for inner, n in outside.items()}
         meta = {k: v for k, v in self.meta.items() if k != "autocast"}
         for inner in body.nodes:
             if inner.op == "call_function":
                 inner.meta |= meta
                 self.visit(inner)
+        self.values |= {n: self.values[inner] for inner, n in outside.items()}
         returned = body.output_node().args[0]
         if isinstance(returned, fx.Node):
             return self.values[returned]
-        parts = [self.values[n] for n in returned]
-        to = parts[0].placement
-        made = tuple(self.convert(p, to) for p in parts)
-        return _Value(made, to, tuple(p.whole for p in parts))
+        return _Value(tuple(self.values[n] for n in returned), REPLICATED, node.meta["val"])
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         node = self.graph.call_function(target, args, dict(kwargs or {}))
@@ -250,7 +248,8 @@ class _Placer:
     def inline(self, run: Callable[..., Any], fakes: Sequence[Tensor], reads: Sequence[fx.Node]) -> Any:
         """The nodes of a function of this rank's index and parts."""
         index = torch.empty((), dtype=torch.int64, device=fakes[0].device)
-        body = make_fx(run, tracing_mode="fake", pre_dispatch=True)(index, *fakes).graph
+        traced = make_fx(lambda *values: run(*values), tracing_mode="fake", pre_dispatch=True)
+        body = traced(index, *fakes).graph
         made = dict(zip(_placeholders(body), [self.index, *reads], strict=True))
         for node in body.nodes:
             if node.op == "call_function":
@@ -288,6 +287,19 @@ class _Placer:
         if not isinstance(now, Split):
             return 0.0  # a slice
         return size / self.axis.ranks if _by_all_to_all(now, to) else size
+
+    def least(self, value: _Value) -> float:
+        """Bytes on the wire of a sum's parts, however it is summed."""
+        if not isinstance(value.placement, Partial):
+            return 0.0
+        shape = value.whole.shape
+        return min(self.cost(value, to) for to in (REPLICATED, *(Split(d) for d in range(len(shape)))))
+
+    def settle(self, node: fx.Node, to: Placement) -> None:
+        """What has been summed is a sum to all that read it from here on."""
+        value = self.values[node]
+        if isinstance(value.placement, Partial) and not isinstance(to, Partial):
+            self.values[node] = replace(value, node=self.convert(value, to), placement=to)
 
     def convert(self, value: _Value, to: Placement) -> fx.Node:
         """The value as `to`, made once."""
@@ -403,7 +415,7 @@ class _Placer:
             inputs.append(Input("axis", self.axis.name))
         else:
             self.graph.erase_node(self.index)
-        self.graph.eliminate_dead_code()
+        eliminate_dead_code(self.graph)
         propagate(
             self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
         )
@@ -430,35 +442,6 @@ def _by_all_to_all(now: Placement, to: Placement) -> bool:
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
-
-
-def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a call in the order of its schema, lists taken apart."""
-    if not isinstance(node.target, OpOverload):
-        found: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), found.append)
-        return found
-    schema = [a.name for a in node.target._schema.arguments]
-    named = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
-    values = (named.get(name) for name in schema)
-    flat = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
-    return [v for v in flat if isinstance(v, fx.Node)]
-
-
-def _arguments(node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node]) -> tuple[Any, Any]:
-    """Arguments and keywords of the local call."""
-    schema, feed = call.target._schema.arguments, iter(reads)
-    positional = [a.name for a in schema if not a.kwarg_only]
-    passed = dict(zip(positional, node.args, strict=False)) | dict(node.kwargs)
-    local = {
-        a.name: map_aggregate(passed[a.name], lambda v: next(feed) if isinstance(v, fx.Node) else v)
-        for a in schema
-        if a.name in passed
-    }
-    named = call.arguments | local | dict(way.changes)
-    needed = max([len(node.args), *(positional.index(n) + 1 for n in way.changes if n in positional)])
-    keywords = [n for n in (local | dict(way.changes)) if n not in positional[:needed]]
-    return tuple(named[n] for n in positional[:needed]), {n: named[n] for n in keywords}
 
 
 def _megabytes(size: float) -> str:

@@ -89,15 +89,15 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], rank
         if not first <= split.dim < last:
             continue
         outer = math.prod(before[first : split.dim]) * split.outer
-        below = math.prod(before[split.dim + 1 : last])
+        below, even = math.prod(before[split.dim + 1 : last]), divides(before, split, ranks)
         for dim in into:
             above = math.prod(after[into[0] : dim])
             if outer % above:
                 continue
             behind = Split(dim, outer // above)
-            if divides(after, behind, ranks):
+            if even and divides(after, behind, ranks):
                 return behind
-            if math.prod(after[dim + 1 : into[-1] + 1]) == below and fits(after, behind, ranks):
+            if not even and math.prod(after[dim + 1 : into[-1] + 1]) == below and fits(after, behind, ranks):
                 return behind
         return None
     return None

@@ -1,0 +1,73 @@
+"""Rules of random ops: a rank draws for each element what one device draws for it, whatever the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.frontend.random import key_at
+from fnshard.compiler.place.placement import REPLICATED, Split
+from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+
+own = torch.ops.fnshard
+
+
+def strides_of(call: Call, shape: Sequence[int]) -> list[int]:
+    """How far apart the elements of a drawn tensor are in the one that is drawn on one device."""
+    return call["strides"] or [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def first_drawn(call: Call, index: Tensor, split: Split, shape: Sequence[int]) -> Tensor:
+    """The number of a rank's first element, of a drawn tensor of this shape."""
+    return index * (call.part(shape, split) * strides_of(call, shape)[split.dim])
+
+
+@rule(own.dropout.default)
+def _dropout(call: Call) -> Iterator[Way]:
+    """Blocks that are not contiguous are drawn as one dim more."""
+    shape = call.shape
+    strides = strides_of(call, shape)
+    for split in call.splits(shape):
+        dim, count = split.dim, call.part(shape, split)
+        apart = [*strides[:dim], strides[dim] * (shape[dim] // split.outer), *strides[dim:]]
+
+        def run(index: Tensor, x: Tensor, key: Tensor, split=split, count=count, apart=apart) -> Tensor:
+            key = key_at(key, first_drawn(call, index, split, shape))
+            blocks = x.reshape(*x.shape[: split.dim], split.outer, count, *x.shape[split.dim + 1 :])
+            return call.on([blocks, key], strides=apart).reshape(x.shape)
+
+        yield Way((split, REPLICATED), split, run=run)
+
+
+@rule(own.feature_dropout.default, own.alpha_dropout.default)
+def _features(call: Call) -> Iterator[Way]:
+    """One number a feature, or an element: along dims that share it the same on all ranks."""
+    features = call.arguments.get("features", True)
+    drawn = [*call.shape[:2], *[1] * (len(call.shape) - 2)] if features else call.shape
+    for split in call.splits(call.shape):
+        if split.outer > 1:
+            continue
+
+        def run(index: Tensor, x: Tensor, key: Tensor, split=split) -> Tensor:
+            if drawn[split.dim] > 1:
+                key = key_at(key, first_drawn(call, index, split, drawn))
+            return call.on([x, key], strides=strides_of(call, drawn))
+
+        yield Way((split, REPLICATED), split, run=run)
+
+
+@rule(own.bernoulli.default)
+def _bernoulli(call: Call) -> Iterator[Way]:
+    shape = call.shape
+    for split in call.splits(shape):
+        if split.outer > 1:
+            continue
+
+        def run(index: Tensor, p: Tensor, key: Tensor, split=split) -> Tensor:
+            key = key_at(key, first_drawn(call, index, split, shape))
+            return call.on([p, key], shape=call.local(split), strides=strides_of(call, shape))
+
+        yield Way((broadcast(call.tensors[0].shape, shape, split), REPLICATED), split, run=run)

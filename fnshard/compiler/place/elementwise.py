@@ -1,0 +1,91 @@
+"""Rules of ops of each element by itself, and of those that only ask for a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
+from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+
+aten, own = torch.ops.aten, torch.ops.fnshard
+
+# Which of its tensors are parts of a sum (x) where the result is: the op is linear in these together.
+_LINEAR = {
+    **dict.fromkeys(
+        (
+            aten.neg.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
+            aten.alias.default, aten.positive.default, own.outgoing.default, aten.conj.default,
+            aten._conj.default, aten.resolve_conj.default, aten.conj_physical.default, aten.mul.Scalar,
+            aten.div.Scalar,
+        ),
+        ("x",),
+    ),
+    aten.add.Tensor: ("xx",), aten.sub.Tensor: ("xx",), aten.rsub.Tensor: ("xx",),
+    aten.subtract.Tensor: ("xx",), aten.lerp.Scalar: ("xx",), aten.complex.default: ("xx",),
+    aten.mul.Tensor: ("x", "x.", ".x"), aten.multiply.Tensor: ("x", "x.", ".x"),
+    aten.div.Tensor: ("x", "x."), aten.divide.Tensor: ("x", "x."), aten.true_divide.Tensor: ("x", "x."),
+    aten.where.self: (".xx",),
+}  # fmt: skip
+_CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.to.other}
+
+
+def elementwise(call: Call) -> Iterator[Way]:
+    """Split like the result, where a tensor is not broadcast along the dim; sums pass what is linear."""
+    for split in call.splits(call.shape):
+        yield Way(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
+    patterns = _LINEAR.get(call.target, ())
+    if call.target in _CASTS and call.value.dtype == call.tensors[0].dtype:
+        patterns = ("x" + "." * (len(call.tensors) - 1),)
+    for pattern in patterns:
+        if len(pattern) == len(call.tensors) and call.value.dtype != torch.bool:
+            yield Way(tuple(PARTIAL if c == "x" else REPLICATED for c in pattern), PARTIAL)
+
+
+rule(
+    aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default, aten.to.dtype,
+    aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther,
+    aten.where.Scalar, aten.square.default, aten.rsub.Scalar, aten.rsub.Tensor, aten.clamp.default,
+    aten.float_power.Tensor_Scalar, aten.subtract.Tensor, aten.multiply.Tensor, aten.divide.Tensor,
+    aten.positive.default, aten.log_sigmoid.default, aten.conj.default, aten._conj.default,
+    aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.outgoing.default,
+    own.rounded.default,
+)(elementwise)  # fmt: skip
+
+
+@rule(aten.type_as.default, aten.to.other)
+def _typed(call: Call) -> Iterator[Way]:
+    """Of the other tensor the dtype alone is looked at."""
+    for way in elementwise(call):
+        yield Way((way.inputs[0], call.current[1]), way.output)
+    yield Way((REPLICATED, call.current[1]), REPLICATED)
+
+
+@rule(
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+)  # fmt: skip
+def _filled_like(call: Call) -> Iterator[Way]:
+    """The shape alone is looked at: of a split tensor the result is split."""
+    now = call.current[0]
+    yield Way((now,), now if isinstance(now, Split) else REPLICATED)
+
+
+@rule(
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+)  # fmt: skip
+def _filled(call: Call) -> Iterator[Way]:
+    """Nothing but the dtype is looked at."""
+    yield Way(call.current, REPLICATED)
+
+
+@rule(aten.bucketize.Tensor, aten.searchsorted.Tensor)
+def _bucketize(call: Call) -> Iterator[Way]:
+    """Along the numbers that are looked up, where all have the same boundaries."""
+    names = [n for n, v in call.arguments.items() if isinstance(v, torch.Tensor)]
+    values = names.index("self") if call["self"].shape == call.shape else None
+    if values is None or any(t.dim() > 1 for n, t in zip(names, call.tensors, strict=True) if n != "self"):
+        return
+    for split in call.splits(call.shape):
+        yield Way(tuple(split if i == values else REPLICATED for i in range(len(names))), split)

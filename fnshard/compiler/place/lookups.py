@@ -1,0 +1,171 @@
+"""Rules of what is read or written at indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
+from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+
+aten = torch.ops.aten
+
+
+def _masked(index: Tensor, at: Tensor, rows: int, find: Callable[[Tensor], Tensor], dims: int = 0) -> Tensor:
+    """What a rank has of what is looked up in a dim that is split: zero where others have it.
+
+    Args:
+        at: this rank's index; it has `rows` rows.
+        find: the lookup, of indices into this rank's rows.
+        dims: of what is found behind those of the index.
+    """
+    here = index - at * rows
+    inside = (here >= 0) & (here < rows)
+    found = find(torch.where(inside, here, 0))
+    return torch.where(inside.reshape(*inside.shape, *[1] * dims), found, 0)
+
+
+@rule(aten.embedding.default)
+def _embedding(call: Call) -> Iterator[Way]:
+    """Of a table split by rows, each rank looks up what it has, and the sum has all."""
+    table, indices = call.tensors
+    if not call["scale_grad_by_freq"]:
+        for split in call.splits(indices.shape):
+            yield Way((REPLICATED, split), split)
+    for split in call.splits(table.shape, [1]):
+        yield Way((split, REPLICATED), Split(indices.dim(), split.outer))
+    for split in call.splits(table.shape, [0]):
+        if split.outer > 1 or call["scale_grad_by_freq"]:
+            continue
+        rows, padding = call.part(table.shape, split), call["padding_idx"]
+
+        def run(at: Tensor, table: Tensor, indices: Tensor, rows=rows, padding=padding) -> Tensor:
+            def find(here: Tensor) -> Tensor:
+                found = aten.embedding.default(table, here)
+                return found if padding < 0 else torch.where(padded, found.detach(), found)
+
+            padded = (indices == padding).unsqueeze(-1)
+            return _masked(indices, at, rows, find, 1)
+
+        yield Way((split, REPLICATED), PARTIAL, run=run)
+    yield Way((PARTIAL, REPLICATED), PARTIAL)
+
+
+@rule(aten.gather.default, aten.take_along_dim.default)
+def _gather(call: Call) -> Iterator[Way]:
+    value, index = call.tensors
+    if call["dim"] is None or value.dim() == 0 or value.dim() != index.dim():
+        return
+    dim = call["dim"] % value.dim()
+    same = [d for d in range(value.dim()) if d != dim and value.shape[d] == index.shape[d]]
+    for split in call.splits(value.shape, same):
+        yield Way((split, split), split)
+    for split in call.splits(index.shape, [dim]):
+        yield Way((REPLICATED, split), split)
+    if value.dtype == torch.bool:
+        return
+    for split in call.splits(value.shape, [dim]):
+        rows = call.part(value.shape, split)
+
+        def run(at: Tensor, value: Tensor, index: Tensor, rows=rows) -> Tensor:
+            return _masked(index, at, rows, lambda here: call.on([value, here]))
+
+        if split.outer == 1:
+            yield Way((split, REPLICATED), PARTIAL, run=run)
+    yield Way((PARTIAL, REPLICATED), PARTIAL)
+
+
+@rule(aten.index_select.default)
+def _index_select(call: Call) -> Iterator[Way]:
+    value, index = call.tensors
+    dim = call["dim"] % max(value.dim(), 1)
+    for split in call.splits(value.shape, [d for d in range(value.dim()) if d != dim]):
+        yield Way((split, REPLICATED), split)
+    for split in call.splits(index.shape if index.dim() else ()):
+        yield Way((REPLICATED, split), Split(dim, split.outer))
+    if value.dtype == torch.bool or index.dim() == 0:
+        return
+    for split in call.splits(value.shape, [dim]):
+        rows, more = call.part(value.shape, split), value.dim() - dim - 1
+
+        def run(at: Tensor, value: Tensor, index: Tensor, rows=rows, more=more) -> Tensor:
+            return _masked(index, at, rows, lambda here: value.index_select(dim, here), more)
+
+        if split.outer == 1:
+            yield Way((split, REPLICATED), PARTIAL, run=run)
+    yield Way((PARTIAL, REPLICATED), PARTIAL)
+
+
+@rule(aten.index.Tensor)
+def _index(call: Call) -> Iterator[Way]:
+    """Along dims that no index names, and of an index; of a dim that one index names, each rank its rows."""
+    value, indices = call["self"], call["indices"]
+    named = [d for d, i in enumerate(indices) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in indices if i is not None):
+        return
+    shape = torch.broadcast_shapes(*(indices[d].shape for d in named))
+    together = named == list(range(named[0], named[0] + len(named)))
+    first = named[0] if together else 0  # where the dims of the indices are
+    kept = [d for d in range(value.dim()) if d not in named]
+    after = {d: i + (len(shape) if i >= first else 0) for i, d in enumerate(kept)}
+    whole = (REPLICATED,) * len(named)
+    for split in call.splits(value.shape, kept):
+        yield Way((split, *whole), Split(after[split.dim], split.outer))
+    for split in call.splits(shape):
+        cut = (broadcast(indices[d].shape, shape, split) for d in named)
+        yield Way((REPLICATED, *cut), Split(first + split.dim, split.outer))
+    if value.dtype == torch.bool:
+        return
+    more = call.value.dim() - first - len(shape)
+    for split in call.splits(value.shape, named):
+        number, rows = named.index(split.dim), call.part(value.shape, split)
+
+        def run(at: Tensor, part: Tensor, *read: Tensor, number=number, rows=rows) -> Tensor:
+            def find(here: Tensor) -> Tensor:
+                return call.on([part, *read[:number], here, *read[number + 1 :]])
+
+            index = read[number]
+            index = torch.where(index < 0, index + value.shape[named[number]], index).expand(shape)
+            return _masked(index, at, rows, find, more)
+
+        if split.outer == 1:
+            yield Way((split, *whole), PARTIAL, run=run)
+    yield Way((PARTIAL, *whole), PARTIAL)
+
+
+@rule(
+    aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
+    aten.scatter.reduce, aten.scatter.value_reduce,
+)  # fmt: skip
+def _scatter(call: Call) -> Iterator[Way]:
+    """Along dims in which all are of one length."""
+    value = call.tensors[0]
+    dim = call["dim"] % max(value.dim(), 1)
+    same = [d for d in range(value.dim()) if d != dim and len({t.shape[d] for t in call.tensors}) == 1]
+    for split in call.splits(value.shape, same):
+        yield Way((split,) * len(call.tensors), split)
+    if call.target in (aten.scatter.src, aten.scatter_add.default):
+        yield Way((PARTIAL, REPLICATED, PARTIAL), PARTIAL)
+
+
+@rule(aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar)
+def _index_write(call: Call) -> Iterator[Way]:
+    value = call.tensors[0]
+    dim = call["dim"] % max(value.dim(), 1)
+    for split in call.splits(value.shape, [d for d in range(value.dim()) if d != dim]):
+        yield Way((split, REPLICATED, split)[: len(call.tensors)], split)
+
+
+@rule(aten.index_put.default)
+def _index_put(call: Call) -> Iterator[Way]:
+    """Along the dims behind the indices."""
+    value, indices, values = call["self"], call["indices"], call["values"]
+    named = [d for d, i in enumerate(indices) if i is not None]
+    if named != list(range(len(named))):
+        return
+    for split in call.splits(value.shape, range(len(named), value.dim())):
+        written = (*[1] * (values.dim() - (value.dim() - len(named))), *value.shape[len(named) :])
+        inside = broadcast(values.shape, written, Split(split.dim - value.dim() + len(written), split.outer))
+        yield Way((split, *[REPLICATED] * len(named), inside), split)

@@ -1,0 +1,157 @@
+"""Rules of products: linear layers, matrix products, einsum, attention and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.frontend.random import key_at
+from fnshard.compiler.place.draws import first_drawn, strides_of
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits
+from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+
+aten, own = torch.ops.aten, torch.ops.fnshard
+
+
+def contraction(call: Call, operands: Sequence[str], result: str) -> Iterator[Way]:
+    """Of operands whose dims have labels: split along one of the result's, or a part of a sum over another.
+
+    Labels in capitals are of a tensor that is added (a bias). A dim of size 1 is broadcast.
+    """
+    sizes: dict[str, int] = {}
+    for labels, t in zip(operands, call.tensors, strict=True):
+        for label, size in zip(labels.lower(), t.shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+    added = any(labels == labels.upper() for labels in operands)
+
+    def operand(labels: str, t: Tensor, label: str, outer: int) -> Placement:
+        dim = labels.lower().find(label)
+        return REPLICATED if dim < 0 or t.shape[dim] == 1 else Split(dim, outer)
+
+    for label in sizes:
+        for outer in call.outers:
+            kept, size = label in result, (sizes[label],)
+            if not kept and (added or not divides(size, Split(0, outer), call.ranks)):
+                continue
+            if not fits(size, Split(0, outer), call.ranks):
+                continue
+            pairs = zip(operands, call.tensors, strict=True)
+            inputs = tuple(operand(labels, t, label, outer) for labels, t in pairs)
+            yield Way(inputs, Split(result.index(label), outer) if kept else PARTIAL)
+
+
+_LETTERS = "abcdefgh"
+
+
+@rule(aten.linear.default)
+def _linear(call: Call) -> Iterator[Way]:
+    rows = _LETTERS[: call.tensors[0].dim() - 1]
+    if call.tensors[1].dim() == 2:
+        yield from contraction(call, [rows + "k", "nk", "N"][: len(call.tensors)], rows + "n")
+
+
+@rule(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+def _matmul(call: Call) -> Iterator[Way]:
+    one, other = (t.dim() for t in call.tensors)
+    batch = _LETTERS[: max(one, other, 2) - 2]
+    left = "k" if one == 1 else batch[len(batch) - (one - 2) :] + "mk"
+    right = "k" if other == 1 else batch[len(batch) - (other - 2) :] + "kn"
+    result = batch + ("m" if one > 1 else "") + ("n" if other > 1 else "")
+    yield from contraction(call, [left, right], result)
+
+
+@rule(aten.outer.default, aten.ger.default)
+def _outer(call: Call) -> Iterator[Way]:
+    yield from contraction(call, ["m", "n"], "mn")
+
+
+@rule(aten.addmm.default)
+def _addmm(call: Call) -> Iterator[Way]:
+    yield from contraction(call, [{0: "", 1: "N", 2: "MN"}[call.tensors[0].dim()], "mk", "kn"], "mn")
+
+
+@rule(aten.baddbmm.default)
+def _baddbmm(call: Call) -> Iterator[Way]:
+    bias = "AMN"[3 - call.tensors[0].dim() :]
+    yield from contraction(call, [bias, "amk", "akn"], "amn")
+
+
+@rule(aten.einsum.default)
+def _einsum(call: Call) -> Iterator[Way]:
+    equation = call["equation"].replace(" ", "")
+    if "->" not in equation or not equation.replace("->", "").replace(",", "").replace(".", "").islower():
+        return
+    left, result = equation.split("->")
+    operands = left.split(",")
+    more = max(t.dim() - len(o.replace("...", "")) for o, t in zip(operands, call.tensors, strict=True))
+    batch = [c for c in "zyxwvutsrqponmlkjihgfedcba" if c not in equation][:more]
+    for i, (o, t) in enumerate(zip(operands, call.tensors, strict=True)):
+        count = t.dim() - len(o.replace("...", ""))
+        operands[i] = o.replace("...", "".join(batch[more - count :]))
+    if all(len(set(o)) == len(o) for o in operands):
+        yield from contraction(call, operands, result.replace("...", "".join(batch)))
+
+
+# ------------------------------------------------------------------ attention
+
+
+@rule(aten.scaled_dot_product_attention.default, own.attention.default)
+def _attention(call: Call) -> Iterator[Way]:
+    """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs.
+
+    Without a causal mask along the queries too.
+    """
+    query, key = call.tensors[0], call.tensors[1]
+    scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
+    draws = call.target is own.attention.default
+    for split in call.splits(query.shape, range(rank - 1), more=() if draws else (call.later,)):
+        if draws and split.outer > 1:
+            continue
+        rest = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])
+        here = partial(_drawn_attention, call, split) if draws else None
+        if split.dim == rank - 2:
+            if not call["is_causal"]:
+                yield Way((split, REPLICATED, REPLICATED, *rest), split, run=here)
+        elif divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
+            yield Way((split, split, split, *rest), split, run=here)
+        elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
+            yield Way(
+                (split, REPLICATED, REPLICATED, *rest),
+                split,
+                run=partial(_shared_attention, call, take, here),
+            )
+
+
+def _heads_taken(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The heads of keys or values that a rank's queries share."""
+    dim, outer = split.dim, split.outer
+    heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
+    here, group = heads // outer // call.ranks, heads // shared
+    if heads % (outer * call.ranks) or group % here or shared % outer:
+        return None
+
+    def take(index: Tensor, x: Tensor) -> Tensor:
+        at = (index * here // group).reshape(1)
+        return x.unflatten(dim, (outer, -1)).index_select(dim + 1, at).flatten(dim, dim + 1)
+
+    return take
+
+
+def _shared_attention(
+    call: Call, take: Any, here: Any, index: Tensor, query: Tensor, *rest: Tensor
+) -> Tensor:
+    key, value, *rest = rest
+    tensors = [query, take(index, key), take(index, value), *rest]
+    return call.on(tensors) if here is None else here(index, *tensors)
+
+
+def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
+    """With the dropout of whole scores."""
+    *tensors, key = tensors
+    scores = (*call.tensors[0].shape[:-1], call.tensors[1].shape[-2])
+    key = key_at(key, first_drawn(call, index, split, scores))
+    return call.on([*tensors, key], strides=strides_of(call, scores))

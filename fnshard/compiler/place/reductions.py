@@ -1,0 +1,142 @@
+"""Rules of reductions, and of what works along a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.place.elementwise import elementwise
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Split, divides
+from fnshard.compiler.place.ways import Call, Way, dims_of, rule
+
+aten, own = torch.ops.aten, torch.ops.fnshard
+
+
+def _reduced(call: Call, over: Partial | None = None) -> Iterator[Way]:
+    """Along the dims that stay; `over`: what ranks have of the result where a dim is split that does not."""
+    rank, keep = call.tensors[0].dim(), bool(call.arguments.get("keepdim", False))
+    dims = dims_of(call.arguments.get("dim"), rank)
+    for split in call.splits(call.tensors[0].shape):
+        if split.dim not in dims:
+            gone = 0 if keep else sum(d < split.dim for d in dims)
+            yield Way((split,), Split(split.dim - gone, split.outer))
+        elif over is not None:
+            even = divides(call.tensors[0].shape, split, call.ranks)
+            yield Way((split,), over, run=None if even else _without_padding(call, split, over))
+
+
+def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., Tensor]:
+    """The op of a rank's part whose padding is neutral to it."""
+    value, size = call.tensors[0], call.tensors[0].shape[split.dim] // split.outer
+    part, behind = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
+    neutral = 0 if over == PARTIAL or value.dtype == torch.bool else _least(value.dtype)
+
+    def run(index: Tensor, x: Tensor) -> Tensor:
+        inside = torch.arange(part, device=x.device) + index * part < size
+        inside = inside.expand(split.outer, part).reshape(-1, *behind)
+        return call.on([torch.where(inside, x, neutral)])
+
+    return run
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def _sum(call: Call) -> Iterator[Way]:
+    yield from _reduced(call, PARTIAL)
+    if call["dtype"] is None:
+        yield Way((PARTIAL,), PARTIAL)
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def _mean(call: Call) -> Iterator[Way]:
+    """Of a split dim, each part's mean by its share of all."""
+    for way in _reduced(call, PARTIAL):
+        yield replace(way, run=_share_of_mean(call, way)) if way.output == PARTIAL else way
+    if call["dtype"] is None:
+        yield Way((PARTIAL,), PARTIAL)
+
+
+def _share_of_mean(call: Call, way: Way) -> Callable[..., Tensor]:
+    (split,), shape = way.inputs, call.tensors[0].shape
+    share = call.part(shape, split) * split.outer / shape[split.dim]
+    mean = way.run or (lambda index, x: call.on([x]))
+    return lambda index, x: mean(index, x) * share
+
+
+@rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim)
+def _amax(call: Call) -> Iterator[Way]:
+    """Where equal maxima share a gradient, all of them have to be known: by its expansion."""
+    yield from _reduced(call, None if call.value.requires_grad else Partial("max"))
+
+
+@rule(
+    aten.logsumexp.default, aten.amin.default, aten.prod.default, aten.prod.dim_int, aten.all.default,
+    aten.all.dim, aten.argmax.default, aten.argmin.default, aten.var.correction, aten.std.correction,
+    aten.var.dim, aten.std.dim, aten.var_mean.correction, aten.max.dim, aten.min.dim, aten.min.default,
+    aten.linalg_vector_norm.default, aten.count_nonzero.dim_IntList, aten.median.dim,
+)  # fmt: skip
+def _other_reductions(call: Call) -> Iterator[Way]:
+    yield from _reduced(call)
+
+
+_SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
+
+
+@rule(
+    aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default,
+    aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.flip.default, aten.sort.default,
+    aten.sort.stable, aten.argsort.default, aten.topk.default, aten.roll.default, aten.logcumsumexp.default,
+    aten.glu.default, aten.kthvalue.default,
+)  # fmt: skip
+def _along(call: Call) -> Iterator[Way]:
+    """Along dims that the op does not work along."""
+    value, named = call.tensors[0], call.arguments
+    works = set(dims_of(named["dims"] if "dims" in named else named["dim"], value.dim()))
+    dropped = value.dim() - len(call.shape)
+    for split in call.splits(value.shape, [d for d in range(value.dim()) if d not in works]):
+        yield Way(
+            (split,), Split(split.dim - (sum(d < split.dim for d in works) if dropped else 0), split.outer)
+        )
+    if call.target in _SUMS_ALONG and named.get("dtype") is None:
+        yield Way((PARTIAL,), PARTIAL)
+
+
+# ------------------------------------------------------------------ losses
+
+
+_LOSSES = (
+    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
+    aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
+)  # fmt: skip
+
+
+@rule(*_LOSSES)
+def _loss(call: Call) -> Iterator[Way]:
+    """Of each element, where nothing is reduced; else by its expansion."""
+    if call["reduction"] == 0:
+        yield from elementwise(call)
+
+
+@rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
+def _of_targets(call: Call) -> Iterator[Way]:
+    """Of each row, where nothing is reduced; else by its expansion."""
+    value, target = call.tensors[:2]
+    classes = target.shape == value.shape  # of probabilities
+    if call["reduction"] == 0 and call["weight"] is None and value.dim() > 1:
+        for split in call.splits(value.shape, [d for d in range(value.dim()) if d != 1]):
+            rows = Split(split.dim - (split.dim > 1), split.outer)
+            yield Way((split, split if classes else rows), rows)
+
+
+@rule(own.token_losses.default)
+def _token_losses(call: Call) -> Iterator[Way]:
+    """Along the tokens; of a split vocabulary by its expansion."""
+    for split in call.splits(call.shape):
+        yield Way((split, REPLICATED, split), split)

@@ -1,0 +1,220 @@
+"""Rules of views: reshapes, moved dims, broadcasts, slices and what is put together of several tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split, fits, through_view
+from fnshard.compiler.place.ways import Call, Way, broadcast, moved, rule
+
+aten, own = torch.ops.aten, torch.ops.fnshard
+
+
+@rule(
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+)  # fmt: skip
+def _view(call: Call) -> Iterator[Way]:
+    """Of another tensor the shape alone is looked at."""
+    before, others = call.tensors[0].shape, call.current[1:]
+    for split in call.splits(before):
+        behind = through_view(split, before, call.shape, call.ranks)
+        if behind is not None:
+            to = call.local(behind)
+            yield Way((split, *others), behind, run=lambda index, x, *_, to=to: x.reshape(to))
+    to = list(call.shape)
+    for whole in (REPLICATED, PARTIAL):
+        yield Way((whole, *others), whole, run=lambda index, x, *_: x.reshape(to))
+
+
+@rule(aten.transpose.int, aten.swapaxes.default, aten.swapdims.default)
+def _transpose(call: Call) -> Iterator[Way]:
+    rank = call.value.dim()
+    order = list(range(rank))
+    one, other = (v % max(rank, 1) for v in list(call.arguments.values())[1:3])
+    order[one], order[other] = other, one
+    yield from moved(call, order)
+
+
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.mH.default)
+def _t(call: Call) -> Iterator[Way]:
+    rank = call.value.dim()
+    whole = call.target in (aten.t.default, aten.numpy_T.default)
+    yield from moved(call, list(range(rank))[::-1] if whole else [*range(rank - 2), rank - 1, rank - 2])
+
+
+@rule(aten.permute.default)
+def _permute(call: Call) -> Iterator[Way]:
+    yield from moved(call, [d % call.value.dim() for d in call["dims"]])
+
+
+@rule(aten.view_as_real.default, aten.view_as_complex.default, aten.one_hot.default)
+def _last(call: Call) -> Iterator[Way]:
+    """A last dim more, or less."""
+    rank = min(call.value.dim(), call.tensors[0].dim())
+    more = [None] * (call.value.dim() - rank)
+    yield from moved(call, [*range(rank), *more], linear=call.target is not aten.one_hot.default)
+
+
+@rule(aten.diagonal.default)
+def _diagonal(call: Call) -> Iterator[Way]:
+    rank = call.tensors[0].dim()
+    gone = {call["dim1"] % rank, call["dim2"] % rank}
+    yield from moved(call, [*(d for d in range(rank) if d not in gone), None])
+
+
+@rule(aten.unfold.default)
+def _unfold(call: Call) -> Iterator[Way]:
+    rank = call.tensors[0].dim()
+    dim = call["dimension"] % rank
+    yield from moved(call, [*(None if d == dim else d for d in range(rank)), None])
+
+
+# ------------------------------------------------------------------ broadcasts
+
+
+@rule(aten.expand.default, aten.broadcast_to.default)
+def _expand(call: Call) -> Iterator[Way]:
+    for split in call.splits(call.shape):
+        inside = broadcast(call.tensors[0].shape, call.shape, split)
+        yield Way((inside,), split, {"size": call.local(split)})
+    yield Way((PARTIAL,), PARTIAL)
+
+
+@rule(aten.expand_as.default)
+def _expand_as(call: Call) -> Iterator[Way]:
+    """Of the other tensor the shape alone is looked at; the result is split as it is where that is free."""
+    now = call.current[1]
+    for split in sorted(call.splits(call.shape), key=lambda s: s != now):
+        to, inside = call.local(split), broadcast(call.tensors[0].shape, call.shape, split)
+        yield Way((inside, now), split, run=lambda index, x, _, to=to: x.expand(to))
+    to = list(call.shape)
+    for whole in (REPLICATED, PARTIAL):
+        yield Way((whole, now), whole, run=lambda index, x, _: x.expand(to))
+
+
+@rule(aten.repeat.default)
+def _repeat(call: Call) -> Iterator[Way]:
+    """Of a dim that is repeated the blocks lie behind one another."""
+    more = len(call["repeats"]) - call.tensors[0].dim()
+    for split in call.splits(call.tensors[0].shape):
+        dim = split.dim + more
+        yield Way((split,), Split(dim, split.outer * call["repeats"][dim]))
+    yield Way((PARTIAL,), PARTIAL)
+
+
+@rule(aten.repeat_interleave.self_int)
+def _repeat_interleave(call: Call) -> Iterator[Way]:
+    if call["dim"] is not None or call.tensors[0].dim() == 1:
+        for split in call.splits(call.tensors[0].shape):
+            if call.part(call.shape, split) == call.part(call.tensors[0].shape, split) * call["repeats"]:
+                yield Way((split,), split, {"output_size": None})
+    yield Way((PARTIAL,), PARTIAL)
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Split, int, int] | None:
+    """Where a range of a dim is, which is a whole number of the blocks that are split each."""
+    if split.dim != dim:
+        return split, start, end
+    shape = call.tensors[0].shape
+    block, part = shape[dim] // split.outer, call.part(shape, split)
+    if start % block == 0 and end % block == 0 and start < end:
+        return Split(dim, (end - start) // block), start // block * part, end // block * part
+    rest = [end - start if d == dim else size for d, size in enumerate(shape)]
+    if split.outer == 1 and start == 0 and fits(rest, split, call.ranks) and call.part(rest, split) == part:
+        return split, 0, part  # all but some of the last rank's
+    return None
+
+
+@rule(aten.slice.Tensor, aten.narrow.default)
+def _slice(call: Call) -> Iterator[Way]:
+    shape, named = call.tensors[0].shape, call.arguments
+    dim = call["dim"] % len(shape)
+    size, step = shape[dim], named.get("step", 1)
+    start = named["start"] or 0
+    start = max(start + size, 0) if start < 0 else min(start, size)
+    last = start + call.shape[dim] * step
+    for split in call.splits(shape):
+        if split.dim == dim and step != 1:
+            continue
+        if (found := _cut(call, split, dim, start, last)) is not None:
+            after, first, end = found
+            take = lambda index, x, first=first, end=end: aten.slice(x, dim, first, end, step)  # noqa: E731
+            yield Way((split,), after, run=take)
+    yield Way((PARTIAL,), PARTIAL)
+
+
+@rule(aten.select.int)
+def _select(call: Call) -> Iterator[Way]:
+    """Of a split dim, one rank has what is selected."""
+    shape = call.tensors[0].shape
+    dim = call["dim"] % len(shape)
+    yield from moved(call, [d for d in range(len(shape)) if d != dim])
+    if call.value.dtype == torch.bool:
+        return
+    for split in call.splits(shape, [dim]):
+        part = call.part(shape, split)
+        block, rest = divmod(call["index"] % shape[dim], shape[dim] // split.outer)
+        owner, at = rest // part, block * part + rest % part
+
+        def run(index: Tensor, x: Tensor, owner=owner, at=at) -> Tensor:
+            return torch.where(index == owner, x.select(dim, at), 0)
+
+        yield Way((split,), PARTIAL, run=run)
+
+
+@rule(
+    aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
+)  # fmt: skip
+def _split(call: Call) -> Iterator[Way]:
+    """Along other dims; along its own where equal matrices lie side by side, each of them split."""
+    shape, pieces = call.tensors[0].shape, call.value
+    dim, gone = call["dim"] % len(shape), call.target is aten.unbind.int
+    equal = len({v.shape for v in pieces}) == 1
+    for split in call.splits(shape):
+        if split.dim != dim:
+            yield Way((split,), Split(split.dim - (gone and dim < split.dim), split.outer))
+        elif not gone and equal and split.outer % len(pieces) == 0:
+            size = call.part(shape, split) * split.outer // len(pieces)
+            take = lambda index, x, size=size: x.split(size, dim)  # noqa: E731
+            yield Way((split,), Split(dim, split.outer // len(pieces)), run=take)
+    yield Way((PARTIAL,), PARTIAL)
+
+
+@rule(aten.cat.default, aten.stack.default)
+def _cat(call: Call) -> Iterator[Way]:
+    """Along other dims; along its own equal tensors, each of them split, side by side."""
+    rank, count = call.value.dim(), len(call.tensors)
+    dim, new = call["dim"] % rank, call.target is aten.stack.default
+    if any(t.dim() != rank - new for t in call.tensors):  # an empty one, which cat leaves out
+        return
+    for split in call.splits(call.shape, [d for d in range(rank) if d != dim]):
+        yield Way((Split(split.dim - (new and dim < split.dim), split.outer),) * count, split)
+    if not new and len({t.shape[dim] for t in call.tensors}) == 1:
+        for split in call.splits(call.tensors[0].shape, [dim]):
+            yield Way((split,) * count, Split(dim, split.outer * count))
+    yield Way((PARTIAL,) * count, PARTIAL)
+
+
+@rule(aten.constant_pad_nd.default, aten.pad.default)
+def _pad(call: Call) -> Iterator[Way]:
+    rank, pad = call.tensors[0].dim(), call["pad"]
+    kept = [d for d in range(rank) if not any(pad[2 * (rank - 1 - d) :][:2])]
+    yield from moved(call, [d if d in kept else None for d in range(rank)], linear=not call["value"])
+
+
+@rule(aten.slice_scatter.default, aten.select_scatter.default)
+def _scattered(call: Call) -> Iterator[Way]:
+    """Along the dims that are written as a whole."""
+    dim = call["dim"] % call.value.dim()
+    gone = call.target is aten.select_scatter.default
+    for split in call.splits(call.shape, [d for d in range(call.value.dim()) if d != dim]):
+        yield Way((split, Split(split.dim - (gone and dim < split.dim), split.outer)), split)
+    yield Way((PARTIAL, PARTIAL), PARTIAL)

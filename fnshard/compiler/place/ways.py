@@ -1,0 +1,208 @@
+"""Ways: how a call of an op can run over a mesh axis, and the registry of the rules that give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Placement,
+    Split,
+    divides,
+    fits,
+    local_shape,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op, on whole (fake) values.
+
+    `current`: the placements that its tensors have now. `ranks`: along the axis. `later`: along the axes that
+    are placed after it: heads that are cut in so many runs can be split over these, too.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: Any
+    current: tuple[Placement, ...]
+    ranks: int
+    later: int = 1
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All of them by name, defaults filled in."""
+        schema = self.target._schema.arguments
+        positional = [a for a in schema if not a.kwarg_only]
+        named = {a.name: a.default_value for a in schema if a.has_default_value()}
+        named |= {a.name: v for a, v in zip(positional, self.args, strict=False)}
+        return {a.name: (named | dict(self.kwargs))[a.name] for a in schema}
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Its tensor arguments, in the order of the schema, lists taken apart."""
+        flat = (v for value in self.arguments.values() for v in (value if is_list(value) else [value]))
+        return [v for v in flat if isinstance(v, Tensor)]
+
+    @cached_property
+    def outers(self) -> tuple[int, ...]:
+        """How the dims of its tensors are cut, contiguous parts first."""
+        return tuple(sorted({1} | {p.outer for p in self.current if isinstance(p, Split)}))
+
+    @cached_property
+    def shape(self) -> Sequence[int]:
+        """The shape of its (first) result."""
+        return (self.value if isinstance(self.value, Tensor) else self.value[0]).shape
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def rebuilt(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keywords of a call with some arguments changed."""
+        named = self.arguments | dict(changes)
+        schema = self.target._schema.arguments
+        args = tuple(named[a.name] for a in schema if not a.kwarg_only)
+        return args, {a.name: named[a.name] for a in schema if a.kwarg_only}
+
+    def on(self, tensors: Sequence[Tensor], **changes: Any) -> Any:
+        """The op of other tensors in the places of its own, and with other arguments."""
+        feed = iter(tensors)
+        take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
+        named = {n: [take(v) for v in a] if is_list(a) else take(a) for n, a in self.arguments.items()}
+        args, kwargs = self.rebuilt(named | changes)
+        return self.target(*args, **kwargs)
+
+    def splits(
+        self, shape: Sequence[int], dims: Sequence[int] | None = None, even: bool = False,
+        more: Sequence[int] = (),
+    ) -> Iterator[Split]:  # fmt: skip
+        """The splits of a tensor of this shape, the best for a sum first.
+
+        Args:
+            even: those without padding.
+            more: numbers of runs to be cut besides those of the call's tensors, first.
+        """
+        outers = dict.fromkeys([*more, *self.outers])
+        for dim in by_preference(shape):
+            for outer in outers if dims is None or dim in dims else ():
+                split = Split(dim, outer)
+                if fits(shape, split, self.ranks) and not (even and not divides(shape, split, self.ranks)):
+                    yield split
+
+    def part(self, shape: Sequence[int], split: Split) -> int:
+        """The length of each of a rank's blocks along a split dim."""
+        return local_shape(shape, split, self.ranks)[split.dim] // split.outer
+
+    def local(self, placement: Placement, shape: Sequence[int] | None = None) -> list[int]:
+        """The shape of what a rank has of the (first) result, or of a tensor of another shape."""
+        return list(local_shape(self.shape if shape is None else shape, placement, self.ranks))
+
+
+def by_preference(shape: Sequence[int]) -> list[int]:
+    """Dims in the order in which a sum is best scattered: a long one, not the last, which norms reduce."""
+    return sorted(range(len(shape)), key=lambda d: (d == len(shape) - 1, -shape[d]))
+
+
+def is_list(value: Any) -> bool:
+    """Whether an argument is a list of values."""
+    return isinstance(value, list | tuple)
+
+
+def dims_of(value: Any, rank: int) -> list[int]:
+    """The dims that an argument names; all where it is None or empty."""
+    if value is None or (is_list(value) and not value):
+        return list(range(rank))
+    return [d % max(rank, 1) for d in (value if is_list(value) else [value])]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a call over the axis.
+
+    Args:
+        inputs: what its tensors must be, in order.
+        output: what its results then are; one placement for all of several.
+        changes: arguments of the local call that differ, by name.
+        run: what runs instead of the op, `run(index, *tensors)`; `index`: this rank's on the axis, int64 0-d.
+    """
+
+    inputs: tuple[Placement, ...]
+    output: Placement
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    run: Callable[..., Any] | None = None
+
+
+Rule = Callable[[Call], Iterator[Way]]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """The rule of these ops."""
+
+    def add(of: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, of))
+        return of
+
+    return add
+
+
+def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[Way]:
+    """Of an op that only moves dims of its first tensor.
+
+    Args:
+        order: for each dim of the result the one of the tensor, or None. A dim that is in no place must be
+            whole. Other tensors are replicated.
+        linear: it passes parts of a sum.
+    """
+    others = (REPLICATED,) * (len(call.tensors) - 1)
+    for split in call.splits(call.tensors[0].shape, [d for d in order if d is not None]):
+        yield Way((split, *others), Split(order.index(split.dim), split.outer))
+    if linear:
+        yield Way((PARTIAL, *others), PARTIAL)
+
+
+def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placement:
+    """What an operand is where the result is split, and it is broadcast to it."""
+    dim = split.dim - (len(to) - len(shape))
+    return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
+
+
+# ------------------------------------------------------------------ calls of a graph
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments of a call in the order of its schema, lists taken apart."""
+    if not isinstance(node.target, OpOverload):
+        found: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), found.append)
+        return found
+    schema = [a.name for a in node.target._schema.arguments]
+    named = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
+    values = (named.get(name) for name in schema)
+    flat = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
+    return [v for v in flat if isinstance(v, fx.Node)]
+
+
+def local_arguments(node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node]) -> tuple[Any, Any]:
+    """Arguments and keywords of the local call."""
+    schema, feed = call.target._schema.arguments, iter(reads)
+    positional = [a.name for a in schema if not a.kwarg_only]
+    passed = dict(zip(positional, node.args, strict=False)) | dict(node.kwargs)
+    local = {
+        a.name: map_aggregate(passed[a.name], lambda v: next(feed) if isinstance(v, fx.Node) else v)
+        for a in schema
+        if a.name in passed
+    }
+    named = call.arguments | local | dict(way.changes)
+    needed = max([len(node.args), *(positional.index(n) + 1 for n in way.changes if n in positional)])
+    keywords = [n for n in (local | dict(way.changes)) if n not in positional[:needed]]
+    return tuple(named[n] for n in positional[:needed]), {n: named[n] for n in keywords}

@@ -1,0 +1,94 @@
+"""Rules of convolutions, pools and norms of images, and of what works along the last dims of its tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
+from fnshard.compiler.place.ways import Call, Way, rule
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+)  # fmt: skip
+def _conv(call: Call) -> Iterator[Way]:
+    """Along the batch, the channels that come out, and those that come in; or along groups."""
+    x, weight = call["input"], call["weight"]
+    if x.dim() != weight.dim():
+        return
+    transposed = "conv_transpose" in str(call.target) or call.arguments.get("transposed", False)
+    into, out = (0, 1) if transposed else (1, 0)
+    bias, ranks = call["bias"] is not None, call.ranks
+    for split in call.splits(x.shape, [0]):
+        yield Way((split, REPLICATED, *[REPLICATED] * bias), split)
+    if call["groups"] % ranks == 0:
+        groups = {"groups": call["groups"] // ranks}
+        yield Way((Split(1), Split(0), *[Split(0)] * bias), Split(1), groups)
+    if call["groups"] > 1:
+        return
+    for split in call.splits(weight.shape, [out]):
+        yield Way((REPLICATED, split, *[Split(0, split.outer)] * bias), Split(1, split.outer))
+    for split in call.splits(x.shape, [1] if not bias else [], even=True):
+        yield Way((split, Split(into, split.outer)), PARTIAL)
+
+
+@rule(aten.group_norm.default)
+def _group_norm(call: Call) -> Iterator[Way]:
+    more = len(call.tensors) - 1
+    for split in call.splits(call.shape, [0]):
+        yield Way((split, *[REPLICATED] * more), split)
+    if call["num_groups"] % call.ranks == 0:
+        groups = {"num_groups": call["num_groups"] // call.ranks}
+        yield Way((Split(1), *[Split(0)] * more), Split(1), groups)
+
+
+@rule(aten.batch_norm.default)
+def _batch_norm(call: Call) -> Iterator[Way]:
+    """By channels; along the batch where nothing is averaged over it. Running statistics stay whole."""
+    more = len(call.tensors) - 1
+    if call["training"] and call["running_mean"] is not None:
+        return
+    if not call["training"]:
+        for split in call.splits(call.shape, [d for d in range(len(call.shape)) if d != 1]):
+            yield Way((split, *[REPLICATED] * more), split)
+    for split in call.splits(call.shape, [1]):
+        yield Way((split, *[Split(0, split.outer)] * more), split)
+
+
+@rule(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default)
+def _norm(call: Call) -> Iterator[Way]:
+    value = call.tensors[0]
+    for split in call.splits(value.shape, range(value.dim() - len(call["normalized_shape"]))):
+        yield Way((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
+
+
+def _of_last(count: int, *names: str) -> None:
+    """These ops, in all overloads, work along the last `count` dims of their first tensor."""
+
+    def along(call: Call) -> Iterator[Way]:
+        value = call.tensors[0]
+        for split in call.splits(value.shape, range(value.dim() - count)):
+            yield Way((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
+
+    for name in names:
+        packet = getattr(aten, name)
+        rule(*(getattr(packet, o) for o in packet.overloads() if "out" not in o))(along)
+
+
+_of_last(1, "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d")
+_of_last(
+    2, "tril", "triu", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "max_pool2d",
+    "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
+    "linalg_cholesky", "linalg_inv", "linalg_qr", "linalg_eigh", "linalg_svd", "linalg_slogdet", "linalg_det",
+    "linalg_matrix_exp", "reflection_pad2d", "replication_pad2d",
+)  # fmt: skip
+_of_last(
+    3, "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "pixel_shuffle",
+    "pixel_unshuffle",
+)  # fmt: skip

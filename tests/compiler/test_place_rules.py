@@ -1,0 +1,209 @@
+"""Every rule by force: each way in which an op runs on ranks gives what it gives on one device."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import placement_cases
+import pytest
+import torch
+from placed import cut, run_on_ranks
+from placement_cases import Case, Draw
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+
+from fnshard.compiler.ir.program import Input, Outputs, Program, propagate
+from fnshard.compiler.place.expand import EXPANSIONS
+from fnshard.compiler.place.place import Axis, place
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Placement,
+    Split,
+    divides,
+    fits,
+)
+from fnshard.compiler.place.rules import rule_of
+from fnshard.compiler.place.ways import RULES, Call, Way
+
+UNTESTED = {  # whose results nobody may compare, or that no program of one op has
+    "aten::new_empty", "aten::empty_like", "fnshard::exchange", "aten::linalg_svd",
+}  # fmt: skip
+CASES = placement_cases.cases()
+IDS = [f"{i}-{c.op.name().split('::')[1]}" for i, c in enumerate(CASES)]
+
+
+def test_every_rule_and_expansion_has_a_case() -> None:
+    tested = {case.op._schema.name for case in CASES} | UNTESTED
+    assert {op._schema.name for op in [*RULES, *EXPANSIONS]} - tested == set()
+
+
+def values_of(case: Case) -> list[Tensor]:
+    draws: list[Draw] = []
+    _visit((case.args, case.kwargs), draws.append)
+    return [d.value(seed) for seed, d in enumerate(draws)]
+
+
+def _visit(arguments: Any, found: Any) -> Any:
+    return map_aggregate(arguments, lambda v: found(v) if isinstance(v, Draw) else v)
+
+
+def program_of(case: Case) -> tuple[Program, Call]:
+    """The program of one op, and its call, replicated."""
+    graph, mode, values = fx.Graph(), FakeTensorMode(), values_of(case)
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
+    feed = iter(nodes)
+    args, kwargs = _visit((case.args, case.kwargs), lambda _: next(feed))
+    made = graph.call_function(case.op, args, kwargs)
+    with mode, torch.enable_grad():
+        fakes = [torch.empty(v.shape, dtype=v.dtype).requires_grad_(v.requires_grad) for v in values]
+        feed = iter(fakes)
+        args, kwargs = _visit((case.args, case.kwargs), lambda _: next(feed))
+        value = case.op(*args, **kwargs)
+        many = isinstance(value, list | tuple)
+        graph.output(
+            tuple(graph.call_function(operator.getitem, (made, i)) for i in range(len(value)))
+            if many
+            else (made,)
+        )
+        propagate(graph, fakes)
+    inputs = tuple(Input("batch", n.name) for n in nodes)
+    outputs = Outputs(None, None, None)
+    call = Call(case.op, args, kwargs, value, (REPLICATED,) * len(values), 2)
+    return Program(graph, inputs, {}, outputs, mode), call
+
+
+def placements(shape: Sequence[int], dtype: torch.dtype, ranks: int) -> list[Placement]:
+    splits = [Split(d, outer) for d in range(len(shape)) for outer in (1, 2)]
+    sums = [PARTIAL] if dtype != torch.bool else []
+    return [REPLICATED, *sums, *(s for s in splits if fits(shape, s, ranks))]
+
+
+def parts(value: Tensor, placement: Placement, ranks: int, seed: int) -> list[Tensor]:
+    """What each rank has; of a sum random parts, and in the padding of a split random numbers."""
+    made = torch.Generator().manual_seed(seed)
+    if placement == PARTIAL:
+        needs, value = value.requires_grad, value.detach()
+        some = [(torch.randn(value.shape, generator=made) * 9).to(value.dtype) for _ in range(ranks - 1)]
+        each = [*some, value - sum(some)]
+        return [e.requires_grad_(needs) for e in each]
+    if isinstance(placement, Split) and not divides(value.shape, placement, ranks):
+        dim, size = placement.dim, value.shape[placement.dim] // placement.outer
+        blocks = value.unflatten(dim, (placement.outer, size))
+        missing = -size % ranks
+        more = blocks.narrow(dim + 1, 0, 1).repeat_interleave(missing, dim + 1).detach()
+        if value.is_floating_point():  # not zero, and of one sign, lest a function is not defined
+            more = more * (0.5 + torch.rand(more.shape, generator=made, dtype=value.dtype))
+        padded = torch.cat([blocks, more], dim + 1).flatten(dim, dim + 1)
+        return cut(padded, placement, ranks)
+    return cut(value, placement, ranks)
+
+
+def check(case: Case, program: Program, inputs: Sequence[Placement], ranks: int) -> None:
+    """Results and gradients of a placed program are those of the op."""
+    axis = Axis("tensor", ranks, dict(zip(program.inputs, inputs, strict=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed = place(program, axis)
+    values = values_of(case)
+    fed = [parts(v, to, ranks, seed) for seed, (v, to) in enumerate(zip(values, inputs, strict=True))]
+    needed = [i for i, v in enumerate(values) if v.requires_grad]
+    indices = [[torch.tensor(r) for r in range(ranks)]] * (len(placed.inputs) - len(fed))
+    got = run_on_ranks(placed.graph, [*fed, *indices], ranks)
+    feed = iter(values)
+    args, kwargs = _visit((case.args, case.kwargs), lambda _: next(feed))
+    expected = case.op(*args, **kwargs)
+    expected = list(expected) if isinstance(expected, list | tuple) else [expected]
+    draw = torch.Generator().manual_seed(0)
+    total, reference = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for rank, results in enumerate(got):
+        for result, value in zip(results, expected, strict=True):
+            torch.testing.assert_close(
+                result, value, rtol=0, atol=1e-10, msg=lambda m, r=rank: f"rank {r}: {m}"
+            )
+            if value.requires_grad:
+                weight = torch.randn(value.shape, generator=draw, dtype=value.dtype)
+                total = total + (result * weight).sum().real / ranks
+                reference = reference + (value * weight).sum().real / ranks
+    if not reference.requires_grad:
+        return
+    total = total + 0 * sum(values[i].sum().real for i in needed)
+    given = [fed[i] if inputs[i] == PARTIAL else [values[i]] for i in needed]
+    options = {"allow_unused": True, "materialize_grads": True}
+    ours = iter(torch.autograd.grad(total, list(itertools.chain(*given)), **options))
+    grads = torch.autograd.grad(reference, [values[i] for i in needed], **options)
+    for each, grad in zip(given, grads, strict=True):
+        for _ in each:
+            torch.testing.assert_close(next(ours), grad, rtol=0, atol=1e-10)
+
+
+# ------------------------------------------------------------------ all placements
+
+
+def _combinations(case: Case, ranks: int, most: int | None) -> list[tuple[Placement, ...]]:
+    found = list(itertools.product(*(placements(v.shape, v.dtype, ranks) for v in values_of(case))))
+    if most is None or len(found) <= most:
+        return found
+    return random.Random(str(case)).sample(found, most)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_any_placements_of_the_inputs(case: Case) -> None:
+    program, _ = program_of(case)
+    for ranks in (2, 3):
+        for inputs in _combinations(case, ranks, 6):
+            check(case, program, inputs, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_all_placements_of_the_inputs(case: Case) -> None:
+    program, _ = program_of(case)
+    for ranks in (2, 3, 4):
+        for inputs in _combinations(case, ranks, 300):
+            check(case, program, inputs, ranks)
+
+
+# ------------------------------------------------------------------ each way by itself
+
+
+def _ways(call: Call, ranks: int) -> Iterator[tuple[Placement, ...]]:
+    """The inputs of each way that the rule has of a call, however its tensors are split."""
+    rule, seen = rule_of(call.target), set()
+    options = [placements(t.shape, t.dtype, ranks) for t in call.tensors]
+    for first in max(options, key=len, default=[]):
+        current = tuple(first if first in o else REPLICATED for o in options)
+        for way in rule(_replaced(call, current, ranks)) if rule else ():
+            nonsense = any(
+                p == PARTIAL and t.dtype == torch.bool for p, t in zip(way.inputs, call.tensors, strict=True)
+            )
+            seen.update([] if nonsense else [way.inputs])
+    yield from seen - {(REPLICATED,) * len(options)}
+
+
+def _replaced(call: Call, current: tuple[Placement, ...], ranks: int) -> Call:
+    return Call(call.target, call.args, call.kwargs, call.value, current, ranks)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if rule_of(c.op)], ids=lambda c: c.op.name())
+def test_each_way_by_itself(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, call = program_of(case)
+    rule = rule_of(case.op)
+    for ranks in (2, 3):
+        for inputs in _ways(call, ranks):
+            taken: list[Way] = []
+
+            def only(call: Call, inputs=inputs, taken=taken) -> Iterator[Way]:
+                found = [w for w in rule(call) if w.inputs == inputs]
+                taken.extend(found[:1])
+                yield from found[:1]
+
+            monkeypatch.setitem(RULES, case.op, only)
+            check(case, program, inputs, ranks)
+            assert taken, inputs
