@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from experiments.bench.contenders import CONTENDERS, GRAPH
+from experiments.bench.contenders import CONTENDERS, FNSHARD, GRAPH, TENSOR
 from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
 from experiments.configs.decoders import decoder, names
 from experiments.configs.train import DecoderConfig
 
+WITH_TENSOR = (*TENSOR, *FNSHARD)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What `null` means, by device. On a GPU a 1B-class decoder at its full context.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ class BenchConfig:
     Args:
         device: "cpu" (gloo ranks of one thread each) or "cuda" (one rank over NCCL).
         ranks: how many processes, a mesh of that size.
+        tensor: how many of them split each matrix; the others take other rows.
         size: a file of `conf/model`.
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
@@ -45,11 +47,14 @@ class BenchConfig:
 
     device: str = "cpu"
     ranks: int | None = None
+    tensor: int = 1
     size: str | None = None
     dtype: str | None = None
     reduce: str | None = None
     store: str | None = None
-    contenders: tuple[str, ...] = field(default=tuple(name for name in CONTENDERS if name != GRAPH))
+    contenders: tuple[str, ...] = field(
+        default=tuple(name for name in CONTENDERS if name != GRAPH and name not in TENSOR)
+    )
     rounds: int | None = None
     steps: int | None = None
     warmup: int = 3
@@ -84,7 +89,7 @@ class BenchConfig:
 
     @property
     def tokens(self) -> int:
-        return self.ranks * self.rows * self.length
+        return self.ranks // self.tensor * self.rows * self.length
 
 
 def complete(config: BenchConfig) -> BenchConfig:
@@ -96,9 +101,16 @@ def complete(config: BenchConfig) -> BenchConfig:
         "size": names(), "dtype": DTYPES, "reduce": DTYPES, "store": DTYPES, "contenders": CONTENDERS,
         "update": ("auto", "eager", "compiled"), "backend": ("inductor", "eager"),
     }  # fmt: skip
-    least = dict.fromkeys(("ranks", "rounds", "steps", "warmup", "rows", "length"), 1)
+    least = dict.fromkeys(("ranks", "tensor", "rounds", "steps", "warmup", "rows", "length"), 1)
     least |= {"losses": 0, "memory": 0}
     problems = out_of_range(config, choices, least)
+    alone = [name for name in config.contenders if config.tensor > 1 and name not in WITH_TENSOR]
+    if config.ranks % config.tensor:
+        problems.append(f"tensor={config.tensor} does not divide ranks={config.ranks}.")
+    if alone:
+        problems.append(
+            f"tensor={config.tensor}: {', '.join(alone)} split no matrix. Fix: contenders=[{','.join(WITH_TENSOR)}]."
+        )
     if config.device == "cuda":
         if not torch.cuda.is_available():
             problems.append(

@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 class BenchTask:
     """The inputs of every contender.
 
-    `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: one axis
-    "shard". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire. `store`: the dtype that
+    `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: an axis
+    "shard" and an axis "tensor". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire. `store`: the dtype that
     fnshard keeps parameters in, beside an fp32 master where it is not fp32; `update`: its option.
     """
 
@@ -89,10 +90,15 @@ def fsdp2_compiled(task: BenchTask) -> Contender:
 
 
 def _fsdp2(task: BenchTask, compiled: bool) -> Contender:
+    model = copy.deepcopy(task.model).to(task.mesh.device)
+    return _trained(_fully_sharded(model, task, compiled), task, contextlib.nullcontext)
+
+
+def _fully_sharded(model: nn.Module, task: BenchTask, compiled: bool) -> nn.Module:
+    """`fully_shard` over the axis "shard"."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = copy.deepcopy(task.model).to(task.mesh.device)
-    mixed = task.compute != torch.float32
+    mixed, mesh = task.compute != torch.float32, task.mesh.device_mesh["shard"]
     policy = (
         MixedPrecisionPolicy(param_dtype=task.compute, reduce_dtype=task.reduce)
         if mixed
@@ -101,9 +107,64 @@ def _fsdp2(task: BenchTask, compiled: bool) -> Contender:
     for block in model.layers:
         if compiled:
             block.compile(fullgraph=True)
-        fully_shard(block, mesh=task.mesh.device_mesh, mp_policy=policy)
-    fully_shard(model, mesh=task.mesh.device_mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def fsdp2_tensor(task: BenchTask, compiled: bool = False) -> Contender:
+    """DTensor's tensor and sequence parallelism over "tensor", as torchtitan's plan for Llama, and `fully_shard`."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    ranks, mesh = task.mesh.axis_size("tensor"), task.mesh.device_mesh["tensor"]
+    model = _of_torch_modules(task.model).to(task.mesh.device)
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
+    for block in model.layers:
+        c = block.attn.config
+        own = {"heads": c.heads // ranks, "kv_heads": c.kv_heads // ranks}
+        block.attn.config = SimpleNamespace(head=c.head, theta=c.theta, **own)
+        plan = {
+            "attn_norm": SequenceParallel(), "attn": whole, "attn.wq": columns, "attn.wk": columns,
+            "attn.wv": columns, "attn.wo": rows, "mlp_norm": SequenceParallel(), "mlp": whole,
+            "mlp.gate": columns, "mlp.up": columns, "mlp.down": rows,
+        }  # fmt: skip
+        parallelize_module(block, mesh, plan)
+    table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh, {"embed": table, "norm": SequenceParallel(), "head": head})
+    if task.mesh.axis_size("shard") > 1:
+        _fully_sharded(model, task, compiled)
+    elif compiled:
+        for block in model.layers:
+            block.compile(fullgraph=True)
     return _trained(model, task, contextlib.nullcontext)
+
+
+def _of_torch_modules(model: Decoder) -> Decoder:
+    """A copy whose layers are torch's own, which `parallelize_module` knows."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            kind, (rows, *columns) = type(child).__name__, getattr(child, "weight", torch.empty(0)).shape
+            made: nn.Module | None = None
+            if kind == "Linear":
+                made = nn.Linear(*columns, rows, bias=False)
+            elif kind == "Embedding":
+                made = nn.Embedding(rows, *columns)
+            elif kind == "RMSNorm":
+                made = nn.RMSNorm(rows, eps=1e-5)
+            if made is not None:
+                made.weight = child.weight
+                setattr(parent, name, made)
+    return model
 
 
 def _trained(model: nn.Module, task: BenchTask, context: Callable[[], Any]) -> Contender:
@@ -156,11 +217,12 @@ def sharded(
     task: BenchTask, preset: str, *, dropout: float = 0.0, clip: float | None = None, **options: Any
 ) -> tuple[fs.Step, fs.TrainState]:
     """The step and its first state; `dropout` falls on the logits, `options` are `shard_step`'s."""
-    mesh = fs.make_mesh(shard=task.mesh.size, device=task.mesh.device_type)  # with a connection of its own
+    sizes = dict(zip(task.mesh.names, task.mesh.sizes, strict=True))
+    mesh = fs.make_mesh(**sizes, device=task.mesh.device_type)  # with a connection of its own
     apply, params = fs.make_functional(task.model)
     specs = fs.presets.PRESETS[preset](
         params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce,
-        storage_dtype=task.store, optimizer_dtype=torch.float32,
+        storage_dtype=task.store, optimizer_dtype=torch.float32, tensor="tensor",
     )  # fmt: skip
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -190,12 +252,15 @@ def _fnshard(preset: str, task: BenchTask, **options: Any) -> Contender:
     )
 
 
+TENSOR = ("fsdp2_tensor", "fsdp2_tensor_compiled")
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 GRAPH = "full_shard_graph"  # on one GPU
 CONTENDERS: dict[str, Callable[[BenchTask], Contender]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_compiled": fsdp2_compiled,
+    "fsdp2_tensor": fsdp2_tensor,
+    "fsdp2_tensor_compiled": functools.partial(fsdp2_tensor, compiled=True),
     "limit": limit,
     **{name: functools.partial(_fnshard, name) for name in FNSHARD},
     GRAPH: functools.partial(_fnshard, "full_shard", mode="reduce-overhead"),
@@ -243,8 +308,9 @@ def rank_batch(
     step: int, seed: int, mesh: fs.Mesh, rows: int, length: int, vocab: int
 ) -> tuple[Tensor, Tensor]:
     """This rank's rows of `global_batch`."""
-    parts = global_batch(step, seed, mesh.size * rows, length, vocab)
-    return tuple(part[mesh.rank * rows :][:rows].clone() for part in parts)
+    parts = global_batch(step, seed, mesh.data_size * rows, length, vocab)
+    first = mesh.coordinate()["shard"] * rows
+    return tuple(part[first:][:rows].clone() for part in parts)
 
 
 def mean_over_ranks(loss: Tensor) -> float:

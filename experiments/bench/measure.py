@@ -88,7 +88,7 @@ def run(
 def make_task(config: BenchConfig) -> BenchTask:
     """The same initial parameters on every rank."""
     torch.manual_seed(config.seed)
-    mesh = fs.make_mesh(shard=config.ranks, device=config.device)
+    mesh = fs.make_mesh(shard=config.ranks // config.tensor, tensor=config.tensor, device=config.device)
     model = Decoder(config.model)
     dtypes = (config.compute_dtype, config.reduce_dtype)
     return BenchTask(
@@ -272,7 +272,7 @@ def phases(config: BenchConfig, task: BenchTask, name: str) -> dict[str, Any]:
 def compare(config: BenchConfig, task: BenchTask, out: dict[str, Any]) -> list[float]:
     """Put the largest loss difference into `out`; gives the reference's losses."""
     steps = min(config.losses, config.warmup + config.rounds * config.steps)
-    rows, vocab = config.ranks * config.rows, task.model.config.vocab
+    rows, vocab = task.mesh.data_size * config.rows, task.model.config.vocab
     losses = [torch.zeros(steps, dtype=torch.float64)]
     if task.mesh.rank == 0:
         feed = [global_batch(s, config.seed, rows, config.length, vocab) for s in range(steps)]
