@@ -6,12 +6,16 @@ import itertools
 
 import pytest
 import torch
-from placed import cut, run_on_ranks
+from placed import cut, exchange_on_ranks, run_on_ranks
+from torch import Tensor
 from toys import lower
 
-from fnshard.compiler.frontend.exchange import EXCHANGE
-from fnshard.compiler.place.place import Axis, _Placer, _Value
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.ir.program import Input
+from fnshard.compiler.place.place import Axis, _Placer, _Value, place
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits
+from fnshard.compiler.place.rules import rule_of
+from fnshard.compiler.place.ways import Call
 
 SHAPE, RANKS = (4, 12, 10), (2, 4)
 SPLITS = [
@@ -57,3 +61,40 @@ def test_a_value_is_converted_by_one_exchange(now: Placement, to: Placement, ran
     if isinstance(now, Split):
         expected = "all_to_all" if across else "all_gather"
     assert sent == ([] if now == REPLICATED else [expected])
+
+
+@pytest.mark.parametrize("split", [Split(1), Split(1, 2)], ids=str)
+def test_what_an_exchange_of_another_axis_sends_is_made_for_it(split: Split) -> None:
+    """A view, or what others read too, would be sent where nothing has made it."""
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = p["w"] * x
+        gathered, swapped = EXCHANGE(y, "all_gather", "shard", 1, 2), EXCHANGE(y, "all_to_all", "shard", 1, 2)
+        return gathered.mean() * swapped.mean()
+
+    whole = torch.empty(4, 8)
+    program = lower(fn, {"w": whole}, whole, ranks=2).program
+    placed = place(program, Axis("tensor", 2, {Input("leaf", "w"): split, Input("batch", "0"): split}))
+    for node in placed.graph.find_nodes(op="call_function", target=EXCHANGE):
+        (sent,) = node.all_input_nodes
+        assert sent.target in (OUTGOING, EXCHANGE) and list(sent.users) == [node]
+
+
+SENDS = [("psum", 0, 0), ("all_gather", 1, 0), ("reduce_scatter", 1, 0),
+         ("all_to_all", 1, 0), ("all_to_all", 0, 1), ("all_to_all", 1, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "dim", "to"), SENDS)
+def test_an_exchange_of_another_axis_takes_parts_as_they_lie(kind: str, dim: int, to: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sent = [torch.randn(8, 16, generator=draw) for _ in range(2)]
+    received = exchange_on_ranks(sent, kind, "shard", dim, 2, to)
+    call = Call(EXCHANGE, (sent[0], kind, "shard", dim, 2, to), {}, received[0], (Split(1, 2),), 2)
+    ways = [w for w in rule_of(EXCHANGE)(call) if w.output != PARTIAL]
+    assert len(ways) >= 3
+    for way in ways:
+        parts = zip(*(cut(v, way.inputs[0], 2) for v in sent), strict=True)
+        expected = zip(*(cut(v, way.output, 2) for v in received), strict=True)
+        for of_all, of_each in zip(parts, expected, strict=True):
+            got = exchange_on_ranks(list(of_all), kind, "shard", dim, 2, to)
+            torch.testing.assert_close(got, list(of_each), rtol=0, atol=0)

@@ -34,7 +34,7 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int
         elif node.op == "output":
             return [[env[n][r] for n in node.args[0]] for r in range(ranks)]
         elif node.target is EXCHANGE:
-            env[node] = _exchange([env[node.args[0]][r] for r in range(ranks)], *node.args[1:])
+            env[node] = exchange_on_ranks([env[node.args[0]][r] for r in range(ranks)], *node.args[1:])
         else:
             env[node] = []
             for r in range(ranks):
@@ -43,7 +43,9 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int
     raise AssertionError("a graph without an output")
 
 
-def _exchange(sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> list[Tensor]:
+def exchange_on_ranks(
+    sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int, to: int = 0
+) -> list[Tensor]:
     if kind == "all_gather":
         return [torch.cat(sent, dim)] * ranks
     if kind == "all_to_all":

@@ -13,14 +13,14 @@ from fnshard.compiler.place.ways import Call, Way, rule
 
 @rule(torch.ops.fnshard.exchange.default)
 def _exchange(call: Call) -> Iterator[Way]:
-    """What is gathered from others lies in as many blocks as there are of them."""
-    kind, dim, others = call["kind"], call["dim"], call["ranks"]
-    moved = KINDS[kind].dims(dim, call["to"])
+    """What comes from others, or goes to them, lies in as many blocks as there are of them."""
+    others = call["ranks"]
+    scattered, joined = KINDS[call["kind"]].dims(call["dim"], call["to"])
     for split in call.splits(call.tensors[0].shape):
-        if split.dim not in moved:
-            yield Way((split,), split)
-        elif kind == "all_gather":
-            yield Way((split,), Split(dim, split.outer * others))
-        elif kind == "reduce_scatter" and split.outer % others == 0:
-            yield Way((split,), Split(dim, split.outer // others))
+        outer = split.outer
+        if split.dim == scattered and outer % others:
+            continue
+        outer = outer // others if split.dim == scattered else outer
+        outer = outer * others if split.dim == joined else outer
+        yield Way((split,), Split(split.dim, outer))
     yield Way((PARTIAL,), PARTIAL)

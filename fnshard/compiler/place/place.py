@@ -161,6 +161,8 @@ class _Placer:
 
     def run(self, node: fx.Node) -> _Value:
         sources = [self.values[n] for n in tensors_of(node)]
+        if node.target is OUTGOING:  # it comes right before its exchange, behind what that converts
+            return sources[0]
         if node.target is CONSTRAIN:
             return self.constrained(sources[0], *node.args[1:])
         if not isinstance(node.target, OpOverload):
@@ -183,6 +185,8 @@ class _Placer:
         reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
         for read, to in zip(tensors_of(node), way.inputs, strict=True):
             self.settle(read, to)
+        if node.target is EXCHANGE:
+            reads = [self.call(OUTGOING, (read,)) for read in reads]
         of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
         if way.run is None:
             new = self.call(node.target, *local_arguments(node, call, way, reads))
@@ -416,6 +420,11 @@ class _Placer:
         else:
             self.graph.erase_node(self.index)
         eliminate_dead_code(self.graph)
+        for node in self.graph.find_nodes(op="call_function", target=OUTGOING):
+            (sent,) = node.all_input_nodes
+            if sent.target is EXCHANGE and len(sent.users) == 1:  # nobody else reads what that has made
+                node.replace_all_uses_with(sent)
+                self.graph.erase_node(node)
         propagate(
             self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
         )

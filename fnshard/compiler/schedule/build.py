@@ -127,8 +127,7 @@ class _Builder:
         active: set[int] = set()
         for segment in reversed(self.segments.segments):
             kernel = self.kernels[segment.index]
-            for each in last_first(self.exchanges[segment.index]):
-                reached |= {each.sent} if each.received in reached else set()
+            reached.update(e.sent for e in last_first(self.exchanges[segment.index]) if e.received in reached)
             if kernel.backward is None or not kernel.grads:
                 continue
             if any(segment.outputs[i] in reached for i in kernel.tangents):
