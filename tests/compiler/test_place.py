@@ -12,7 +12,8 @@ from toys import lower
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input
-from fnshard.compiler.place.place import Axis, _Placer, _Value, place
+from fnshard.compiler.place.conversions import Conversions
+from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.ways import Call
@@ -29,18 +30,18 @@ SPLITS = [
 PAIRS = [
     (now, to, ranks)
     for now, to, ranks in itertools.product([REPLICATED, PARTIAL, *SPLITS], [REPLICATED, *SPLITS], RANKS)
-    if now != to and all(not isinstance(p, Split) or fits(SHAPE, p, ranks) for p in (now, to))
+    if not (now == to or (isinstance(now, Split) and isinstance(to, Split) and now.dim == to.dim))
+    and all(not isinstance(p, Split) or fits(SHAPE, p, ranks) for p in (now, to))
 ]
 
 
 def converted(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
     """The graph that makes of this rank's part of a value, behind the rank's index, the other part."""
-    whole = torch.empty(SHAPE, dtype=torch.float64)
-    program = lower(lambda p, x: p["w"].sum() * x.sum(), {"w": whole}, whole, ranks=1).program
-    placer = _Placer(program, Axis("tensor", ranks, {}))
-    placer.index, here = placer.graph.placeholder("index"), placer.graph.placeholder("here")
-    placer.graph.output([placer.convert(_Value(here, now, whole), to)])
-    return placer.graph
+    graph = torch.fx.Graph()
+    index, here = graph.placeholder("index"), graph.placeholder("here")
+    by = Conversions(graph.call_function, index, "tensor", ranks, torch.device("cpu"))
+    graph.output([by.convert(here, SHAPE, now, to)])
+    return graph
 
 
 @pytest.mark.parametrize(("now", "to", "ranks"), PAIRS, ids=str)
@@ -56,10 +57,9 @@ def test_a_value_is_converted_by_one_exchange(now: Placement, to: Placement, ran
         expected = torch.where(expected.isnan(), one, expected)  # padding is any number
         torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
     sent = [n.args[1] for n in graph.find_nodes(op="call_function", target=EXCHANGE)]
-    across = isinstance(now, Split) and isinstance(to, Split) and now.dim != to.dim
     expected = "psum" if to == REPLICATED else "reduce_scatter"
     if isinstance(now, Split):
-        expected = "all_to_all" if across else "all_gather"
+        expected = "all_gather" if to == REPLICATED else "all_to_all"
     assert sent == ([] if now == REPLICATED else [expected])
 
 

@@ -22,6 +22,7 @@ from torch.fx.node import map_aggregate
 from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
+from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.expand import expanded
 from fnshard.compiler.place.placement import (
     PARTIAL,
@@ -29,7 +30,6 @@ from fnshard.compiler.place.placement import (
     Partial,
     Placement,
     Split,
-    divides,
     fits,
     local_shape,
 )
@@ -290,7 +290,7 @@ class _Placer:
             return size if self.axis.residual == "split" and now == PARTIAL else NEVER
         if not isinstance(now, Split):
             return 0.0  # a slice
-        return size / self.axis.ranks if _by_all_to_all(now, to) else size
+        return size / self.axis.ranks if isinstance(to, Split) and now.dim != to.dim else size
 
     def least(self, value: _Value) -> float:
         """Bytes on the wire of a sum's parts, however it is summed."""
@@ -315,75 +315,15 @@ class _Placer:
         return self.converted[key]
 
     def conversion(self, value: _Value, to: Placement) -> fx.Node:
-        now, shape, meta = value.placement, value.whole.shape, self.meta
-        self.meta = {k: v for k, v in meta.items() if k != "autocast"}
-        if now == REPLICATED:
-            new = self.slice(value.node, shape, to)
-        elif now == Partial("max"):
-            one = self.call(aten.unsqueeze.default, (value.node, 0))
-            new = self.call(aten.amax.default, (self.exchange(one, "all_gather", 0), [0]))
-        elif now == PARTIAL and to == REPLICATED:
-            new = self.exchange(value.node, "psum", 0)
-        elif isinstance(now, Split) and isinstance(to, Split) and not _by_all_to_all(now, to):
+        now, meta = value.placement, self.meta
+        if isinstance(now, Split) and isinstance(to, Split) and now.dim == to.dim:
             whole = replace(value, node=self.convert(value, REPLICATED), placement=REPLICATED)
-            new = self.convert(whole, to)
-        else:
-            new = self.along(value, to)
+            return self.convert(whole, to)
+        self.meta = {k: v for k, v in meta.items() if k != "autocast"}
+        by = Conversions(self.call, self.index, self.axis.name, self.axis.ranks, self.device)
+        new = by.convert(value.node, value.whole.shape, now, to)
         self.meta = meta
         return new
-
-    def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
-        """This rank's part of what all have."""
-        ranks = self.axis.ranks
-        if divides(shape, to, ranks):
-            node = self.seen_as(node, shape, to, [to.outer, ranks, shape[to.dim] // to.outer // ranks])
-            place = self.call(aten.reshape.default, (self.index, [1]))
-        else:  # padded by its last number, so that nothing is infinite that was not
-            size = shape[to.dim] // to.outer
-            part = -(-size // ranks)
-            node = self.seen_as(node, shape, to, [to.outer, size])
-            first = self.call(aten.mul.Tensor, (self.index, part))
-            at = self.call(aten.arange.default, (part,), {"device": self.device})
-            place = self.call(aten.clamp.default, (self.call(aten.add.Tensor, (at, first)), None, size - 1))
-        mine = self.call(aten.index_select.default, (node, to.dim + 1, place))
-        return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, ranks))))
-
-    def seen_as(self, node: fx.Node, shape: Sequence[int], split: Split, dims: list[int]) -> fx.Node:
-        """The split dim as several."""
-        shape = [*shape[: split.dim], *dims, *shape[split.dim + 1 :]]
-        return self.call(aten.reshape.default, (node, shape))
-
-    def along(self, value: _Value, to: Placement) -> fx.Node:
-        """Gathered along the dim that is split, scattered along the one of `to`; padded on the wire."""
-        shape, ranks, now = value.whole.shape, self.axis.ranks, value.placement
-        splits = [p for p in (to, now) if isinstance(p, Split)]
-        kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
-        sizes: list[int] = []
-        outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each is a dim of its own meanwhile
-        for dim, size in enumerate(local_shape(shape, now, ranks)):
-            sizes += [outers[dim], size // outers[dim]] if dim in outers else [size]
-        node = self.call(aten.reshape.default, (value.node, sizes)) if outers else value.node
-        dims = [s.dim + sum(d <= s.dim for d in outers) for s in splits]
-        if isinstance(to, Split) and not divides(shape, to, ranks):
-            node = self.padded(node, sizes, dims[0])
-        node = self.exchange(node, kind, *dims)
-        if isinstance(now, Split) and not divides(shape, now, ranks):
-            node = self.call(aten.slice.Tensor, (node, dims[-1], 0, shape[now.dim] // now.outer))
-        if not outers:
-            return node
-        return self.call(aten.reshape.default, (node, list(local_shape(shape, to, ranks))))
-
-    def padded(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
-        """With its last number again, without a gradient, so that nothing is infinite that was not."""
-        count = -sizes[dim] % self.axis.ranks
-        last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
-        shape = [*sizes[:dim], count, *sizes[dim + 1 :]]
-        more = self.call(aten.expand.default, (self.call(aten.detach.default, (last,)), shape))
-        return self.call(aten.cat.default, ([node, more], dim))
-
-    def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
-        sent = self.call(OUTGOING, (node,))
-        return self.call(EXCHANGE, (sent, kind, self.axis.name, dim, self.axis.ranks, *to))
 
     # -------------------------------------------------------------- the end
 
@@ -442,11 +382,6 @@ class _Placer:
         shape = local_shape(whole.shape, self.axis.inputs.get(each, REPLICATED), self.axis.ranks)
         made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
         return made.requires_grad_(whole.requires_grad)
-
-
-def _by_all_to_all(now: Placement, to: Placement) -> bool:
-    """Whether one all-to-all makes the one of the other."""
-    return isinstance(now, Split) and isinstance(to, Split) and now.dim != to.dim
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

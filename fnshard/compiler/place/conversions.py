@@ -1,0 +1,107 @@
+"""Conversions: how a value of one placement becomes one of another, by an exchange at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Partial,
+    Placement,
+    Split,
+    divides,
+    local_shape,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """Writes the nodes of a rank's program.
+
+    Args:
+        call: a node that calls an op with arguments.
+        index: of this rank along the axis, int64 0-d.
+        axis, ranks: its name and size.
+        device: of the program's values.
+    """
+
+    call: Callable[..., fx.Node]
+    index: fx.Node
+    axis: str
+    ranks: int
+    device: torch.device
+
+    def convert(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
+        """This rank's part of a value of that (whole) shape -> its part by another placement.
+
+        Not from one split of a dim to another of the same: that is by what all have.
+        """
+        if now == REPLICATED:
+            return self.slice(node, shape, to)
+        if now == Partial("max"):
+            one = self.call(aten.unsqueeze.default, (node, 0))
+            return self.call(aten.amax.default, (self.exchange(one, "all_gather", 0), [0]))
+        if now == PARTIAL and to == REPLICATED:
+            return self.exchange(node, "psum", 0)
+        return self.along(node, shape, now, to)
+
+    def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
+        """This rank's part of what all have."""
+        ranks = self.ranks
+        if divides(shape, to, ranks):
+            node = self.seen_as(node, shape, to, [to.outer, ranks, shape[to.dim] // to.outer // ranks])
+            place = self.call(aten.reshape.default, (self.index, [1]))
+        else:  # padded by its last number, so that nothing is infinite that was not
+            size = shape[to.dim] // to.outer
+            part = -(-size // ranks)
+            node = self.seen_as(node, shape, to, [to.outer, size])
+            first = self.call(aten.mul.Tensor, (self.index, part))
+            at = self.call(aten.arange.default, (part,), {"device": self.device})
+            place = self.call(aten.clamp.default, (self.call(aten.add.Tensor, (at, first)), None, size - 1))
+        mine = self.call(aten.index_select.default, (node, to.dim + 1, place))
+        return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, ranks))))
+
+    def seen_as(self, node: fx.Node, shape: Sequence[int], split: Split, dims: list[int]) -> fx.Node:
+        """The split dim as several."""
+        shape = [*shape[: split.dim], *dims, *shape[split.dim + 1 :]]
+        return self.call(aten.reshape.default, (node, shape))
+
+    def along(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
+        """Gathered along the dim that is split, scattered along the one of `to`; padded on the wire."""
+        ranks = self.ranks
+        splits = [p for p in (to, now) if isinstance(p, Split)]
+        kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
+        sizes: list[int] = []
+        outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each is a dim of its own meanwhile
+        for dim, size in enumerate(local_shape(shape, now, ranks)):
+            sizes += [outers[dim], size // outers[dim]] if dim in outers else [size]
+        node = self.call(aten.reshape.default, (node, sizes)) if outers else node
+        dims = [s.dim + sum(d <= s.dim for d in outers) for s in splits]
+        if isinstance(to, Split) and not divides(shape, to, ranks):
+            node = self.padded(node, sizes, dims[0])
+        node = self.exchange(node, kind, *dims)
+        if isinstance(now, Split) and not divides(shape, now, ranks):
+            node = self.call(aten.slice.Tensor, (node, dims[-1], 0, shape[now.dim] // now.outer))
+        if not outers:
+            return node
+        return self.call(aten.reshape.default, (node, list(local_shape(shape, to, ranks))))
+
+    def padded(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
+        """With its last number again, without a gradient, so that nothing is infinite that was not."""
+        count = -sizes[dim] % self.ranks
+        last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
+        shape = [*sizes[:dim], count, *sizes[dim + 1 :]]
+        more = self.call(aten.expand.default, (self.call(aten.detach.default, (last,)), shape))
+        return self.call(aten.cat.default, ([node, more], dim))
+
+    def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
+        sent = self.call(OUTGOING, (node,))
+        return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
