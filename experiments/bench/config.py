@@ -109,7 +109,8 @@ def complete(config: BenchConfig) -> BenchConfig:
         problems.append(f"tensor={config.tensor} does not divide ranks={config.ranks}.")
     if alone:
         problems.append(
-            f"tensor={config.tensor}: {', '.join(alone)} split no matrix. Fix: contenders=[{','.join(WITH_TENSOR)}]."
+            f"tensor={config.tensor}: {', '.join(alone)} split no matrix. "
+            f"Fix: contenders=[{','.join(WITH_TENSOR)}]."
         )
     if config.device == "cuda":
         if not torch.cuda.is_available():

@@ -28,8 +28,9 @@ class BenchTask:
     """The inputs of every contender.
 
     `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: an axis
-    "shard" and an axis "tensor". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire. `store`: the dtype that
-    fnshard keeps parameters in, beside an fp32 master where it is not fp32; `update`: its option.
+    "shard" and an axis "tensor". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire.
+    `store`: the dtype that fnshard keeps parameters in, beside an fp32 master where it is not fp32; `update`:
+    its option.
     """
 
     model: Decoder
@@ -113,7 +114,7 @@ def _fully_sharded(model: nn.Module, task: BenchTask, compiled: bool) -> nn.Modu
 
 
 def fsdp2_tensor(task: BenchTask, compiled: bool = False) -> Contender:
-    """DTensor's tensor and sequence parallelism over "tensor", as torchtitan's plan for Llama, and `fully_shard`."""
+    """DTensor's tensor and sequence parallelism over "tensor" (torchtitan's plan for Llama), `fully_shard`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

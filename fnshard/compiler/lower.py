@@ -22,6 +22,7 @@ from fnshard.compiler.schedule.passes import (
     offload,
     overlap,
     prefetch,
+    regather,
     reshard,
     update_in_backward,
     updates_last,
@@ -134,7 +135,8 @@ def schedule_for(
     keys = [kernel_key(s.source, p) for s, p in zip(segments.segments, kept, strict=True)]
     schedule = build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan)
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    schedule = run_passes(schedule, passes, offloaded)
+    again = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
+    schedule = run_passes(schedule, passes, offloaded, again)
     return Stages(program, segments, kernels, verify(schedule) if verified else schedule)
 
 
@@ -161,9 +163,20 @@ def lower(
     return schedule_for(front, specs.paired, mesh, keeping, passes)
 
 
-def run_passes(schedule: Schedule, passes: Passes, offloaded: frozenset[int] = frozenset()) -> Schedule:
-    """The passes in order. `offloaded`: segments that keep on the host what they keep."""
+def run_passes(
+    schedule: Schedule,
+    passes: Passes,
+    offloaded: frozenset[int] = frozenset(),
+    recomputed: frozenset[int] = frozenset(),
+) -> Schedule:
+    """The passes in order.
+
+    Args:
+        offloaded: segments that keep on the host what they keep.
+        recomputed: segments that keep nothing but their inputs.
+    """
     schedule = reshard(schedule)
+    schedule = regather(schedule, recomputed)
     schedule = update_in_backward(schedule)
     schedule = offload(schedule, offloaded)
     schedule = overlap(schedule, passes.overlap)

@@ -5,7 +5,17 @@ from fnshard.compiler.schedule.passes.graph import updates_last
 from fnshard.compiler.schedule.passes.offload import offload
 from fnshard.compiler.schedule.passes.overlap import overlap
 from fnshard.compiler.schedule.passes.prefetch import prefetch
+from fnshard.compiler.schedule.passes.regather import regather
 from fnshard.compiler.schedule.passes.reshard import reshard
 from fnshard.compiler.schedule.passes.updates import update_in_backward
 
-__all__ = ["insert_frees", "offload", "overlap", "prefetch", "reshard", "update_in_backward", "updates_last"]
+__all__ = [
+    "insert_frees",
+    "offload",
+    "overlap",
+    "prefetch",
+    "regather",
+    "reshard",
+    "update_in_backward",
+    "updates_last",
+]

@@ -1,0 +1,46 @@
+"""Regather: values that ranks have gathered are gathered again for the backward. Keeps numerics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.derived import SMALL
+from fnshard.compiler.schedule.instructions import Exchange, Instruction, Run, Wait
+from fnshard.compiler.schedule.schedule import Schedule
+
+
+def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
+    """Issue the all-gathers whose results `segments` recompute from a second time, for their backward.
+
+    What is kept between is what each rank sent: a sequence that a tensor axis splits stays split (Korthikanti
+    et al. 2022). The second gather is a line like the first, with its bytes and its price. Small results, a
+    maximum for each token, are kept.
+    """
+    lines = schedule.instructions
+    forward = [i for i in lines if isinstance(i, Exchange) and i.phase.startswith("forward")]
+    sent = {line.writes[0]: line for line in forward if line.kind == "all_gather"}
+    largest = max((line.sent_bytes for line in sent.values()), default=0)
+    sent = {flight: line for flight, line in sent.items() if line.sent_bytes * SMALL >= largest}
+    received = {
+        line.writes[0]: sent[line.reads[0]]
+        for line in lines
+        if isinstance(line, Wait) and line.is_for(Exchange) and line.reads[0] in sent
+    }
+    again: dict[ValueName, ValueName] = {}
+    out: list[Instruction] = []
+    for line in lines:
+        if isinstance(line, Run) and line.backward and line.segment in segments:
+            for name in dict.fromkeys(n for n in line.reads if n in received and n not in again):
+                out += (issue := _second(received[name], line, name))
+                again[name] = issue[1].writes[0]
+            line = replace(line, reads=tuple(again.get(n, n) for n in line.reads))
+        out.append(line)
+    return schedule.with_instructions(out)
+
+
+def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Exchange, Wait]:
+    fresh = name.of(f"{name.version}@{reader.segment}")
+    flight = ValueName(Kind.FLIGHT, fresh)
+    issue = replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,))
+    return issue, Wait(reader.unit, reader.phase, (flight,), (fresh,), of=Exchange)
