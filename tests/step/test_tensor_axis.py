@@ -8,7 +8,7 @@ import pytest
 import reference
 from models import Model
 from sharded import assert_same, by_steps, make_step, specs_of, train
-from tensor_models import decoder
+from tensor_models import ROWS, WIDTH, T, decoder
 from torch import Tensor
 
 import fnshard as fs
