@@ -21,6 +21,7 @@ from fnshard.debug.batch import (
     valid_block,
 )
 from fnshard.debug.record import RecordedTensor, Recording, ValueKey, record
+from fnshard.layout.spec import P
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.simulated import Adversary
@@ -209,22 +210,23 @@ def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: R
     other = known.get(rank, {}).get(key) or known.get(rank, {}).get((entry.key, "first"))
     if other is None:
         return None
-    if entry.layout is None or other.layout is None:
+    if entry.layout is None and other.layout is None:
         return other.value, entry.value
     path, mesh = entry.key[1], b.schedule.mesh
-    spec_a, spec_b = a.schedule.specs[path], b.schedule.specs[path]
+    spec_a, spec_b = a.specs[path], b.specs[path]
+    layout_a, layout_b = other.layout or P(), entry.layout or P()
     blocks = {r: e[entry.key, "first"].value for r, e in known.items() if (entry.key, "first") in e}
     others = {r: e[entry.key, "first"].value for r, e in here.items() if (entry.key, "first") in e}
     # Every block of `b` against the whole of `a`; and this rank's block of `a` against the whole of `b`, so
     # that a replica that only one rank has wrong is seen on either side.
     pairs = []
     if len(blocks) == mesh.size:
-        whole = full_tensor(blocks, spec_a, other.layout, mesh)
-        slices, valid = valid_block(entry.value, spec_b, entry.layout, mesh, rank)
+        whole = full_tensor(blocks, spec_a, layout_a, mesh)
+        slices, valid = valid_block(entry.value, spec_b, layout_b, mesh, rank)
         pairs.append((whole[slices], valid))
     if len(others) == mesh.size:
-        whole = full_tensor(others, spec_b, entry.layout, mesh)
-        slices, valid = valid_block(other.value, spec_a, other.layout, mesh, rank)
+        whole = full_tensor(others, spec_b, layout_b, mesh)
+        slices, valid = valid_block(other.value, spec_a, layout_a, mesh, rank)
         pairs.append((valid, whole[slices]))
     return max(pairs, key=lambda p: difference(*p)[0]) if pairs else None
 
@@ -319,7 +321,8 @@ def _incomparable(a: Recording, b: Recording) -> tuple[frozenset[str], str]:
     if nodes[0] != nodes[1]:
         return per_value, (
             f"`fn` is another program on each side ({len(nodes[0])} and {len(nodes[1])} nodes), as it may be "
-            "where dtypes differ: only leaves, reduced gradients, the loss and updates are compared."
+            "where dtypes differ or an axis splits what it computes: only leaves, reduced gradients, the "
+            "loss and updates are compared."
         )
     if a.schedule.accumulate != b.schedule.accumulate:
         return per_value | {"gradient of a micro-batch", "accumulated gradient"}, (

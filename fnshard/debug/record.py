@@ -6,7 +6,7 @@ the program, a leaf's reduced gradient. So runs of two layouts can be laid side 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,19 +36,21 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.debug.values import tensors
 from fnshard.errors import CollectiveError
-from fnshard.layout.spec import P
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import LayoutSpec, P
 from fnshard.runtime.collectives.simulated import Adversary, simulate
 from fnshard.runtime.executor.context import Watch
 from fnshard.step.lowered import Lowered
 from fnshard.step.runner import data_rank
 from fnshard.step.step import Step
 
+Specs = Mapping[str, LayoutSpec]
 ValueKey = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", path), ...
 
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """One tensor that a rank had behind an instruction. `layout`: of blocks of a leaf; None: whole.
+    """One tensor that a rank had behind an instruction. `layout`: of blocks of a leaf; None: no block.
 
     `version`: tells apart several that mean the same (a leaf gathered twice).
     """
@@ -71,9 +73,13 @@ class RunFailure:
 
 @dataclass
 class Recording:
-    """A step's run: by rank, its entries in order; and where it failed, if it did."""
+    """A step's run: by rank, its entries in order; and where it failed, if it did.
+
+    `specs`: of the whole leaves, whose layouts the entries have.
+    """
 
     lowered: Lowered
+    specs: Mapping[str, LayoutSpec]
     ranks: dict[int, list[RecordedTensor]] = field(default_factory=dict)
     failures: list[RunFailure] = field(default_factory=list)
 
@@ -96,14 +102,14 @@ class Recording:
 
             def watched(env: Env) -> None:
                 if number == 0:
-                    entries.extend(self._copies(-1, _stored(env, self.schedule)))
-                entries.extend(self._copies(number, _before(line, env)))
+                    entries.extend(self._copies(-1, _stored(env, self.specs)))
+                entries.extend(self._copies(number, _before(line, env, self.specs)))
                 try:
                     action(env)
                 except Exception as error:
                     self.failures.append(RunFailure(number, rank, error))
                     raise
-                entries.extend(self._copies(number, _after(line, env, self.schedule)))
+                entries.extend(self._copies(number, _after(line, env, self.schedule, self.specs)))
 
             return watched
 
@@ -127,7 +133,7 @@ def record(
         parts: the global batch, a slice for each data rank.
     """
     lowered = parts[0].call(step.lower, params)
-    recording = Recording(lowered)
+    recording = Recording(lowered, ResolvedSpecs.of(step.specs).paired)
     again = step.replay()
 
     def run(rank: int) -> None:
@@ -149,21 +155,25 @@ def record(
 _Found = Iterator[tuple[ValueKey, Tensor, P | None, str]]
 
 
-def _stored(env: Env, schedule: Schedule) -> _Found:
-    for name in stored(schedule.specs):
+def _stored(env: Env, specs: Specs) -> _Found:
+    for name in stored(specs):
         if isinstance(env.get(name), Tensor):
-            yield ("stored leaf", name.path), env[name], schedule.specs[name.path].storage, ""
+            yield ("stored leaf", name.path), env[name], specs[name.path].storage, ""
 
 
-def _before(line: Instruction, env: Env) -> _Found:
+def _computed(path: str, specs: Specs) -> P | None:
+    return specs[path].compute if specs[path].compute.axes else None
+
+
+def _before(line: Instruction, env: Env, specs: Specs) -> _Found:
     """Leaves that a kernel reads as they are stored: nothing was gathered or cast."""
     if isinstance(line, Run):
         for name in line.reads:
             if name.original.kind is Kind.STORED and isinstance(env.get(name), Tensor):
-                yield ("leaf", name.leaf), env[name], None, ""
+                yield ("leaf", name.leaf), env[name], _computed(name.leaf, specs), ""
 
 
-def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
+def _after(line: Instruction, env: Env, schedule: Schedule, specs: Specs) -> _Found:
     if isinstance(line, Run):
         yield from _of_run(line, env, schedule)
     elif isinstance(line, Wait) and line.is_for(Exchange):
@@ -173,18 +183,18 @@ def _after(line: Instruction, env: Env, schedule: Schedule) -> _Found:
         yield ("sum", line.writes[0]), env[line.writes[0]], None, ""
     elif isinstance(line, Cast) or (isinstance(line, Wait) and line.is_for(Gather)):
         for name in line.writes:
-            yield ("leaf", name.leaf), env[name], None, name.version[1:]
+            yield ("leaf", name.leaf), env[name], _computed(name.leaf, specs), name.version[1:]
     elif isinstance(line, Wait) and line.is_for(ReduceScalars):
         for name, tensor in tensors(env[line.writes[0]]):
             if name in ("loss", "norm", "count"):
                 yield ("scalar", name), tensor, None, ""
     elif isinstance(line, Wait | Local | Accumulate):
-        yield from _of_reduction(line, env, schedule)
+        yield from _of_reduction(line, env, schedule, specs)
     if isinstance(line, Update):
-        yield from _of_update(line, env, schedule)
+        yield from _of_update(line, env, specs)
     if isinstance(line, StoreBuffers) or (isinstance(line, Wait) and line.is_for(Publish)):
         for name in line.writes:
-            yield ("updated leaf", name.leaf), env[name], schedule.specs[name.leaf].storage, ""
+            yield ("updated leaf", name.leaf), env[name], specs[name.leaf].storage, ""
 
 
 def _of_run(line: Run, env: Env, schedule: Schedule) -> _Found:
@@ -197,7 +207,7 @@ def _of_run(line: Run, env: Env, schedule: Schedule) -> _Found:
             yield ("value", name), env[name], None, ""
 
 
-def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule) -> _Found:
+def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule, specs: Specs) -> _Found:
     """A leaf's gradient that all ranks have summed; of what is summed in two stages, the second."""
     name = next(iter(line.writes), None)
     value = env.get(name)
@@ -208,12 +218,12 @@ def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule)
     micro = name.version[1:]
     for path, block in value.blocks.items():
         key = ("reduced gradient", path) if last else (kind, path, micro)
-        yield key, block, schedule.specs[path].gradient, ""
+        yield key, block, specs[path].gradient, ""
 
 
-def _of_update(line: Update, env: Env, schedule: Schedule) -> _Found:
+def _of_update(line: Update, env: Env, specs: Specs) -> _Found:
     for path in line.paths:
-        spec = schedule.specs[path]
+        spec = specs[path]
         if spec.storage == spec.optimizer and path in line.params:
             yield ("updated leaf", path), env[line.params[path]], spec.storage, ""
         slots = env.get(line.slots.get(path, ""))

@@ -29,6 +29,7 @@ from faults import (
     update_wrong,
     wrong_leaf_read,
 )
+from tensor_models import decoder
 from toys import rows
 
 import fnshard as fs
@@ -212,3 +213,19 @@ def test_bisect_under_an_adversary_sees_what_is_read_before_it_was_summed() -> N
         found = bisected("hybrid_shard", adversary="early")
     line = found.schedules[1].instructions[found.first.number]
     assert isinstance(line, Update) and line.unit == "layers.2"
+
+
+def test_bisect_of_leaves_that_a_tensor_axis_splits() -> None:
+    """Their parts are compared with the whole, and with other parts of the same."""
+    model, mesh = decoder(), mesh_of(shard=2, tensor=2)
+    tensor = PRESETS["full_shard"](model.params, mesh, tensor="tensor")
+    reports = []
+    for preset, split in (("no_shard", None), ("zero1", "tensor")):
+        other = PRESETS[preset](model.params, mesh, tensor=split)
+        how = {"mesh": mesh, "optimizer": ADAMW}
+        assert not fs.debug.bisect(model.loss, other, tensor, model.params, model.batch(0), **how)
+        with lying("reduce_scatter", 2, lambda got: got * 2, rank=1):
+            reports.append(fs.debug.bisect(model.loss, other, tensor, model.params, model.batch(0), **how))
+    whole, parts = reports
+    assert whole.collective.what.startswith("reduced gradient"), whole
+    assert "wait exchange" in str(parts.first) and "b is 2 times a" in str(parts.first), parts

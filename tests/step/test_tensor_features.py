@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -56,6 +57,7 @@ MODELS = {
     "decoder": decoder,
     "untied": lambda: decoder(tied=False),
     "one key head": lambda: decoder(kv_heads=1),
+    "one block": lambda: decoder(layers=1),
     "lora": tuned,
 }
 
@@ -70,6 +72,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=lambda: AXES)
     clip: bool = False
+    tensor: str | None = "tensor"
 
 
 ROWS = {
@@ -96,7 +99,9 @@ ROWS = {
     "host, streamed": Row(policy={"optimizer_memory": "host", "update_on": "device"}, clip=True),
     "loss scale": Row(options={"loss_scale": 128.0}, clip=True),
     "deep prefetch": Row(options={"prefetch": 2, "overlap": 2}),
+    "nothing is split": Row(options={}, tensor=None),
 }  # fmt: skip
+LONG = ("hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch")
 
 
 @cache
@@ -116,26 +121,38 @@ def trained(
     model: Model, axes: Mapping[str, int], preset: str, optimizer: Any, policy: Any = None, **options: Any
 ) -> list[reference.Trained]:
     mesh = fs.make_mesh(**axes, simulated=True)
-    tensor = "tensor" if "tensor" in axes else None
-    specs = specs_of(model, preset, mesh, tensor=tensor, **(policy or {}))
+    policy = {"tensor": "tensor" if "tensor" in axes else None, **(policy or {})}
+    specs = specs_of(model, preset, mesh, **policy)
+    return on_mesh(model, mesh, specs, optimizer, **options)
+
+
+def on_mesh(
+    model: Model, mesh: fs.Mesh, specs: Any, optimizer: Any, **options: Any
+) -> list[reference.Trained]:
     step = make_step(mesh, model, specs, optimizer, **options)
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in ROWS])
 def test_training_equals_one_process(row: str) -> None:
     chosen = ROWS[row]
     expected = truth(chosen.model, chosen.clip)
     optimizer = CLIPPED if chosen.clip else ADAMW
     model = model_of(chosen.model)
-    for got in trained(model, chosen.axes, chosen.preset, optimizer, chosen.policy, **chosen.options):
+    policy = {"tensor": chosen.tensor, **chosen.policy}
+    for got in trained(model, chosen.axes, chosen.preset, optimizer, policy, **chosen.options):
         assert_same(got, expected)
         if got.norms:
             assert_floats(got.norms, expected.norms)
     assert bool(got.norms) == (chosen.clip or "grad_norm" in chosen.options)
 
 
-@pytest.mark.parametrize("name", optimizers.ALL)
+QUICK = ("sgd_rules", "adamw_rules", "lars", "clip_lars", "two_clips_two_emas", "row_sgd")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in optimizers.ALL if n not in QUICK)]
+)
 def test_optimizers_see_each_element_once(name: str) -> None:
     """All are what they are on one rank."""
     model, optimizer = model_of("decoder"), optimizers.ALL[name]
@@ -187,6 +204,33 @@ def test_a_forward_and_gradients_alone() -> None:
         torch.testing.assert_close(made, logits(model.params, mine), rtol=0, atol=1e-10)
 
 
+def test_leaves_that_are_stored_over_an_axis_and_computed_whole() -> None:
+    model, mesh = model_of("untied"), fs.make_mesh(**AXES, simulated=True)
+    even = {p: not v.shape[0] % 2 for p, v in model.params.items()}
+    rules = [(p, fs.LayoutSpec(fs.P("tensor"))) for p in even if even[p]]
+    for got in on_mesh(model, mesh, fs.presets.zero2(model.params, mesh, rules=rules), ADAMW):
+        assert_same(got, truth("untied", False))
+
+
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_frozen_codes_are_split_by_rows(codec: str) -> None:
+    """The codes of a rank's rows are rows of the codes; a matrix whose inputs would be split stays whole."""
+    model = replace(model_of("untied"), frozen=("layers.0.up_proj.weight", "layers.1.down_proj.weight"))
+    runs = []
+    for axes in ({"shard": 1}, AXES):
+        mesh = fs.make_mesh(**axes, simulated=True)
+        tensor = "tensor" if "tensor" in axes else None
+        coded = {p: model.params[p] for p in model.frozen}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            parts = fs.presets.full_shard(coded, mesh, tensor=tensor, codec=codec, trainable=False)
+        specs = {**specs_of(model, "full_shard", mesh, tensor=tensor), **parts}
+        assert specs[model.frozen[0]].compute.axes == tuple(a for a in axes if a == "tensor")
+        runs.append(on_mesh(model, mesh, specs, ADAMW))
+    for got in runs[1]:
+        assert_same(got, runs[0][0])
+
+
 # ------------------------------------------------------------------ real ranks
 
 
@@ -195,8 +239,8 @@ def on_ranks(rank: int) -> list[reference.Trained]:
     mesh = fs.make_mesh(tensor=2, device="cpu")
     runs = []
     for model, backend in (
-        (decoder(), "eager"),
-        (narrow := as_float(decoder()), "eager"),
+        (decoder(layers=1), "eager"),
+        (narrow := as_float(decoder(layers=1)), "eager"),
         (narrow, "inductor"),
     ):
         specs = specs_of(model, "full_shard", mesh, tensor="tensor")
@@ -206,7 +250,7 @@ def on_ranks(rank: int) -> list[reference.Trained]:
 
 def test_processes_and_compiled_kernels(ranks: Any) -> None:
     for exact, eager, compiled in ranks(2).run(on_ranks, timeout=300.0):
-        assert_same(exact, truth("decoder", True))
-        assert_floats(exact.norms, truth("decoder", True).norms)
+        assert_same(exact, truth("one block", True))
+        assert_floats(exact.norms, truth("one block", True).norms)
         assert_same(compiled, eager, atol=2e-5)
         assert compiled.losses[-1] < compiled.losses[0]

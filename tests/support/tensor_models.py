@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from models import Model, generator
 from torch import Tensor
 
-ROWS, T, WIDTH, HEADS, VOCAB, LAYERS = 4, 8, 8, 4, 16, 2
+ROWS, T, WIDTH, HEADS, VOCAB = 4, 8, 8, 4, 16
 
 
-def decoder(kv_heads: int = 2, tied: bool = True) -> Model:
-    """Two blocks of attention and an MLP with biases."""
+def decoder(kv_heads: int = 2, tied: bool = True, layers: int = 2) -> Model:
+    """Blocks of attention and an MLP with biases."""
     draw = generator(0)
     kv = kv_heads * WIDTH // HEADS
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH), "pos": (T, WIDTH), "norm": (WIDTH,)}
     if not tied:
         shapes["head.weight"] = (VOCAB, WIDTH)
-    for i in range(LAYERS):
+    for i in range(layers):
         block = {
             "q_proj.weight": (WIDTH, WIDTH), "k_proj.weight": (kv, WIDTH), "v_proj.weight": (kv, WIDTH),
             "o_proj.weight": (WIDTH, WIDTH), "o_proj.bias": (WIDTH,), "norm1": (WIDTH,), "norm2": (WIDTH,),
@@ -39,7 +39,7 @@ def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 def logits(p: dict[str, Tensor], tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
     x = F.embedding(tokens, p["embed.weight"]) + p["pos"]
-    for i in range(LAYERS):
+    for i in range(sum(path.endswith("norm1") for path in p)):
         x = block(p, x, i)
     return F.linear(F.layer_norm(x, (WIDTH,), p["norm"]), p.get("head.weight", p["embed.weight"]))
 
