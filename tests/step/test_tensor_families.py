@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -23,25 +24,47 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 MESHES = ({"tensor": 2}, {"shard": 2, "tensor": 2}, {"shard": 1, "tensor": 4})
 RESIDUALS = ("split", "whole")
-NAMES = (
-    "decoder", "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "phi", "t5", "bert", "vit",
-)  # fmt: skip
 LONG = ("llama", "qwen2", "mistral", "gemma", "vit")  # built of the same parts as others
-# The norms of the others compute in fp32 whatever they are given: each rank rounds its part of a gradient.
-EXACT = ("decoder", "gpt2", "phi", "bert", "vit")
+NAMES = ("decoder", "perceptron", "encoder", "qwen3", "gemma2", "gpt2", "phi", "t5", "bert", *LONG)
+# The norms of others compute in fp32 whatever they are given: each rank rounds its part of a gradient.
+EXACT = ("decoder", "perceptron", "encoder", "gpt2", "phi", "bert", "vit")
+SIZES = {"phi": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}}
+
+
+def own_decoder() -> Model:
+    config = DecoderConfig(vocab=64, width=16, layers=2, heads=4, kv_heads=2, context=8)
+    loss, params = loss_function(seeded(Decoder, config))
+    return Model(params, loss, lambda seed: torch.randint(64, (2, 4, 8), generator=generator(seed)).unbind())
+
+
+def perceptron() -> Model:
+    """Linears that have no names, in pairs."""
+    sizes = (8, 12, 16, 8, 4)
+    layers = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.GELU())]
+    apply, params = fs.make_functional(seeded(nn.Sequential, *layers))
+    return Model(params, lambda p, x: apply(p, x).square().mean(), lambda seed: (normal(seed, 4, 8),))
+
+
+def encoder() -> Model:
+    layer = seeded(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.0, batch_first=True)
+    apply, params = fs.make_functional(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    return Model(
+        params, lambda p, x: apply(p, x)[..., 0].square().mean(), lambda seed: (normal(seed, 4, 6, 8),)
+    )
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator(seed))
 
 
 @cache
 def model_of(name: str) -> Model:
-    """Of sizes that two and four ranks divide, but for key heads."""
-    if name == "decoder":
-        config = DecoderConfig(vocab=64, width=16, layers=2, heads=4, kv_heads=2, context=8)
-        loss, params = loss_function(seeded(Decoder, config))
-        return Model(
-            params, loss, lambda seed: torch.randint(64, (2, 4, 8), generator=generator(seed)).unbind()
-        )
+    """Of sizes that two and four ranks divide, but for heads."""
+    own = {"decoder": own_decoder, "perceptron": perceptron, "encoder": encoder}
+    if name in own:
+        return own[name]()
     family = FAMILIES[name]
-    sizes = family.sizes | ({} if name == "vit" else {"vocab_size": 64})
+    sizes = family.sizes | {"vocab_size": 64} | SIZES.get(name, {}) if name != "vit" else family.sizes
     case = case_of(replace(family, sizes=sizes).build())
     frozen = tuple(p for p, v in case.params.items() if not isinstance(v, nn.Parameter))
     return Model(case.params, case.loss, lambda seed: case.batch, frozen)
