@@ -106,7 +106,7 @@ _POINTWISE = [
     (aten.clamp.default, f(6), -0.5, 0.5), (aten.float_power.Tensor_Scalar, pos(6), 0.5),
     (aten.log_sigmoid.default, f(6)), (aten.positive.default, f(6)), (aten.clone.default, f(4, 6)),
     (aten.contiguous.default, f(4, 6)), (aten.detach.default, f(4, 6)), (aten.alias.default, f(4, 6)),
-    (own.outgoing.default, f(4, 6)), (aten.to.dtype, f(6), f64), (aten.to.dtype, i(5, 6), f64),
+    (aten.to.dtype, f(6), f64), (aten.to.dtype, i(5, 6), f64),
     (aten.to.device, f(6), torch.device("cpu"), f64), (aten.to.dtype_layout, f(6)),
     (aten._to_copy.default, f(6)), (aten.type_as.default, f(4, 6), f(12)), (aten.to.other, f(4, 6), f(12)),
     (aten.masked_fill.Scalar, f(4, 6), b(6), 2.0), (aten.masked_fill.Tensor, f(4, 6), b(4, 1), f()),

@@ -16,7 +16,7 @@ _LINEAR = {
     **dict.fromkeys(
         (
             aten.neg.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
-            aten.alias.default, aten.positive.default, own.outgoing.default, aten.conj.default,
+            aten.alias.default, aten.positive.default, aten.conj.default,
             aten._conj.default, aten.resolve_conj.default, aten.conj_physical.default, aten.mul.Scalar,
             aten.div.Scalar,
         ),
@@ -50,7 +50,7 @@ rule(
     aten.where.Scalar, aten.square.default, aten.rsub.Scalar, aten.rsub.Tensor, aten.clamp.default,
     aten.float_power.Tensor_Scalar, aten.subtract.Tensor, aten.multiply.Tensor, aten.divide.Tensor,
     aten.positive.default, aten.log_sigmoid.default, aten.conj.default, aten._conj.default,
-    aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.outgoing.default,
+    aten.resolve_conj.default, aten.complex.default, aten.polar.default,
     own.rounded.default,
 )(elementwise)  # fmt: skip
 
