@@ -1,4 +1,4 @@
-"""What a gather, a reduce-scatter and an all-reduce cost on this machine's CPU, by ways of doing them.
+"""What gathers, reduce-scatters, all-to-alls and all-reduces cost on this CPU, by ways of doing them.
 
     python -m experiments.micro.collectives --world 2 --mb 1 32 --dtype float32
 
@@ -71,6 +71,12 @@ def reduce_scatter(by: Collectives, c: CollectiveCase) -> None:
     by.reduce_scatter(sent, AXES).wait()
 
 
+def all_to_all(by: Collectives, c: CollectiveCase) -> None:
+    sent = by.send_buffer(c.shard.numel(), c.shard.dtype, AXES, rows=c.n)
+    sent.copy_(c.full)
+    by.all_to_all(sent, AXES).wait()
+
+
 def all_reduce(by: Collectives, c: CollectiveCase) -> None:
     c.out.copy_(c.full)
     by.all_reduce(c.out, AXES).wait()
@@ -121,6 +127,11 @@ def ways(native: Collectives, p2p: Collectives, auto: Collectives) -> dict[str, 
             "all_to_all + sum": reduce_all_to_all,
             "all_reduce": reduce_by_all_reduce,
             "shared memory": lambda c: reduce_scatter(auto, c),
+        },
+        "all_to_all": {
+            "native": lambda c: all_to_all(native, c),
+            "p2p": lambda c: all_to_all(p2p, c),
+            "shared memory": lambda c: all_to_all(auto, c),
         },
         "all_reduce": {
             "native": lambda c: all_reduce(native, c),
