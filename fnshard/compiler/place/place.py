@@ -22,6 +22,7 @@ from torch.fx.node import map_aggregate
 from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
+from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.expand import expanded
 from fnshard.compiler.place.placement import (
@@ -125,6 +126,11 @@ class _Placer:
     values: dict[fx.Node, _Value] = field(default_factory=dict)
     converted: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     gathered: list[str] = field(default_factory=list)
+    record: Record = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.record = Record(self.axis.name, self.axis.ranks)
+
     meta: dict[str, Any] = field(default_factory=dict)
 
     def walk(self) -> None:
@@ -133,6 +139,7 @@ class _Placer:
             new = self.graph.placeholder(node.name)
             split = each.kind == "leaf" and isinstance(placement, Split)
             self.values[node] = _Value(new, placement, node.meta["val"], split)
+            self.record.values[new] = placement, node.meta["val"]
         self.index = self.graph.placeholder(f"index_{self.axis.name}")
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             value, to = self.values[node], self.axis.sliced.get(each)
@@ -154,6 +161,7 @@ class _Placer:
             else:
                 new = self.call(operator.getitem, (source.node, number))
                 self.values[node] = replace(source, node=new, whole=node.meta["val"])
+                self.record.values[new] = source.placement, node.meta["val"]
         else:
             self.values[node] = self.run(node)
 
@@ -187,6 +195,8 @@ class _Placer:
             self.settle(read, to)
         if node.target is EXCHANGE:
             reads = [self.call(OUTGOING, (read,)) for read in reads]
+            (read,), (source,), (to,) = reads, sources, way.inputs
+            self.record.values[read] = to, source.whole
         of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
         if way.run is None:
             new = self.call(node.target, *local_arguments(node, call, way, reads))
@@ -197,8 +207,12 @@ class _Placer:
             fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
             new = self.inline(way.run, fakes, reads)
             if isinstance(new, list | tuple):
-                whole = zip(new, node.meta["val"], strict=True)
+                whole = list(zip(new, node.meta["val"], strict=True))
                 new = tuple(_Value(n, way.output, v, of_leaf) for n, v in whole)
+                self.record.values.update((n, (way.output, v)) for n, v in whole)
+                return _Value(new, way.output, node.meta["val"], of_leaf)
+        self.record.values[new] = way.output, node.meta["val"]
+        self.record.calls.append((call, way, tuple(reads), new))
         return _Value(new, way.output, node.meta["val"], of_leaf)
 
     def constrained(self, value: _Value, axes: Sequence[str], dims: Sequence[int]) -> _Value:
@@ -209,7 +223,9 @@ class _Placer:
         """
         dim = dict(zip(axes, dims, strict=True)).get(self.axis.name)
         if dim is None:
-            return replace(value, node=self.call(CONSTRAIN, (value.node, list(axes), list(dims))))
+            new = self.call(CONSTRAIN, (value.node, list(axes), list(dims)))
+            self.record.values[new] = value.placement, value.whole
+            return replace(value, node=new)
         to = Split(dim) if dim >= 0 else REPLICATED
         shape, axis = value.whole.shape, self.axis
         if isinstance(to, Split) and not fits(shape, to, axis.ranks):
@@ -218,13 +234,16 @@ class _Placer:
                 fix="a dim that has something for every rank.",
             )
         new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
+        self.record.values[new] = to, value.whole
         return replace(value, node=new, placement=to)
 
     def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """An op that takes whole values."""
         reads = iter([self.convert(s, REPLICATED) for s in sources])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(reads))
-        return _Value(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
+        new = self.call(node.target, args, kwargs)
+        self.record.values[new] = REPLICATED, node.meta["val"]
+        return _Value(new, REPLICATED, node.meta["val"])
 
     def expand(self, node: fx.Node, call: Call) -> _Value | None:
         """The op's definition, placed in its stead."""
@@ -323,6 +342,8 @@ class _Placer:
         by = Conversions(self.call, self.index, self.axis.name, self.axis.ranks, self.device)
         new = by.convert(value.node, value.whole.shape, now, to)
         self.meta = meta
+        self.record.conversions.append((value.node, new, now, to))
+        self.record.values[new] = to, value.whole
         return new
 
     # -------------------------------------------------------------- the end
@@ -340,6 +361,7 @@ class _Placer:
                 out.append(self.call(aten.mul.Tensor, (value.node, self.axis.ranks)))
             else:
                 out.append(self.convert(value, REPLICATED))
+            self.record.results.append((number in summed, value.node, out[-1]))
         return out
 
     def placed(self) -> Program:
@@ -368,6 +390,7 @@ class _Placer:
         propagate(
             self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
         )
+        self.record.check(self.graph)
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
     @property

@@ -1,0 +1,147 @@
+"""Check: a placed program against its types. What is found here would train, and train wrong.
+
+The walk of `place` writes down what each value is and how each op runs; this reads the graph that came of it,
+behind every rewrite, and derives the types again: which way of its rule an op has taken, what it reads, which
+exchange stands between two placements, and how large each rank's part is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from fnshard.compiler.frontend.exchange import EXCHANGE
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    local_shape,
+)
+from fnshard.compiler.place.rules import rule_of
+from fnshard.compiler.place.ways import Call, Way
+from fnshard.errors import ScheduleError
+
+# The exchange from one placement to another; None: each rank slices what it has.
+EXCHANGES: dict[tuple[type, type], str | None] = {
+    (Replicated, Split): None,
+    (Split, Replicated): "all_gather",
+    (Partial, Replicated): "psum",
+    (Partial, Split): "reduce_scatter",
+    (Split, Split): "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a walk did along an axis of `ranks`.
+
+    `values`: of each node its placement and the whole (fake) value. `calls`: each op with its way, what it
+    reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
+    ranks sum it, its value's node and the node that is returned.
+    """
+
+    axis: str
+    ranks: int
+    values: dict[fx.Node, tuple[Placement, Any]] = field(default_factory=dict)
+    calls: list[tuple[Call, Way, tuple[fx.Node, ...], fx.Node]] = field(default_factory=list)
+    conversions: list[tuple[fx.Node, fx.Node, Placement, Placement]] = field(default_factory=list)
+    results: list[tuple[bool, fx.Node, fx.Node]] = field(default_factory=list)
+
+    def check(self, graph: fx.Graph) -> None:
+        """Raise with everything that does not fit.
+
+        Raises:
+            ScheduleError: a bug in a rule, in the walk, or in a rewrite behind it.
+        """
+        here = set(graph.nodes)
+        problems = [
+            *self._reads(here),
+            *self._exchanges(here),
+            *self._shapes(here),
+            *self._returned(list(graph.output_node().args[0])),
+        ]
+        if problems:
+            raise ScheduleError(
+                f"{len(problems)} faults in the program placed over {self.axis!r}:", problems[:20]
+            )
+
+    def _reads(self, here: set[fx.Node]) -> Iterator[str]:
+        """An op reads what its way says, and its rule has that way."""
+        for call, way, reads, node in self.calls:
+            if node not in here:
+                continue
+            for read, to in zip(reads, way.inputs, strict=True):
+                now = self.values[read][0]
+                if now != to:
+                    yield f"{node}: {call.target} reads {read}, which is {now}, as {to}"
+                if way.run is None and read not in node.all_input_nodes:
+                    yield f"{node}: {call.target} does not read {read}, as it was placed to"
+            if not self._is_known(call, way):
+                taken = ", ".join(map(str, way.inputs))
+                yield f"{node}: {call.target} has no rule from {taken} to {way.output}"
+
+    def _is_known(self, call: Call, way: Way) -> bool:
+        if {*way.inputs, way.output} <= {REPLICATED}:
+            return True
+        find = rule_of(call.target)
+        known = () if find is None else find(call)
+        return any((w.inputs, w.output, w.changes) == (way.inputs, way.output, way.changes) for w in known)
+
+    def _exchanges(self, here: set[fx.Node]) -> Iterator[str]:
+        """Between two placements stands their exchange, over this axis, and no other."""
+        for source, result, now, to in self.conversions:
+            if result not in here:
+                continue
+            expected = "all_gather" if now == Partial("max") else EXCHANGES[type(now), type(to)]
+            found = list(_between(source, result))
+            kinds = [(n.args[1], n.args[2], n.args[4]) for n in found]
+            if kinds != ([(expected, self.axis, self.ranks)] if expected else []):
+                shown = ", ".join(f"{kind} over {axis}" for kind, axis, _ in kinds) or "nothing"
+                yield f"{result}: from {now} to {to} stands {shown}, not {expected or 'nothing'} over {self.axis}"
+
+    def _shapes(self, here: set[fx.Node]) -> Iterator[str]:
+        """Each rank's part is as large as its placement says."""
+        for node, (placement, whole) in self.values.items():
+            if node not in here:
+                continue
+            for value, full in zip(_tensors(node.meta["val"]), _tensors(whole), strict=True):
+                expected = local_shape(full.shape, placement, self.ranks)
+                if tuple(value.shape) != expected:
+                    yield (
+                        f"{node}: {placement} of {list(full.shape)} is {list(expected)}, not {list(value.shape)}"
+                    )
+
+    def _returned(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
+        """Results are whole, or parts that count for as many as there are ranks."""
+        for (summed, source, result), returned in zip(self.results, outputs, strict=True):
+            placement = self.values[source][0]
+            if result is not returned:
+                yield f"{returned} is returned for {result}"
+            elif summed and placement == PARTIAL:
+                if result.args[:2] != (source, self.ranks):
+                    yield f"{result}: a part of a sum is returned, and not times {self.ranks}"
+            elif self.values[result][0] != REPLICATED:
+                yield f"{result}: {self.values[result][0]} is returned"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+
+
+def _between(source: fx.Node, result: fx.Node) -> Iterator[fx.Node]:
+    """The exchanges on the way back from `result` to `source`."""
+    seen, stack = {source}, [result]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
+        if node.target is EXCHANGE:
+            yield node
