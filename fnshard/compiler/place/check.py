@@ -80,7 +80,7 @@ class Record:
                 now = self.values[read][0]
                 if now != to:
                     yield f"{node}: {call.target} reads {read}, which is {now}, as {to}"
-                if way.run is None and read not in node.all_input_nodes:
+                if way.run is None and read in here and read not in node.all_input_nodes:
                     yield f"{node}: {call.target} does not read {read}, as it was placed to"
             if not self._is_known(call, way):
                 taken = ", ".join(map(str, way.inputs))
