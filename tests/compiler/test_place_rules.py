@@ -166,7 +166,7 @@ def test_any_placements_of_the_inputs(case: Case) -> None:
 def test_all_placements_of_the_inputs(case: Case) -> None:
     program, _ = program_of(case)
     for ranks in (2, 3, 4):
-        for inputs in _combinations(case, ranks, 300):
+        for inputs in _combinations(case, ranks, 40):
             check(case, program, inputs, ranks)
 
 

@@ -222,7 +222,7 @@ _VIEWS = [
     (aten.slice.Tensor, f(4, 6), 1, -4, -1), (aten.slice.Tensor, f(4, 6), 1, 1, 6, 2), (aten.narrow.default, f(4, 12), 1, 6, 6),
     (aten.select.int, f(4, 6), 1, -1), (aten.select.int, f(5, 12), 0, 2), (aten.select.int, b(4, 6), 0, 1), (aten.split.Tensor, f(4, 12), 6, 1),
     (aten.split_with_sizes.default, f(4, 12), [6, 3, 3], 1), (aten.split.sizes, f(6, 4), [2, 4]), (aten.chunk.default, f(4, 12), 2, 1),
-    (aten.chunk.default, f(4, 12), 3, -1), (aten.unbind.int, f(2, 6, 4)), (aten.cat.default, [f(4, 6), f(4, 6)], 1), (aten.cat.default, [f(4, 6), f(2, 6)]),
+    (aten.chunk.default, f(4, 12), 3, -1), (aten.unbind.int, f(2, 6, 4)), (aten.cat.default, [f(4, 6), f(4, 6)], 1), (aten.cat.default, [f(4, 6), f(2, 6)]), (aten.cat.default, [f(0), f(4, 6)], 1),
     (aten.stack.default, [f(4, 6), f(4, 6)], 1), (aten.constant_pad_nd.default, f(4, 5, 6), [1, 2]), (aten.pad.default, f(4, 6, 5), [1, 1], "reflect"),
     (aten.pad.default, f(4, 6), [0, 0, 1, 0], "constant", 2.0), (aten.slice_scatter.default, f(4, 6), f(4, 3), 1, 0, 3),
     (aten.select_scatter.default, f(4, 6), f(6), 0, 1),

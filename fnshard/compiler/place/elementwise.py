@@ -50,8 +50,8 @@ rule(
     aten.where.Scalar, aten.square.default, aten.rsub.Scalar, aten.rsub.Tensor, aten.clamp.default,
     aten.float_power.Tensor_Scalar, aten.subtract.Tensor, aten.multiply.Tensor, aten.divide.Tensor,
     aten.positive.default, aten.log_sigmoid.default, aten.conj.default, aten._conj.default,
-    aten.resolve_conj.default, aten.complex.default, aten.polar.default,
-    own.rounded.default,
+    aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.rounded.default,
+    aten.copy.default, aten.fill.Scalar, aten.fill.Tensor,
 )(elementwise)  # fmt: skip
 
 

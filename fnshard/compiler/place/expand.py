@@ -8,17 +8,19 @@ without a rule is expanded by torch's own definition.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from fnshard.compiler.ir.program import mutated_args
-from fnshard.compiler.place.ways import RULES, Call, dims_of
+from fnshard.compiler.place.ways import RULES, Call, dims_of, is_list
+from fnshard.compiler.rewrites.in_place import Write
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -35,8 +37,12 @@ def expansion(*targets: Any) -> Callable[[Callable], Callable]:
     return add
 
 
-def expanded(call: Call) -> fx.Graph | None:
-    """What a call of an op does, in smaller ops, as a graph of its tensors; None where that is not known."""
+def expanded(call: Call, autocast: bool) -> fx.Graph | None:
+    """What a call of an op does, in smaller ops, as a graph of its tensors; None where that is not known.
+
+    Args:
+        autocast: the call's mode is not the graph's, whose tensors are cast to the dtype of the result.
+    """
     known = call.target in EXPANSIONS
     if not known and call.target in RULES:
         return None
@@ -44,9 +50,11 @@ def expanded(call: Call) -> fx.Graph | None:
     args, kwargs = call.rebuilt({})
     if definition(*args, **kwargs) in (None, NotImplemented):
         return None
+    results = call.value if is_list(call.value) else [call.value]
+    dtype = next((v.dtype for v in results if v.is_floating_point()), None) if autocast else None
 
     def of_tensors(*tensors: Tensor) -> Any:
-        feed = iter(tensors)
+        feed = iter(t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors)
         take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
         return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
 
@@ -54,6 +62,14 @@ def expanded(call: Call) -> fx.Graph | None:
     graph = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=known)(*call.tensors).graph
     graph.eliminate_dead_code()
     return None if any(map(mutated_args, graph.nodes)) else graph
+
+
+def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph:
+    """A write in place and the views it goes through, in ops that make new tensors."""
+    run = functionalize(lambda *values: write(*values), remove="mutations")
+    graph = make_fx(run, tracing_mode="fake")(*tensors).graph
+    graph.eliminate_dead_code()
+    return graph
 
 
 # ------------------------------------------------------------------ products

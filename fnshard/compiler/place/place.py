@@ -24,7 +24,7 @@ from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.conversions import Conversions
-from fnshard.compiler.place.expand import expanded
+from fnshard.compiler.place.expand import expanded, without_writes
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -36,6 +36,7 @@ from fnshard.compiler.place.placement import (
 )
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.ways import Call, Way, local_arguments, tensors_of
+from fnshard.compiler.rewrites.in_place import Write
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -173,6 +174,8 @@ class _Placer:
             return sources[0]
         if node.target is CONSTRAIN:
             return self.constrained(sources[0], *node.args[1:])
+        if isinstance(node.target, Write) and any(s.placement != REPLICATED for s in sources):
+            return self.inlined(node, without_writes(node.target, [s.whole for s in sources]))
         if not isinstance(node.target, OpOverload):
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
@@ -186,8 +189,8 @@ class _Placer:
         cost = self.wire_bytes(sources, way)
         # What every way pays: parts of a sum have to be summed for an op that is not linear.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
-        if cost > needed and (value := self.expand(node, call)):
-            return value
+        if cost > needed and (body := expanded(call, "autocast" in self.meta)):
+            return self.inlined(node, body)
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {_megabytes(cost)}")
         reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
@@ -245,11 +248,8 @@ class _Placer:
         self.record.values[new] = REPLICATED, node.meta["val"]
         return _Value(new, REPLICATED, node.meta["val"])
 
-    def expand(self, node: fx.Node, call: Call) -> _Value | None:
-        """The op's definition, placed in its stead."""
-        body = expanded(call)
-        if body is None:
-            return None
+    def inlined(self, node: fx.Node, body: fx.Graph) -> _Value:
+        """What an op does in smaller ops, placed in its stead."""
         outside = dict(zip(_placeholders(body), tensors_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
         meta = {k: v for k, v in self.meta.items() if k != "autocast"}

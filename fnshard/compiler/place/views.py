@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split, fits, through_view
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits, through_view
 from fnshard.compiler.place.ways import Call, Way, broadcast, moved, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
@@ -191,16 +191,21 @@ def _split(call: Call) -> Iterator[Way]:
 @rule(aten.cat.default, aten.stack.default)
 def _cat(call: Call) -> Iterator[Way]:
     """Along other dims; along its own equal tensors, each of them split, side by side."""
-    rank, count = call.value.dim(), len(call.tensors)
-    dim, new = call["dim"] % rank, call.target is aten.stack.default
-    if any(t.dim() != rank - new for t in call.tensors):  # an empty one, which cat leaves out
-        return
+    new, rank = call.target is aten.stack.default, call.value.dim()
+    dim = call["dim"] % rank
+    # An empty tensor of one dim is left out, whatever the others are.
+    full = [new or t.shape != (0,) for t in call.tensors]
+    sizes = [t.shape[dim] for t, counts in zip(call.tensors, full, strict=True) if counts and not new]
+
+    def each(placement: Placement) -> tuple[Placement, ...]:
+        return tuple(placement if counts else REPLICATED for counts in full)
+
     for split in call.splits(call.shape, [d for d in range(rank) if d != dim]):
-        yield Way((Split(split.dim - (new and dim < split.dim), split.outer),) * count, split)
-    if not new and len({t.shape[dim] for t in call.tensors}) == 1:
-        for split in call.splits(call.tensors[0].shape, [dim]):
-            yield Way((split,) * count, Split(dim, split.outer * count))
-    yield Way((PARTIAL,) * count, PARTIAL)
+        yield Way(each(Split(split.dim - (new and dim < split.dim), split.outer)), split)
+    if len(set(sizes)) == 1:
+        for split in call.splits([sizes[0] if d == dim else s for d, s in enumerate(call.shape)], [dim]):
+            yield Way(each(split), Split(dim, split.outer * len(sizes)))
+    yield Way(each(PARTIAL), PARTIAL)
 
 
 @rule(aten.constant_pad_nd.default, aten.pad.default)
