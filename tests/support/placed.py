@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -37,9 +38,12 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int
             env[node] = exchange_on_ranks([env[node.args[0]][r] for r in range(ranks)], *node.args[1:])
         else:
             env[node] = []
-            for r in range(ranks):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=r: env[n][r])
-                env[node].append(node.target(*args, **kwargs))
+            with ExitStack() as stack:
+                for device, dtype, enabled in node.meta.get("autocast") or ():
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                for r in range(ranks):
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=r: env[n][r])
+                    env[node].append(node.target(*args, **kwargs))
     raise AssertionError("a graph without an output")
 
 

@@ -51,7 +51,7 @@ rule(
     aten.float_power.Tensor_Scalar, aten.subtract.Tensor, aten.multiply.Tensor, aten.divide.Tensor,
     aten.positive.default, aten.log_sigmoid.default, aten.conj.default, aten._conj.default,
     aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.rounded.default,
-    aten.copy.default, aten.fill.Scalar, aten.fill.Tensor,
+    aten.fill.Scalar, aten.fill.Tensor,
 )(elementwise)  # fmt: skip
 
 

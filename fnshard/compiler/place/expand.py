@@ -68,6 +68,14 @@ def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph:
     """A write in place and the views it goes through, in ops that make new tensors."""
     run = functionalize(lambda *values: write(*values), remove="mutations")
     graph = make_fx(run, tracing_mode="fake")(*tensors).graph
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):  # which has no derivative
+        value = node.meta["val"]
+        with graph.inserting_before(node):
+            copy = graph.call_function(aten.to.dtype, (node.args[1], value.dtype))
+            wide = graph.call_function(aten.expand.default, (copy, list(value.shape)))
+        copy.meta["val"] = node.args[1].meta["val"].to(value.dtype)
+        wide.meta["val"] = value
+        node.replace_all_uses_with(wide)
     graph.eliminate_dead_code()
     return graph
 
