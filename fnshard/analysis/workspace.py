@@ -141,16 +141,19 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
 
-def _token_losses(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them."""
-    hidden, weight, chunk = args[0], args[1], args[4]
+def _token_losses(device: str, at: int, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them; `at`: the chunk's."""
+    hidden, weight, chunk = args[0], args[1], args[at]
     numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
     return numbers * max(logit_bytes(hidden.dtype), 2 * wide(hidden.dtype).itemsize)
 
 
-def _token_losses_backward(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits; of half types the sum of the weight's gradient, and a CPU's run that is added."""
-    hidden, weight, chunk, of_weight = args[2], args[3], args[6], args[7]
+def _token_losses_backward(device: str, at: int, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits; of half types the sum of the weight's gradient, and a CPU's run that is added.
+
+    `at`: of the hidden states among the arguments.
+    """
+    hidden, weight, chunk, of_weight = args[at], args[at + 1], args[6], args[7]
     numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
     rows, columns = weight.shape
     own = 0
@@ -203,8 +206,16 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
-    **{(d, "token_losses"): functools.partial(_token_losses, d) for d in ("cpu", "cuda")},
-    **{(d, "token_losses_backward"): functools.partial(_token_losses_backward, d) for d in ("cpu", "cuda")},
+    **{
+        (device, f"token_{name}"): functools.partial(rule, device, at)
+        for device in ("cpu", "cuda")
+        for name, rule, at in (
+            ("losses", _token_losses, 4),
+            ("losses_backward", _token_losses_backward, 2),
+            ("parts", _token_losses, 3),  # of a rank, which has one part
+            ("parts_backward", _token_losses_backward, 3),
+        )
+    },
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,
     ("cuda", "_scaled_dot_product_cudnn_attention_backward"): _cudnn_backward_cuda,

@@ -8,6 +8,7 @@ operator: taken apart, a compiler would see all chunks at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ def token_losses_backward(
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     for low in range(0, hidden.shape[0], count):
         part = slice(low, low + count)
-        slopes = _slopes(gradient[part], sums[part], hidden[part], weight, targets[part], ignore)
+        counted = targets[part] != ignore
+        slope = torch.where(counted, gradient[part], 0.0).to(sums.dtype)
+        slopes = _slopes(slope, -slope, sums[part], hidden[part], weight, targets[part], counted)
         to_hidden[part] = slopes @ weight
         if of_weight:
             _add_products(to_weight, slopes.t(), hidden[part])
@@ -117,14 +120,18 @@ def token_losses_backward(
 
 
 def _slopes(
-    gradient: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int
-) -> Tensor:
-    """The gradient of a chunk's logits, in the dtype of the product."""
-    counted = targets != ignore
-    slope = torch.where(counted, gradient, 0.0).to(sums.dtype).unsqueeze(1)
+    of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
+    counted: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of a chunk's logits, in the dtype of the product.
+
+    Args:
+        of_sums, of_chosen: gradients of the log-sum-exp, and of the target's logit where it is `counted`.
+    """
     logits = _logits(hidden, weight)
-    logits.sub_(sums.unsqueeze(1)).exp_().mul_(slope)
-    logits.scatter_add_(1, torch.where(counted, targets, 0).unsqueeze(1), -slope)
+    logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
+    chosen = torch.where(counted, of_chosen, 0.0).unsqueeze(1)
+    logits.scatter_add_(1, torch.where(counted, targets, 0).unsqueeze(1), chosen)
     return logits.to(hidden.dtype)
 
 
@@ -186,5 +193,112 @@ def _(hidden: Any, weight: Any, *rest: Any, **more: Any) -> int:
 
 @register_flop_formula(torch.ops.fnshard.token_losses_backward)
 def _(gradient: Any, sums: Any, hidden: Any, weight: Any, targets: Any, ignore: int, chunk: int,
+      of_weight: bool, *rest: Any, **more: Any) -> int:  # fmt: skip
+    return 2 * hidden[0] * hidden[1] * weight[0] * (3 if of_weight else 2)
+
+
+# ------------------------------------------------------------------ of a vocabulary in parts
+
+
+@torch.library.custom_op("fnshard::token_parts", mutates_args=())
+def token_parts(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
+) -> tuple[Tensor, Tensor]:
+    """Of each token and part of the vocabulary: the log-sum-exp of its logits, and the target's logit.
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D]; parts are equal runs of its rows.
+        targets: int64 [N]; the logit is 0 in parts that do not have the target.
+        chunk: tokens at once; 0 chooses.
+
+    Returns:
+        both fp32 [parts, N] (fp64 of fp64).
+    """
+    sums = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
+    chosen = torch.empty_like(sums)
+    for p, rows, part in _of_parts(hidden, weight, chunk, parts):
+        here, inside = _within(targets[part], p, rows)
+        logits = _logits(hidden[part], rows)
+        sums[p, part] = torch.logsumexp(logits, 1)
+        chosen[p, part] = torch.where(inside, logits.gather(1, here.unsqueeze(1)).squeeze(1), 0.0)
+        del logits  # before the next are made
+    return sums, chosen
+
+
+def _of_parts(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterator[tuple[int, Tensor, slice]]:
+    """Each part's number and rows with each chunk of tokens."""
+    for p, rows in enumerate(weight.chunk(parts)):
+        count = chunk_of(hidden.shape[0], rows.shape[0], chunk, hidden.dtype, hidden.device.type)
+        for low in range(0, hidden.shape[0], count):
+            yield p, rows, slice(low, low + count)
+
+
+def _within(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets as rows of a part, 0 where it does not have them; and which it has."""
+    here = targets - part * rows.shape[0]
+    inside = (here >= 0) & (here < rows.shape[0])
+    return torch.where(inside, here, 0), inside
+
+
+@token_parts.register_fake
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int) -> tuple[Tensor, Tensor]:
+    made = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
+    return made, torch.empty_like(made)
+
+
+@torch.library.custom_op("fnshard::token_parts_backward", mutates_args=())
+def token_parts_backward(
+    of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
+    chunk: int, of_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of `hidden` and of `weight`; the latter empty where it is not needed."""
+    to_hidden = torch.zeros_like(hidden, dtype=sums.dtype if sums.shape[0] > 1 else hidden.dtype)
+    to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
+    count = weight.shape[0] // sums.shape[0]
+    for p, rows, part in _of_parts(hidden, weight, chunk, sums.shape[0]):
+        here, inside = _within(targets[part], p, rows)
+        slopes = _slopes(
+            of_sums[p, part], of_chosen[p, part], sums[p, part], hidden[part], rows, here, inside
+        )
+        to_hidden[part] += slopes @ rows
+        if of_weight:
+            _add_products(to_weight[p * count : (p + 1) * count], slopes.t(), hidden[part])
+        del slopes
+    return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype)
+
+
+@token_parts_backward.register_fake
+def _(
+    of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
+    chunk: int, of_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(hidden), weight.new_empty(weight.shape if of_weight else (0,))
+
+
+def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, targets, sums = ctx.saved_tensors
+    of_weight = ctx.needs_input_grad[1]
+    to_hidden, to_weight = token_parts_backward(
+        of_sums, of_chosen, sums, hidden, weight, targets, ctx.chunk, of_weight
+    )
+    return to_hidden, to_weight if of_weight else None, None, None, None
+
+
+def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, targets, ctx.chunk, _ = inputs
+    ctx.save_for_backward(hidden, weight, targets, output[0])
+
+
+token_parts.register_autograd(_parts_backward, setup_context=_keep_parts)
+
+
+@register_flop_formula(torch.ops.fnshard.token_parts)
+def _(hidden: Any, weight: Any, *rest: Any, **more: Any) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0]
+
+
+@register_flop_formula(torch.ops.fnshard.token_parts_backward)
+def _(of_sums: Any, of_chosen: Any, sums: Any, hidden: Any, weight: Any, targets: Any, chunk: int,
       of_weight: bool, *rest: Any, **more: Any) -> int:  # fmt: skip
     return 2 * hidden[0] * hidden[1] * weight[0] * (3 if of_weight else 2)

@@ -26,7 +26,6 @@ from fnshard.compiler.place.placement import (
     REPLICATED,
     Placement,
     Split,
-    divides,
     fits,
 )
 from fnshard.compiler.place.rules import rule_of
@@ -85,24 +84,11 @@ def placements(shape: Sequence[int], dtype: torch.dtype, ranks: int) -> list[Pla
     return [REPLICATED, *sums, *(s for s in splits if fits(shape, s, ranks))]
 
 
-def parts(value: Tensor, placement: Placement, ranks: int, seed: int) -> list[Tensor]:
-    """What each rank has; of a sum random parts, and in the padding of a split random numbers."""
-    made = torch.Generator().manual_seed(seed)
-    if placement == PARTIAL:
-        needs, value = value.requires_grad, value.detach()
-        some = [(torch.randn(value.shape, generator=made) * 9).to(value.dtype) for _ in range(ranks - 1)]
-        each = [*some, value - sum(some)]
-        return [e.requires_grad_(needs) for e in each]
-    if isinstance(placement, Split) and not divides(value.shape, placement, ranks):
-        dim, size = placement.dim, value.shape[placement.dim] // placement.outer
-        blocks = value.unflatten(dim, (placement.outer, size))
-        missing = -size % ranks
-        more = blocks.narrow(dim + 1, 0, 1).repeat_interleave(missing, dim + 1).detach()
-        if value.is_floating_point():  # not zero, and of one sign, lest a function is not defined
-            more = more * (0.5 + torch.rand(more.shape, generator=made, dtype=value.dtype))
-        padded = torch.cat([blocks, more], dim + 1).flatten(dim, dim + 1)
-        return cut(padded, placement, ranks)
-    return cut(value, placement, ranks)
+def parts(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+    """What each rank has; of a sum, parts that a gradient is asked of each."""
+    if placement != PARTIAL:
+        return cut(value, placement, ranks)
+    return [p.detach().requires_grad_(value.requires_grad) for p in cut(value, placement, ranks)]
 
 
 def check(case: Case, program: Program, inputs: Sequence[Placement], ranks: int) -> None:
@@ -112,7 +98,7 @@ def check(case: Case, program: Program, inputs: Sequence[Placement], ranks: int)
         warnings.simplefilter("ignore")
         placed = place(program, axis)
     values = values_of(case)
-    fed = [parts(v, to, ranks, seed) for seed, (v, to) in enumerate(zip(values, inputs, strict=True))]
+    fed = [parts(v, to, ranks) for v, to in zip(values, inputs, strict=True)]
     needed = [i for i, v in enumerate(values) if v.requires_grad]
     indices = [[torch.tensor(r) for r in range(ranks)]] * (len(placed.inputs) - len(fed))
     got = run_on_ranks(placed.graph, [*fed, *indices], ranks)

@@ -53,6 +53,7 @@ def test_the_operator_holds_to_torchs_contract() -> None:
     hidden, weight, targets = numbers()
     flat = (hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), targets.flatten(), -100, 4)
     torch.library.opcheck(torch.ops.fnshard.token_losses.default, flat)
+    torch.library.opcheck(torch.ops.fnshard.token_parts.default, (*flat[:3], 4, 5))
 
 
 def test_half_types_are_normalised_in_fp32() -> None:

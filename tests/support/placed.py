@@ -7,22 +7,39 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
+import fnshard as fs
 from fnshard.compiler.frontend.exchange import EXCHANGE
-from fnshard.compiler.place.placement import Placement, Split, local_shape
+from fnshard.compiler.frontend.trace import trace
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.program import Program, replay
+from fnshard.compiler.place.place import Axis, Residual, place
+from fnshard.compiler.place.placement import PARTIAL, Placement, Split, local_shape
+from fnshard.layout.resolved import ResolvedSpecs
 
 
-def cut(value: Tensor, placement: Placement, ranks: int, padding: float = 0.0) -> list[Tensor]:
-    """What each rank has of a whole value; differentiable."""
+def cut(value: Tensor, placement: Placement | None, ranks: int) -> list[Tensor]:
+    """What each rank has of a whole value; differentiable, but for a sum, whose parts are random.
+
+    The padding of parts that are not even are random numbers, too.
+    """
+    draw = torch.Generator().manual_seed(0)
+    if placement == PARTIAL:
+        some = [(9 * torch.randn(value.shape, generator=draw)).to(value.dtype) for _ in range(ranks - 1)]
+        return [*some, value - sum(some)]
     if not isinstance(placement, Split):
         return [value] * ranks
     dim, outer = placement.dim, placement.outer
-    shape, value = value.shape, value.unflatten(dim, (outer, -1))
-    pads = [0, 0] * (value.dim() - 2 - dim) + [0, -value.shape[dim + 1] % ranks]
-    parts = F.pad(value, pads, value=padding).unflatten(dim + 1, (ranks, -1)).unbind(dim + 1)
-    return [p.reshape(local_shape(shape, placement, ranks)) for p in parts]
+    blocks = value.unflatten(dim, (outer, -1))
+    missing = -blocks.shape[dim + 1] % ranks
+    if missing:
+        more = blocks.narrow(dim + 1, 0, 1).repeat_interleave(missing, dim + 1).detach()
+        if value.is_floating_point():  # of one sign, lest a function is not defined
+            more = more * (0.5 + torch.rand(more.shape, generator=draw, dtype=value.dtype))
+        blocks = torch.cat([blocks, more], dim + 1)
+    parts = blocks.unflatten(dim + 1, (ranks, -1)).unbind(dim + 1)
+    return [p.reshape(local_shape(value.shape, placement, ranks)) for p in parts]
 
 
 def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int) -> list[list[Any]]:
@@ -65,5 +82,53 @@ def on_ranks(placed: Any, values: Mapping[str, Tensor], inputs: Mapping[Any, Pla
         if each.kind == "axis":
             out.append([torch.tensor(r) for r in range(ranks)])
         else:
-            out.append(cut(values[each.name], inputs.get(each, None), ranks))
+            out.append(cut(values[each.name], inputs.get(each), ranks))
     return out
+
+
+def traced(fn: Any, params: Mapping[str, Tensor], batch: Sequence[Tensor]) -> Program:
+    """The program of `fn(params, *batch)` on one device."""
+    mesh = fs.make_mesh(abstract=True)
+    specs = ResolvedSpecs.of(fs.presets.no_shard(params, mesh)).resolve(params)
+    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.paired.items()}
+    return trace(
+        fn, shapes, specs.structure, specs.paired, Arguments.of(batch), device=torch.device("cpu"), mesh=mesh
+    )
+
+
+def assert_placed(
+    program: Program,
+    params: Mapping[str, Tensor],
+    batch: Sequence[Tensor],
+    inputs: Mapping[str, Placement],
+    ranks: int = 2,
+    residual: Residual = "split",
+    atol: float = 1e-10,
+) -> Program:
+    """Loss and gradients of all ranks of a placed program are those of the whole one; gives it.
+
+    Args:
+        inputs: of leaves and batch leaves, by name.
+    """
+    named = {i: inputs[i.name] for i in program.inputs if i.name in inputs}
+    placed = place(program, Axis("tensor", ranks, named, residual))
+    keys = {i.name: torch.tensor(1 << 40) + n for n, i in enumerate(program.inputs) if i.kind == "key"}
+    rest = {str(n): v for n, v in enumerate(batch)} | dict(program.constants) | keys
+    grads = []
+    for count in (1, ranks):
+        leaves = {p: v.detach().clone().requires_grad_() for p, v in params.items()}
+        values = {**leaves, **rest}
+        if count == 1:
+            loss = replay(program.graph, [values[i.name] for i in program.inputs])[program.outputs.loss]
+        else:
+            results = run_on_ranks(placed.graph, on_ranks(placed, values, named, ranks), ranks)
+            loss = sum(r[program.outputs.loss] for r in results) / ranks
+        grads.append([loss, *torch.autograd.grad(loss, list(leaves.values()))])
+    for expected, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+    return placed
+
+
+def exchanges(placed: Program) -> list[str]:
+    """The kind of each exchange."""
+    return [n.args[1] for n in placed.graph.find_nodes(op="call_function", target=EXCHANGE)]

@@ -294,8 +294,10 @@ def _nll_loss(
 @expansion(own.token_losses.default)
 def _token_losses(
     call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
-) -> tuple[Tensor, Tensor]:
-    logits = _wide(aten.linear(hidden, weight))
-    sums, counted = _logsumexp(None, logits, 1), targets != ignore
-    chosen = logits.gather(1, torch.where(counted, targets, 0).unsqueeze(1)).squeeze(1)
-    return torch.where(counted, sums - chosen, 0.0), sums.detach()
+) -> tuple[Tensor, Tensor] | None:
+    """Of what each rank's part of the vocabulary has, without all logits at once."""
+    if weight.shape[0] % call.ranks:
+        return None
+    sums, chosen = own.token_parts(hidden, weight, targets, chunk, call.ranks)
+    total = _logsumexp(None, sums, 0)
+    return torch.where(targets != ignore, total - chosen.sum(0), 0.0), total.detach()

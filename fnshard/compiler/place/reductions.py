@@ -140,3 +140,18 @@ def _token_losses(call: Call) -> Iterator[Way]:
     """Along the tokens; of a split vocabulary by its expansion."""
     for split in call.splits(call.shape):
         yield Way((split, REPLICATED, split), split)
+
+
+@rule(own.token_parts.default)
+def _token_parts(call: Call) -> Iterator[Way]:
+    """Along the tokens, and parts of the vocabulary."""
+    hidden, weight, parts = call["hidden"], call["weight"], call["parts"]
+    for split in call.splits(hidden.shape, [0]):
+        yield Way((split, REPLICATED, split), Split(1, split.outer))
+    if parts % call.ranks == 0:
+        count, here = weight.shape[0] // call.ranks, parts // call.ranks
+
+        def run(index: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return call.on([hidden, weight, targets - index * count], parts=here)
+
+        yield Way((REPLICATED, Split(0), REPLICATED), Split(0), run=run)

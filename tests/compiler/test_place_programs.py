@@ -1,0 +1,230 @@
+"""Programs on all ranks of an axis are the program of one device; what views make of placements."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from placed import assert_placed, cut, exchanges, traced
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.compiler.ir.program import Outputs, Program, replay
+from fnshard.compiler.place.place import Axis, place
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Split,
+    divides,
+    fits,
+    local_shape,
+    through_view,
+)
+
+f64 = torch.float64
+MLP = {"up": Split(0), "b": Split(0), "down": Split(1)}
+
+
+def leaves(*, width: int = 6, hidden: int = 12) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"up": (hidden, width), "b": (hidden,), "down": (width, hidden), "c": (width,), "norm": (width,)}
+    return {p: torch.randn(s, dtype=f64, generator=draw) for p, s in shapes.items()}
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=f64, generator=torch.Generator().manual_seed(1))
+
+
+def mlp(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, p["up"], p["b"])), p["down"])
+
+
+def stacked(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Two residual blocks without biases, whose norms read the residual."""
+    for _ in range(2):
+        x = x + mlp(p, F.rms_norm(x, (x.shape[-1],), p["norm"])) + 0 * p["c"]
+    return F.rms_norm(x, (x.shape[-1],)).square().mean()
+
+
+def test_what_has_been_summed_stays_split() -> None:
+    """Sequence parallelism: each block scatters its sum once and gathers it once, with a norm between."""
+    params, batch = leaves(), (rows(4, 6, 6),)
+    program = traced(stacked, params, batch)
+    placed = assert_placed(program, params, batch, MLP)
+    assert Counter(exchanges(placed)) == {"reduce_scatter": 2, "all_gather": 1}
+    assert Counter(exchanges(assert_placed(program, params, batch, MLP, residual="whole"))) == {"psum": 2}
+
+
+def written(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = F.relu_(F.linear(x, p["up"], p["b"]))
+    h += 1.0
+    h[0] = 2 * h[1]
+    h = F.linear(h, p["down"])
+    h += x
+    h[:, :2] *= p["c"][:2]
+    h[1].fill_(0.5)
+    return h.square().mean() + 0 * p["norm"].sum()
+
+
+def test_writes_in_place() -> None:
+    params, batch = leaves(), (rows(4, 6),)
+    placed = assert_placed(traced(written, params, batch), params, batch, MLP)
+    assert "all_gather" not in exchanges(placed)
+
+
+def lowered_in_half(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = F.layer_norm(F.linear(x, p["up"], p["b"]), (12,))
+        h = F.linear(h, p["down"], p["c"])
+        assert h.dtype == torch.bfloat16
+        return F.cross_entropy(h, torch.arange(6) % 6) + 0 * p["norm"].sum()
+
+
+def test_autocast_is_that_of_the_op_that_is_expanded() -> None:
+    params = {p: v.float() for p, v in leaves().items()}
+    batch = (rows(6, 6).float(),)
+    program = traced(lowered_in_half, params, batch)
+    placed = assert_placed(program, params, batch, {**MLP, "c": Split(0)}, atol=0.1)
+    products = placed.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert [n.meta["val"].dtype for n in products] == [torch.bfloat16] * 2
+
+
+def fused(p: dict[str, Tensor], x: Tensor, targets: Tensor) -> Any:
+    return fs.losses.linear_cross_entropy(mlp(p, x) + p["c"] + p["norm"], p["head"], targets, chunk=4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_fused_loss_of_a_split_vocabulary_holds_no_logits(ranks: int) -> None:
+    params = leaves() | {"head": rows(40, 6)}
+    targets = torch.randint(40, (4, 3))
+    targets[0, 0] = -100
+    batch = (rows(4, 3, 6), targets)
+    program = traced(fused, params, batch)
+    placed = assert_placed(program, params, batch, {"head": Split(0)}, ranks)
+    assert (
+        max(n.meta["val"].numel() for n in placed.graph.nodes if isinstance(n.meta.get("val"), Tensor)) < 480
+    )
+    parts = placed.graph.find_nodes(op="call_function", target=torch.ops.fnshard.token_parts.default)
+    assert [n.args[4] for n in parts] == [1]
+
+
+def test_ops_without_a_rule_take_whole_values_and_warn() -> None:
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = F.linear(x, p["up"])
+        return torch.cdist(h, h + 1.0).mean() + 0 * sum(v.sum() for v in p.values())
+
+    params, batch = leaves(), (rows(5, 6),)
+    with pytest.warns(UserWarning, match=r"aten\._cdist_forward"):
+        assert_placed(traced(fn, params, batch), params, batch, MLP)
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+def drops(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Every random op that takes a tensor."""
+    h = F.dropout(x * p["w"], 0.4)
+    h = F.alpha_dropout(h, 0.3) + torch.bernoulli(h.sigmoid())
+    h = F.dropout1d(h, 0.4)
+    q = h.unsqueeze(2).unflatten(-1, (2, -1)).transpose(1, 3).flatten(2, 3)
+    return (h.sum() + F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)).sum()
+
+
+@pytest.mark.parametrize("split", [Split(0), Split(1), Split(2), Split(0, 2), Split(2, 2)], ids=str)
+def test_masks_are_those_of_one_device(split: Split) -> None:
+    params, batch = {"w": rows(4, 8, 8)}, (rows(4, 8, 8),)
+    program = traced(drops, params, batch)
+    for ranks in (2, 4):
+        if divides((4, 8, 8), split, ranks):
+            assert_placed(program, params, batch, {"0": split, "w": split}, ranks)
+
+
+def test_masks_are_those_of_one_device_on_two_axes() -> None:
+    """Drawn bit by bit as one device draws them, by ranks that have a part along either axis."""
+    fn = lambda p, x: F.dropout(x * p["w"], 0.4).sum()  # noqa: E731
+    x = rows(4, 6, 8)
+    program = traced(fn, {"w": x}, (x,))
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.fnshard.dropout.default)
+    graph = program.graph
+    graph.output_node().args = ((node,),)
+    graph.eliminate_dead_code()
+    program = Program(graph, program.inputs, {}, Outputs(None, None, None), program.fake_mode)
+    values = {"w": x, "0": x, "key0": torch.tensor(77)}
+    (whole,) = replay(graph, [values[i.name] for i in program.inputs])
+    inputs = {i: Split(1) for i in program.inputs if i.kind != "key"}
+    first = place(program, Axis("context", 3, inputs))
+    (drawn,) = first.graph.find_nodes(op="call_function", target=torch.ops.fnshard.dropout.default)
+    second = place(first, Axis("tensor", 2, {i: Split(2) for i in inputs}))
+    (drawn,) = second.graph.find_nodes(op="call_function", target=torch.ops.fnshard.dropout.default)
+    second.graph.output_node().args = ((drawn,),)
+    second.graph.eliminate_dead_code()
+    for context in range(3):
+        for tensor in range(2):
+            part = x[:, 2 * context : 2 * context + 2, 4 * tensor : 4 * tensor + 4]
+            here = {
+                "w": part,
+                "0": part,
+                "key0": values["key0"],
+                "context": torch.tensor(context),
+                "tensor": torch.tensor(tensor),
+            }
+            (got,) = replay(second.graph, [here[i.name] for i in second.inputs])
+            expected = whole[:, 2 * context : 2 * context + 2, 4 * tensor : 4 * tensor + 4]
+            assert torch.equal(got.reshape(expected.shape), expected)
+
+
+# ------------------------------------------------------------------ placements
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two shapes of as many elements."""
+    factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=6))
+    out = []
+    for _ in range(2):
+        cuts = sorted(draw(st.sets(st.integers(0, len(factors)), max_size=4)) | {0, len(factors)})
+        out.append(tuple(torch.Size(factors[a:b]).numel() for a, b in itertools.pairwise(cuts)))
+    return out[0], out[1]
+
+
+SETTINGS = hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
+
+
+@SETTINGS
+@hypothesis.given(views(), st.integers(0, 5), st.sampled_from([1, 2, 3]), st.sampled_from([2, 3, 4]))
+def test_a_split_behind_a_view_is_the_view_of_a_split(shapes: Any, dim: int, outer: int, ranks: int) -> None:
+    before, after = shapes
+    split = Split(dim % len(before), outer)
+    hypothesis.assume(fits(before, split, ranks))
+    behind = through_view(split, before, after, ranks)
+    if before == after:
+        assert behind == split
+    if behind is None:
+        return
+    x = torch.arange(torch.Size(before).numel())
+    parts, expected = cut(x.view(before), split, ranks), cut(x.view(after), behind, ranks)
+    for part, other in zip(parts, expected, strict=True):
+        assert torch.equal(part.reshape(local_shape(after, behind, ranks)), other)
+
+
+PLACEMENTS = [REPLICATED, PARTIAL, Split(0), Split(1), Split(0, 2), Split(1, 2), Split(1, 3)]
+
+
+@SETTINGS
+@hypothesis.given(
+    st.sampled_from(PLACEMENTS), st.sampled_from(PLACEMENTS), st.sampled_from([4, 5, 6, 12]),
+    st.sampled_from([2, 3, 6, 7, 24]), st.sampled_from([2, 3]),
+)  # fmt: skip
+def test_any_placement_becomes_any_other(now: Any, to: Any, rows_: int, columns: int, ranks: int) -> None:
+    """What is added to a value of another placement is converted."""
+    shape = (rows_, columns)
+    hypothesis.assume(all(fits(shape, p, ranks) for p in (now, to) if isinstance(p, Split)))
+    x, y = rows(*shape), rows(*shape) + 1
+    fn = lambda p, x: (p["y"] * x).tanh().sum()  # noqa: E731
+    assert_placed(traced(fn, {"y": y}, (x,)), {"y": y}, (x,), {"0": now, "y": to}, ranks)
