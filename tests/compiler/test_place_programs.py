@@ -18,8 +18,6 @@ import fnshard as fs
 from fnshard.compiler.ir.program import Outputs, Program, replay
 from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import (
-    PARTIAL,
-    REPLICATED,
     Split,
     divides,
     fits,
@@ -211,20 +209,3 @@ def test_a_split_behind_a_view_is_the_view_of_a_split(shapes: Any, dim: int, out
     parts, expected = cut(x.view(before), split, ranks), cut(x.view(after), behind, ranks)
     for part, other in zip(parts, expected, strict=True):
         assert torch.equal(part.reshape(local_shape(after, behind, ranks)), other)
-
-
-PLACEMENTS = [REPLICATED, PARTIAL, Split(0), Split(1), Split(0, 2), Split(1, 2), Split(1, 3)]
-
-
-@SETTINGS
-@hypothesis.given(
-    st.sampled_from(PLACEMENTS), st.sampled_from(PLACEMENTS), st.sampled_from([4, 5, 6, 12]),
-    st.sampled_from([2, 3, 6, 7, 24]), st.sampled_from([2, 3]),
-)  # fmt: skip
-def test_any_placement_becomes_any_other(now: Any, to: Any, rows_: int, columns: int, ranks: int) -> None:
-    """What is added to a value of another placement is converted."""
-    shape = (rows_, columns)
-    hypothesis.assume(all(fits(shape, p, ranks) for p in (now, to) if isinstance(p, Split)))
-    x, y = rows(*shape), rows(*shape) + 1
-    fn = lambda p, x: (p["y"] * x).tanh().sum()  # noqa: E731
-    assert_placed(traced(fn, {"y": y}, (x,)), {"y": y}, (x,), {"0": now, "y": to}, ranks)

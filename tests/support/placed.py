@@ -19,10 +19,11 @@ from fnshard.compiler.place.placement import PARTIAL, Placement, Split, local_sh
 from fnshard.layout.resolved import ResolvedSpecs
 
 
-def cut(value: Tensor, placement: Placement | None, ranks: int) -> list[Tensor]:
+def cut(value: Tensor, placement: Placement | None, ranks: int, padding: float | None = None) -> list[Tensor]:
     """What each rank has of a whole value; differentiable, but for a sum, whose parts are random.
 
-    The padding of parts that are not even are random numbers, too.
+    Args:
+        padding: of parts that are not even; None: random numbers.
     """
     draw = torch.Generator().manual_seed(0)
     if placement == PARTIAL:
@@ -35,7 +36,9 @@ def cut(value: Tensor, placement: Placement | None, ranks: int) -> list[Tensor]:
     missing = -blocks.shape[dim + 1] % ranks
     if missing:
         more = blocks.narrow(dim + 1, 0, 1).repeat_interleave(missing, dim + 1).detach()
-        if value.is_floating_point():  # of one sign, lest a function is not defined
+        if padding is not None:
+            more = torch.full_like(more, padding)
+        elif value.is_floating_point():  # of one sign, lest a function is not defined
             more = more * (0.5 + torch.rand(more.shape, generator=draw, dtype=value.dtype))
         blocks = torch.cat([blocks, more], dim + 1)
     parts = blocks.unflatten(dim + 1, (ranks, -1)).unbind(dim + 1)
