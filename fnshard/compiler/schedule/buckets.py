@@ -101,6 +101,13 @@ def _place(
     return pieces, total
 
 
+def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` over which gradients are summed that ranks then have the same of: no axis of the bucket,
+    and none that splits its leaves while they compute."""
+    split = (*bucket.axes, *specs[bucket.paths[0]].compute.axes)
+    return tuple(a for a in axes if a not in split)
+
+
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
     """Where its full leaves lie when they share one memory, (start, length) in elements; of how many."""
     sizes = [math.prod(p.shape) for p in bucket.pieces]

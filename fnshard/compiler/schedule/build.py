@@ -15,7 +15,7 @@ from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, s
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
-from fnshard.compiler.schedule.buckets import Bucket, make_buckets, update_buckets, wire_dtype
+from fnshard.compiler.schedule.buckets import Bucket, make_buckets, summed_whole, update_buckets, wire_dtype
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Add,
@@ -336,8 +336,7 @@ class _Builder:
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
         """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf."""
-        split = (*bucket.axes, *self.specs[bucket.paths[0]].compute.axes)
-        rest = tuple(a for a in self.summed if a not in split)
+        rest = summed_whole(bucket, self.specs, self.summed)
         name = ValueName(Kind.REDUCED, bucket.name, f"#{micro}")
         flight = ValueName(Kind.FLIGHT, bucket.name, name.version)
         if not bucket.axes and not rest:
@@ -384,12 +383,13 @@ class _Builder:
         self.lines += self.aggregated.stores
         if self.plan.barrier or self.plan.norms:
             norms = []
-            for bucket in self.reduces:
-                name = ValueName(Kind.NORMS, bucket.name)
-                if self.plan.norms:
-                    reads = (self.reduced[bucket.name],)
-                    self.lines.append(Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name))
-                    norms.append(name)
+            for bucket in self.reduces if self.plan.norms else ():
+                reads, name = (self.reduced[bucket.name],), ValueName(Kind.NORMS, bucket.name)
+                same = self.mesh.axes_size(summed_whole(bucket, self.specs, self.summed))
+                self.lines.append(
+                    Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name, replicas=same)
+                )
+                norms.append(name)
             self.scalars_issue(tuple(norms))
         if self.plan.barrier or self.plan.counted:
             self.scalars_wait()

@@ -11,16 +11,20 @@ from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.schedule.buckets import summed_whole
 from fnshard.compiler.schedule.instructions import (
     COMPUTE,
     TRANSFER,
     AggregateBuffers,
+    AllReduce,
     Cast,
     Exchange,
     Free,
     Gather,
     Instruction,
+    Norms,
     ReduceScalars,
+    ReduceScatter,
     Run,
     UpdateGather,
     Wait,
@@ -47,7 +51,9 @@ def verify(schedule: Schedule) -> Schedule:
       on the kernels);
     - every collective and every transfer is waited for, exactly once;
     - nothing writes or frees what a collective or transfer in flight reads, or reads what was taken over;
-    - whatever is alive at the end is an output.
+    - whatever is alive at the end is an output;
+    - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
+      every element once; where the result of an exchange has a cotangent, what was sent has one.
 
     Raises:
         ScheduleError: a bug in a pass.
@@ -62,6 +68,7 @@ def verify(schedule: Schedule) -> Schedule:
         state.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
     state.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in state.live]
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
+    state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
@@ -113,6 +120,53 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
         or name.is_copy(Kind.LOADED, Kind.STORED)
         or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateGather)
     )
+
+
+def _sums(schedule: Schedule) -> list[str]:
+    """Buckets whose gradients are summed over too many axes or too few."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in schedule.instructions:
+        if isinstance(line, ReduceScatter | AllReduce):
+            found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
+    problems = []
+    for (name, phase), axes in found.items():
+        split = schedule.specs[schedule.buckets[name].paths[0]].compute.axes
+        expected = sorted(a for a in schedule.summed_axes if a not in split)
+        if sorted(axes) != expected:
+            over, due = (", ".join(each) or "no axis" for each in (axes, expected))
+            problems.append(f"{phase}: {name} is summed over {over}, where {due} is due")
+    return problems
+
+
+def _counts(schedule: Schedule) -> list[str]:
+    """Norms that count an element more than once, or less."""
+    mesh, problems = schedule.mesh, []
+    for number, line in enumerate(schedule.instructions):
+        if isinstance(line, Norms):
+            bucket = schedule.buckets[line.bucket]
+            same = mesh.axes_size(summed_whole(bucket, schedule.specs, schedule.summed_axes))
+            if line.replicas != same:
+                problems.append(f"{number}: norms of {line.bucket} count {line.replicas} replicas of {same}")
+    return problems
+
+
+def _missing_duals(schedule: Schedule) -> list[str]:
+    """Exchanges whose cotangents stop where they were received."""
+    lines = schedule.instructions
+    waits = {w.reads[0]: w.writes[0] for w in lines if isinstance(w, Wait) and w.is_for(Exchange)}
+    made = {n for line in lines for n in line.writes if n.kind is Kind.TANGENT}
+    tangents = {(n.path, n.version.partition("@")[0]) for n in made}
+    exchanges = [line for line in lines if isinstance(line, Exchange)]
+    back = {(e.reads[0].path, e.reads[0].version.partition("@")[0], e.kind) for e in exchanges}
+    problems = []
+    for line in exchanges:
+        received = waits.get(line.writes[0])
+        if received is None or not line.like.requires_grad or received.kind is Kind.TANGENT:
+            continue
+        key = received.path, received.version.partition("@")[0]
+        if key in tangents and (*key, line.of_kind.dual) not in back:
+            problems.append(f"{line.detail}: the cotangent of {received} is not exchanged back")
+    return problems
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:

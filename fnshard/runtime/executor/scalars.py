@@ -79,21 +79,19 @@ class Scalars:
     # -------------------------------------------------------------- this rank's part
 
     def squares(
-        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any]
+        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any], replicas: int
     ) -> dict[str, Tensor]:
         """What a `Norms` instruction makes: squared norms by replicas, fp64, whose sum over ranks is exact.
 
         "total": 0-d, of all gradients. By path, where asked: [2], of the stored leaf and of its gradient.
         """
-        grads = _squares([blocks[p] for p in bucket.paths]) / self._replicas(
-            self.specs[bucket.paths[0]].gradient.axes
-        )
+        grads = _squares([blocks[p] for p in bucket.paths]) / replicas
         out = {"total": grads.sum()}
         if self.leaf_norms:
-            replicas = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
+            same = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
             # Each norm is taken where its piece lies.
             stored = _squares([env[n] for n in stored_names(bucket.paths)]).to(grads.device)
-            stored = torch.stack(torch._foreach_div(stored.unbind(), replicas))
+            stored = torch.stack(torch._foreach_div(stored.unbind(), same))
             out |= zip(bucket.paths, torch.stack([stored, grads], dim=1), strict=True)
         return out
 

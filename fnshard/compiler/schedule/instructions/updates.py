@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Norms(OfBucket):
-    """Squared norms of a bucket's reduced gradients, padding and replicas counted out."""
+    """Squared norms of a bucket's reduced gradients, padding counted out, over `replicas`, the ranks that have
+    the same."""
+
+    replicas: int = 1
 
     def on_host(self, schedule: Schedule) -> bool:
         return self.reads[0].kind is Kind.HOST
@@ -43,7 +46,7 @@ class Norms(OfBucket):
         later = context.later(self)
 
         def norm(env: Env) -> None:
-            env[out] = context.scalars.squares(bucket, env[name].blocks, env)
+            env[out] = context.scalars.squares(bucket, env[name].blocks, env, self.replicas)
 
         return lambda env: later(lambda: norm(env))
 
