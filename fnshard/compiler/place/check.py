@@ -7,7 +7,7 @@ exchange stands between two placements, and how large each rank's part is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ EXCHANGES: dict[tuple[type, type], str | None] = {
 
 @dataclass(frozen=True)
 class Record:
-    """What a walk did along an axis of `ranks`.
+    """What a walk did along an axis of `ranks`, of which `index` is this rank's.
 
     `values`: of each node its placement and the whole (fake) value. `calls`: each op with its way, what it
     reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
@@ -48,24 +48,31 @@ class Record:
 
     axis: str
     ranks: int
+    index: fx.Node
     values: dict[fx.Node, tuple[Placement, Any]] = field(default_factory=dict)
     calls: list[tuple[Call, Way, tuple[fx.Node, ...], fx.Node]] = field(default_factory=list)
     conversions: list[tuple[fx.Node, fx.Node, Placement, Placement]] = field(default_factory=list)
     results: list[tuple[bool, fx.Node, fx.Node]] = field(default_factory=list)
 
-    def check(self, graph: fx.Graph) -> None:
+    def check(self, graph: fx.Graph, run: Callable[[], None]) -> None:
         """Raise with everything that does not fit.
+
+        Args:
+            run: propagates the graph's (fake) values.
 
         Raises:
             ScheduleError: a bug in a rule, in the walk, or in a rewrite behind it.
         """
         here = set(graph.nodes)
-        problems = [
-            *self._reads(here),
-            *self._exchanges(here),
-            *self._shapes(here),
-            *self._returned(list(graph.output_node().args[0])),
-        ]
+        returned = list(graph.output_node().args[0])
+        problems = [*self._reads(here), *self._exchanges(here), *self._returned(returned)]
+        if not problems:
+            try:
+                run()
+            except RuntimeError as error:
+                problems = [str(error).splitlines()[0]]
+            else:
+                problems = list(self._shapes(here))
         if problems:
             raise ScheduleError(
                 f"{len(problems)} faults in the program placed over {self.axis!r}:", problems[:20]
@@ -99,11 +106,14 @@ class Record:
             if result not in here:
                 continue
             expected = "all_gather" if now == Partial("max") else EXCHANGES[type(now), type(to)]
-            found = list(_between(source, result))
+            found = [n for n in _behind(source, result) if n.target is EXCHANGE]
             kinds = [(n.args[1], n.args[2], n.args[4]) for n in found]
             if kinds != ([(expected, self.axis, self.ranks)] if expected else []):
                 shown = ", ".join(f"{kind} over {axis}" for kind, axis, _ in kinds) or "nothing"
-                yield f"{result}: from {now} to {to} stands {shown}, not {expected or 'nothing'} over {self.axis}"
+                due = f"{expected} over {self.axis}" if expected else "nothing"
+                yield f"{result}: from {now} to {to} stands {shown}, where {due} is due"
+            if expected is None and self.index not in _behind(source, result):
+                yield f"{result}: every rank takes the same part of {source}"
 
     def _shapes(self, here: set[fx.Node]) -> Iterator[str]:
         """Each rank's part is as large as its placement says."""
@@ -113,9 +123,8 @@ class Record:
             for value, full in zip(_tensors(node.meta["val"]), _tensors(whole), strict=True):
                 expected = local_shape(full.shape, placement, self.ranks)
                 if tuple(value.shape) != expected:
-                    yield (
-                        f"{node}: {placement} of {list(full.shape)} is {list(expected)}, not {list(value.shape)}"
-                    )
+                    found, full_shape = list(value.shape), list(full.shape)
+                    yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {found}"
 
     def _returned(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
         """Results are whole, or parts that count for as many as there are ranks."""
@@ -134,14 +143,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
 
 
-def _between(source: fx.Node, result: fx.Node) -> Iterator[fx.Node]:
-    """The exchanges on the way back from `result` to `source`."""
-    seen, stack = {source}, [result]
+def _behind(source: fx.Node, result: fx.Node) -> list[fx.Node]:
+    """What lies between a value and what was made of it, and what that reads beside."""
+    seen, stack, found = {source}, [result], []
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        stack += node.all_input_nodes
-        if node.target is EXCHANGE:
-            yield node
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            stack += node.all_input_nodes
+    return found

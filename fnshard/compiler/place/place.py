@@ -127,21 +127,18 @@ class _Placer:
     values: dict[fx.Node, _Value] = field(default_factory=dict)
     converted: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     gathered: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
     record: Record = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.record = Record(self.axis.name, self.axis.ranks)
-
-    meta: dict[str, Any] = field(default_factory=dict)
-
     def walk(self) -> None:
-        for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
+        inputs = [self.graph.placeholder(node.name) for node in self.program.placeholders]
+        self.index = self.graph.placeholder(f"index_{self.axis.name}")
+        self.record = Record(self.axis.name, self.axis.ranks, self.index)
+        for new, node, each in zip(inputs, self.program.placeholders, self.program.inputs, strict=True):
             placement = self.axis.inputs.get(each, REPLICATED)
-            new = self.graph.placeholder(node.name)
             split = each.kind == "leaf" and isinstance(placement, Split)
             self.values[node] = _Value(new, placement, node.meta["val"], split)
             self.record.values[new] = placement, node.meta["val"]
-        self.index = self.graph.placeholder(f"index_{self.axis.name}")
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             value, to = self.values[node], self.axis.sliced.get(each)
             if to is not None and fits(value.whole.shape, to, self.axis.ranks):
@@ -387,10 +384,8 @@ class _Placer:
             if sent.target is EXCHANGE and len(sent.users) == 1:  # nobody else reads what that has made
                 node.replace_all_uses_with(sent)
                 self.graph.erase_node(node)
-        propagate(
-            self.graph, [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
-        )
-        self.record.check(self.graph)
+        fakes = [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
+        self.record.check(self.graph, lambda: propagate(self.graph, fakes))
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
     @property

@@ -102,7 +102,7 @@ def _place(
 
 
 def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes` over which gradients are summed that ranks then have the same of: no axis of the bucket,
+    """Those of `axes`, over which gradients are summed, whose ranks then have the same: no axis of the bucket,
     and none that splits its leaves while they compute."""
     split = (*bucket.axes, *specs[bucket.paths[0]].compute.axes)
     return tuple(a for a in axes if a not in split)

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Norms(OfBucket):
-    """Squared norms of a bucket's reduced gradients, padding counted out, over `replicas`, the ranks that have
-    the same."""
+    """Squared norms of a bucket's reduced gradients, padding counted out, by the number of `replicas`."""
 
     replicas: int = 1
 

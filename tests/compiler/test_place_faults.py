@@ -1,0 +1,139 @@
+"""Planted faults of a tensor axis: each is refused where the step is lowered, by name, or found by `bisect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tensor_models import decoder
+
+import fnshard as fs
+from fnshard import ScheduleError
+from fnshard.compiler.place import place as placing
+from fnshard.compiler.place.conversions import Conversions
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
+from fnshard.compiler.place.rules import RULES
+from fnshard.compiler.place.ways import Way
+from fnshard.compiler.schedule import build
+
+aten = torch.ops.aten
+convert, exchange, results = Conversions.convert, Conversions.exchange, placing._Placer.results
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def converting(**kinds: Any) -> Plant:
+    """Each exchange with another kind, axis or dim."""
+
+    def other(self: Conversions, node: Any, kind: str, dim: int, *to: int) -> Any:
+        if kind in kinds:
+            kind, axis, dim = kinds[kind](self, dim)
+            self = replace(self, axis=axis)
+        return exchange(self, node, kind, dim, *to)
+
+    return lambda: mock.patch.object(Conversions, "exchange", other)
+
+
+def unconverted(self: Conversions, node: Any, shape: Any, now: Any, to: Any) -> Any:
+    return node if (now, to) == (PARTIAL, REPLICATED) else convert(self, node, shape, now, to)
+
+
+def first_part(self: Conversions, node: Any, shape: Any, to: Split) -> Any:
+    part = shape[to.dim] // self.ranks
+    return self.call(aten.slice.Tensor, (node, to.dim, 0, part))
+
+
+def shifted(call: Any) -> Iterator[Way]:
+    yield Way((Split(1),), Split(1))
+
+
+def unscaled(self: Any) -> list[Any]:
+    results(self)
+    return [source for _, source, _ in self.record.results]
+
+
+def one_way(self: Any, *args: Any) -> None:
+    """No cotangent of an exchange is sent back."""
+
+
+def same_way(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received: Any, backward: bool = False):
+    issue, wait = ONE_EXCHANGE(each, mesh, unit, phase, sent, received, backward)
+    return (replace(issue, kind="all_to_all"), wait) if backward else (issue, wait)
+
+
+def other_axis(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received: Any, backward: bool = False):
+    issue, wait = ONE_EXCHANGE(each, mesh, unit, phase, sent, received, backward)
+    return (replace(issue, axes=("shard",)), wait) if backward else (issue, wait)
+
+
+ONE_EXCHANGE, SUMMED = build.exchange, build.summed_whole
+REFUSED: dict[str, tuple[Plant, str]] = {
+    "a partial sum meets an op": (
+        lambda: mock.patch.object(Conversions, "convert", unconverted),
+        "from P to R stands nothing, where psum over tensor is due",
+    ),
+    "an exchange over another axis": (
+        converting(all_gather=lambda c, dim: ("all_gather", "shard", dim)),
+        "stands all_gather over shard, where all_gather over tensor is due",
+    ),
+    "a gather along another dim": (
+        converting(all_gather=lambda c, dim: ("all_gather", c.axis, 0)), "program placed over 'tensor'"
+    ),
+    "a sum where it is scattered": (
+        converting(reduce_scatter=lambda c, dim: ("psum", c.axis, dim)), "where reduce_scatter over tensor"
+    ),
+    "a scatter where it is summed": (
+        converting(psum=lambda c, dim: ("all_gather", c.axis, 0)), "where psum over tensor is due"
+    ),
+    "every rank takes the first part": (
+        lambda: mock.patch.object(Conversions, "slice", first_part), "every rank takes the same part of"
+    ),
+    "a split label is shifted": (
+        lambda: mock.patch.dict(RULES, {aten.slice.Tensor: shifted}), "program placed over 'tensor'"
+    ),
+    "a part of the loss is the loss": (
+        lambda: mock.patch.object(placing._Placer, "results", unscaled), "is returned"
+    ),
+    "a gradient is not summed over tensor": (
+        lambda: mock.patch.object(
+            build, "summed_whole", lambda b, s, axes: tuple(a for a in SUMMED(b, s, axes) if a != "tensor")
+        ),
+        "is summed over .*, where .*tensor.* is due",
+    ),
+    "a gradient is summed over tensor, which splits it": (
+        lambda: mock.patch.object(
+            build, "summed_whole", lambda b, s, axes: tuple(dict.fromkeys((*SUMMED(b, s, axes), "tensor")))
+        ),
+        "is summed over .*tensor, where .* is due",
+    ),
+    "a norm counts an element twice": (
+        lambda: mock.patch.object(build, "Norms", lambda *a, replicas, **k: NORMS(*a, replicas=1, **k)),
+        "count 1 replicas of",
+    ),
+    "no cotangent comes back": (
+        lambda: mock.patch.object(build._Builder, "exchange_back", one_way), "is not exchanged back"
+    ),
+    "another dual": (lambda: mock.patch.object(build, "exchange", same_way), "is not exchanged back"),
+    "a dual over another axis": (
+        lambda: mock.patch.object(build, "exchange", other_axis), "is not exchanged back"
+    ),
+}  # fmt: skip
+NORMS = build.Norms
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_fault_is_refused_where_a_step_is_lowered(fault: str) -> None:
+    plant, message = REFUSED[fault]
+    model, mesh = decoder(), fs.make_mesh(shard=2, tensor=2, abstract=True)
+    specs = fs.presets.full_shard(model.params, mesh, tensor="tensor")
+    residual = "whole" if "psum" in message else "split"
+    step = fs.shard_step(
+        model.loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager", grad_norm=True,
+        residual=residual,
+    )  # fmt: skip
+    with plant(), pytest.raises(ScheduleError, match=message):
+        step.lower(model.params, *model.batch(0))
