@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
 from fnshard.compiler.place.ways import Call, Way, broadcast, rule
@@ -41,6 +43,22 @@ def elementwise(call: Call) -> Iterator[Way]:
     for pattern in patterns:
         if len(pattern) == len(call.tensors) and call.value.dtype != torch.bool:
             yield Way(tuple(PARTIAL if c == "x" else REPLICATED for c in pattern), PARTIAL)
+    if "xx" in patterns and len(call.tensors) == 2:
+        yield from _bias_added(call)
+
+
+def _bias_added(call: Call) -> Iterator[Way]:
+    """What is broadcast to parts of a sum, as a bias is, is added to the first rank's part."""
+    for number, bias in enumerate(call.tensors):
+        if bias.numel() < call.value.numel() and call.tensors[1 - number].shape == call.value.shape:
+            inputs = [PARTIAL, PARTIAL]
+            inputs[number] = REPLICATED
+            yield Way(tuple(inputs), PARTIAL, run=partial(_on_first_rank, call, number))
+
+
+def _on_first_rank(call: Call, number: int, index: Tensor, *tensors: Tensor) -> Tensor:
+    bias = torch.where(index == 0, tensors[number], 0)
+    return call.on([bias if n == number else t for n, t in enumerate(tensors)])
 
 
 rule(

@@ -108,7 +108,10 @@ def _attention(call: Call) -> Iterator[Way]:
     query, key = call.tensors[0], call.tensors[1]
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
     draws = call.target is own.attention.default
-    for split in call.splits(query.shape, range(rank - 1), more=() if draws else (call.later,)):
+    splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.later,))
+    for split in sorted(
+        splits, key=lambda split: split.dim != rank - 3
+    ):  # heads first, as products have them
         if draws and split.outer > 1:
             continue
         rest = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])
