@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from torch import nn
 import fnshard as fs
 from experiments.configs.train import DecoderConfig
 from experiments.training.decoder import Decoder, loss_function
+from fnshard.compiler.schedule.instructions import Exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -97,3 +99,33 @@ def test_any_mesh_is_one_process(name: str, axes: dict[str, int], residual: str)
     step = make_step(mesh, model, specs, optimizer, residual=residual)
     for got in fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step)):
         assert_same(got, truth(name), 1e-10 if name in EXACT else 1e-6)
+
+
+# What a further block exchanges forward: backward sends the duals. GPT-2's queries, keys and values are one
+# product, of which each rank computes its part of the sequence.
+BLOCKS = {
+    "qwen3": {"all_gather": 2, "reduce_scatter": 2},
+    "gpt2": {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 3},
+    "phi": {"all_gather": 1, "reduce_scatter": 1},  # attention and MLP side by side
+}
+DUALS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all"}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_exchanges_as_much_as_by_hand_and_shares_its_kernels(name: str) -> None:
+    mesh = fs.make_mesh(shard=2, tensor=2, abstract=True)
+    found = []
+    for layers in (2, 3):
+        key = "n_layer" if name == "gpt2" else "num_hidden_layers"
+        family = replace(FAMILIES[name], sizes=FAMILIES[name].sizes | {key: layers, "vocab_size": 64})
+        case = case_of(family.build(), time=8)
+        specs = fs.presets.full_shard(case.params, mesh, tensor="tensor")
+        step = fs.shard_step(case.loss, specs, mesh=mesh, backend="eager")
+        found.append(step.lower(case.params, *case.batch))
+    assert len(found[0].kernels) == len(found[1].kernels)
+    lines = [
+        Counter((i.phase, i.kind) for i in each.schedule.instructions if isinstance(i, Exchange))
+        for each in found
+    ]
+    backward = {("backward", DUALS[kind]): count for kind, count in BLOCKS[name].items()}
+    assert lines[1] - lines[0] == {("forward", k): n for k, n in BLOCKS[name].items()} | backward

@@ -131,11 +131,11 @@ class Case:
     grads: dict[str, Tensor]
 
 
-def case_of(module: nn.Module) -> Case:
+def case_of(module: nn.Module, time: int = TIME) -> Case:
     """Tokens, or images, and labels drawn for a module; the loss is fp64's, unlike the models' own."""
     generator = torch.Generator().manual_seed(1)
     images = module.main_input_name == "pixel_values"
-    shape = (ROWS,) if images else (ROWS, TIME)
+    shape = (ROWS,) if images else (ROWS, time)
     labels = torch.randint(1, 5 if images else 61, shape, generator=generator)
     if images:
         inputs = torch.randn(ROWS, 3, 12, 12, dtype=torch.float64, generator=generator)
