@@ -26,7 +26,7 @@ class Case:
 class Draw:
     """A tensor: `kind` float, positive, unit (below 1), complex, definite, bool, or integers below a number.
 
-    "fixed": positive numbers that no gradient is asked of. `distinct`: of integers.
+    "fixed": positive numbers that no gradient is asked of; "ends": 2, 5, ... `distinct`: of integers.
     """
 
     kind: str | int
@@ -35,7 +35,9 @@ class Draw:
 
     def value(self, seed: int) -> Tensor:
         value = self._drawn(seed)
-        return value.requires_grad_(self.kind not in ("bool", "fixed") and not isinstance(self.kind, int))
+        return value.requires_grad_(
+            self.kind not in ("bool", "fixed", "ends") and not isinstance(self.kind, int)
+        )
 
     def _drawn(self, seed: int) -> Tensor:
         made = torch.Generator().manual_seed(seed)
@@ -43,6 +45,8 @@ class Draw:
             if self.distinct:
                 return torch.randperm(self.kind, generator=made)[: self.shape[0]]
             return torch.randint(self.kind, self.shape, generator=made)
+        if self.kind == "ends":
+            return torch.arange(2, 5 * self.shape[0], 3, dtype=torch.int32)[: self.shape[0]]
         if self.kind == "bool":
             return torch.rand(self.shape, generator=made) < 0.6
         if self.kind == "complex":
@@ -175,6 +179,9 @@ _PRODUCTS = [
     (aten.matmul.default, f(6, 4), f(4, 12)),
     (aten.mv.default, f(4, 6), f(6)),
     (aten.dot.default, f(6), f(6)),
+    (own.grouped_mm.default, f(5, 6), f(2, 6, 4), Draw("ends", (2,))),
+    (own.grouped_mm.default, f(2, 4, 6), f(6, 5), Draw("ends", (2,))),
+    (own.grouped_mm.default, f(4, 5), f(5, 6), Draw("ends", (2,))),
     (aten.outer.default, f(6), f(4)),
     (aten.ger.default, f(6), f(5)),
     (aten.addmm.default, f(6), f(4, 12), f(12, 6)),

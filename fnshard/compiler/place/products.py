@@ -17,10 +17,13 @@ from fnshard.compiler.place.ways import Call, Way, broadcast, rule
 aten, own = torch.ops.aten, torch.ops.fnshard
 
 
-def contraction(call: Call, operands: Sequence[str], result: str) -> Iterator[Way]:
+def contraction(call: Call, operands: Sequence[str], result: str, along: str | None = None) -> Iterator[Way]:
     """Of operands whose dims have labels: split along one of the result's, or a part of a sum over another.
 
     Labels in capitals are of a tensor that is added (a bias). A dim of size 1 is broadcast.
+
+    Args:
+        along: the labels that may be split; all where it is None.
     """
     sizes: dict[str, int] = {}
     for labels, t in zip(operands, call.tensors, strict=True):
@@ -32,7 +35,7 @@ def contraction(call: Call, operands: Sequence[str], result: str) -> Iterator[Wa
         dim = labels.lower().find(label)
         return REPLICATED if dim < 0 or t.shape[dim] == 1 else Split(dim, outer)
 
-    for label in sizes:
+    for label in sizes if along is None else along:
         for outer in call.outers:
             kept, size = label in result, (sizes[label],)
             if not kept and (added or not divides(size, Split(0, outer), call.ranks)):
@@ -62,6 +65,19 @@ def _matmul(call: Call) -> Iterator[Way]:
     right = "k" if other == 1 else batch[len(batch) - (other - 2) :] + "kn"
     result = batch + ("m" if one > 1 else "") + ("n" if other > 1 else "")
     yield from contraction(call, [left, right], result)
+
+
+@rule(own.grouped_mm.default)
+def _grouped_mm(call: Call) -> Iterator[Way]:
+    """Along what the groups are not parts of."""
+    forms = {
+        (2, 3): ("mk", "gkn", "mn", "kn"),
+        (3, 2): ("gmk", "kn", "mn", "mk"),
+        (2, 2): ("mk", "kn", "gmn", "mn"),
+        (3, 3): ("gmk", "gkn", "gmn", "mnk"),
+    }
+    one, other, result, along = forms[call["a"].dim(), call["b"].dim()]
+    yield from contraction(call, [one, other, "e"], result, along)
 
 
 @rule(aten.outer.default, aten.ger.default)
