@@ -128,6 +128,7 @@ class _Placer:
     converted: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     gathered: list[str] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    bodies: dict[Any, fx.Graph | None] = field(default_factory=dict)
     record: Record = field(init=False)
 
     def walk(self) -> None:
@@ -186,8 +187,11 @@ class _Placer:
         cost = self.wire_bytes(sources, way)
         # What every way pays: parts of a sum have to be summed for an op that is not linear.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
-        if cost > needed and (body := expanded(call, "autocast" in self.meta)):
-            return self.inlined(node, body)
+        if cost > needed:
+            cast = "autocast" in self.meta
+            body = self.once((call.key, cast), lambda: expanded(call, cast))
+            if body is not None:
+                return self.inlined(node, body)
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {_megabytes(cost)}")
         reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
@@ -205,7 +209,8 @@ class _Placer:
                 local_shape(t.shape, p, call.ranks) for t, p in zip(call.tensors, way.inputs, strict=True)
             ]
             fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
-            new = self.inline(way.run, fakes, reads)
+            body = self.once((call.key, way.inputs, way.output), lambda: self.traced(way.run, fakes))
+            new = self.inline(body, reads)
             if isinstance(new, list | tuple):
                 whole = list(zip(new, node.meta["val"], strict=True))
                 new = tuple(_Value(n, way.output, v, of_leaf) for n, v in whole)
@@ -252,7 +257,7 @@ class _Placer:
         meta = {k: v for k, v in self.meta.items() if k != "autocast"}
         for inner in body.nodes:
             if inner.op == "call_function":
-                inner.meta |= meta
+                inner.meta = {"val": inner.meta["val"], **meta}
                 self.visit(inner)
         self.values |= {n: self.values[inner] for inner, n in outside.items()}
         returned = body.output_node().args[0]
@@ -265,11 +270,20 @@ class _Placer:
         node.meta |= self.meta
         return node
 
-    def inline(self, run: Callable[..., Any], fakes: Sequence[Tensor], reads: Sequence[fx.Node]) -> Any:
-        """The nodes of a function of this rank's index and parts."""
+    def once(self, key: Any, make: Callable[[], fx.Graph | None]) -> fx.Graph | None:
+        """Equal blocks have equal calls, whose graphs are traced once."""
+        if key not in self.bodies:
+            self.bodies[key] = make()
+        return self.bodies[key]
+
+    def traced(self, run: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.Graph:
+        """A function of this rank's index and parts."""
         index = torch.empty((), dtype=torch.int64, device=fakes[0].device)
         traced = make_fx(lambda *values: run(*values), tracing_mode="fake", pre_dispatch=True)
-        body = traced(index, *fakes).graph
+        return traced(index, *fakes).graph
+
+    def inline(self, body: fx.Graph, reads: Sequence[fx.Node]) -> Any:
+        """The nodes of a graph of this rank's index and parts."""
         made = dict(zip(_placeholders(body), [self.index, *reads], strict=True))
         for node in body.nodes:
             if node.op == "call_function":

@@ -59,6 +59,17 @@ class Call:
         return tuple(sorted({1} | {p.outer for p in self.current if isinstance(p, Split)}))
 
     @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal of calls that are alike, whatever their tensors' values and placements."""
+
+        def described(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+
+        return self.target, repr(map_aggregate((self.args, dict(self.kwargs)), described))
+
+    @cached_property
     def shape(self) -> Sequence[int]:
         """The shape of its (first) result."""
         return (self.value if isinstance(self.value, Tensor) else self.value[0]).shape
