@@ -17,12 +17,13 @@ from fnshard import ScheduleError
 from fnshard.compiler.place import place as placing
 from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.rules import RULES
+from fnshard.compiler.place.rules import RULES, rule_of
 from fnshard.compiler.place.ways import Way
 from fnshard.compiler.schedule import build
 
 aten = torch.ops.aten
-convert, exchange, results = Conversions.convert, Conversions.exchange, placing._Placer.results
+convert, exchange, slice_part = Conversions.convert, Conversions.exchange, Conversions.slice
+results = placing._Placer.results
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
@@ -45,6 +46,11 @@ def unconverted(self: Conversions, node: Any, shape: Any, now: Any, to: Any) -> 
 def first_part(self: Conversions, node: Any, shape: Any, to: Split) -> Any:
     part = shape[to.dim] // self.ranks
     return self.call(aten.slice.Tensor, (node, to.dim, 0, part))
+
+
+def part_of_another_rank(self: Conversions, node: Any, shape: Any, to: Split) -> Any:
+    other = self.call(aten.rsub.Scalar, (self.index, self.ranks - 1))
+    return slice_part(replace(self, index=other), node, shape, to)
 
 
 def shifted(call: Any) -> Iterator[Way]:
@@ -137,3 +143,56 @@ def test_a_fault_is_refused_where_a_step_is_lowered(fault: str) -> None:
     )  # fmt: skip
     with plant(), pytest.raises(ScheduleError, match=message):
         step.lower(model.params, *model.batch(0))
+
+
+def other_rank(op: Any) -> Plant:
+    """What a rank computes by its index, it computes by another's."""
+    find = rule_of(op)
+
+    def rule(call: Any) -> Iterator[Way]:
+        for way in find(call):
+            run = way.run
+            yield way if run is None else replace(way, run=lambda i, *x, run=run: run(call.ranks - 1 - i, *x))
+
+    return lambda: mock.patch.dict(RULES, {op: rule})
+
+
+def without_run(op: Any) -> Plant:
+    find = rule_of(op)
+
+    def rule(call: Any) -> Iterator[Way]:
+        yield from (replace(way, run=None) for way in find(call))
+
+    return lambda: mock.patch.dict(RULES, {op: rule})
+
+
+def added_on_every_rank(call: Any) -> Iterator[Way]:
+    yield Way((PARTIAL, REPLICATED), PARTIAL)
+    yield from rule_of(aten.sub.Tensor)(call)
+
+
+FOUND: dict[str, tuple[dict[str, int], Plant]] = {
+    "a bias is added on every rank": (
+        {"tensor": 2}, lambda: mock.patch.dict(RULES, {aten.add.Tensor: added_on_every_rank})
+    ),
+    "rows of another rank's table": ({"tensor": 2}, other_rank(aten.embedding.default)),
+    "targets among another rank's words": ({"tensor": 2}, other_rank(aten.gather.default)),
+    "the part of another rank": (
+        {"tensor": 2}, lambda: mock.patch.object(Conversions, "slice", part_of_another_rank)
+    ),
+    "padding is summed": ({"context": 2}, without_run(aten.sum.default)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_wrong_rule_is_found_by_check_and_bisect(fault: str) -> None:
+    axes, plant = FOUND[fault]
+    model, mesh = decoder(), fs.make_mesh(**axes, simulated=True)
+    whole = fs.presets.full_shard(model.params, mesh)
+    split = fs.presets.full_shard(model.params, mesh, tensor="tensor") if "tensor" in axes else whole
+    assert fs.debug.check(model.loss, model.params, *model.batch(0), split, mesh=mesh)
+    with plant():
+        with pytest.raises(fs.errors.DebugError, match="the loss"):
+            fs.debug.check(model.loss, model.params, *model.batch(0), split, mesh=mesh)
+        found = fs.debug.bisect(model.loss, whole, split, model.params, *model.batch(0), mesh=mesh)
+    assert found or split is whole
