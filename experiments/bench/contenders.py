@@ -114,7 +114,7 @@ def _fully_sharded(model: nn.Module, task: BenchTask, compiled: bool) -> nn.Modu
 
 
 def fsdp2_tensor(task: BenchTask, compiled: bool = False) -> Contender:
-    """DTensor's tensor and sequence parallelism over "tensor" (torchtitan's plan for Llama), `fully_shard`."""
+    """DTensor's tensor and sequence parallelism (torchtitan's plan for Llama), and `fully_shard`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

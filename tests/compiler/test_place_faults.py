@@ -1,4 +1,4 @@
-"""Planted faults of a tensor axis: each is refused where the step is lowered, by name, or found by `bisect`."""
+"""Planted faults of a tensor axis: each is refused where a step is lowered, or found by `check`, `bisect`."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ FOUND: dict[str, tuple[dict[str, int], Plant]] = {
     "rows of another rank's table": ({"tensor": 2}, other_rank(aten.embedding.default)),
     "targets among another rank's words": ({"tensor": 2}, other_rank(aten.gather.default)),
     "the part of another rank": (
-        {"tensor": 2}, lambda: mock.patch.object(Conversions, "slice", part_of_another_rank)
+        {"context": 2}, lambda: mock.patch.object(Conversions, "slice", part_of_another_rank)
     ),
     "padding is summed": ({"context": 2}, without_run(aten.sum.default)),
 }  # fmt: skip

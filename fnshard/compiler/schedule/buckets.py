@@ -102,8 +102,10 @@ def _place(
 
 
 def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes`, over which gradients are summed, whose ranks then have the same: no axis of the bucket,
-    and none that splits its leaves while they compute."""
+    """Those of `axes`, over which gradients are summed, whose ranks then have the same.
+
+    That is no axis of the bucket, and none that splits its leaves while they compute.
+    """
     split = (*bucket.axes, *specs[bucket.paths[0]].compute.axes)
     return tuple(a for a in axes if a not in split)
 
