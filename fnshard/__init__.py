@@ -8,11 +8,12 @@
 The map; a folder imports only from those above it (`tests/test_house.py` holds it):
 
     front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them), functional
-    layout/      spec (LayoutSpec, P), rules (match_specs), resolved (specs by path), presets, units, codecs
+    layout/      spec (LayoutSpec, P), rules (match_specs), resolved (specs by path), presets, tensor, units,
+                 codecs
     losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
     compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
-                 rewrites (of a Program's graph), kernels (split, remat, differentiate, Inductor), schedule
-                 (instructions, build, passes, verify), lower (the list of stages)
+                 rewrites (of a Program's graph), place (over tensor and context axes), kernels (split, remat,
+                 differentiate, Inductor), schedule (instructions, build, passes, verify), lower (the list)
     runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
                  over a schedule's instructions
     analysis/    memory (the ledger), cost, timeline, traffic, flops, hardware: before a step runs
