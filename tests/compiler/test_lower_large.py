@@ -1,4 +1,5 @@
-"""Lowering a 70B model for 1024 ranks on paper: seconds and memory, measured in a process of its own."""
+"""Lowering a 70B model for 1024 ranks, and a 405B model for 16,384, on paper: seconds and memory, measured in
+a process of its own."""
 
 from __future__ import annotations
 
@@ -10,16 +11,39 @@ import sys
 import time
 from pathlib import Path
 
-BLOCKS, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB, TOKENS = 80, 8192, 28672, 64, 8, 128256, 2048
-RANKS = 1024
+import pytest
+
+BLOCKS, WIDTH, VOCAB = 80, 8192, 128256
+MODELS = {  # blocks, width, hidden, heads, kv heads, vocabulary; tokens; axes
+    "70b": ((BLOCKS, WIDTH, 28672, 64, 8, VOCAB), 2048, {"shard": 1024}),
+    "405b": (
+        (126, 16384, 53248, 128, 8, VOCAB), 131072, {"replicate": 8, "shard": 16, "tensor": 8, "context": 16},
+    ),
+}  # fmt: skip
 LIMIT_s, LIMIT_bytes = 60.0, 4e9
 
 
-def test_70b_on_1024_ranks_from_a_meta_tree() -> None:
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, timeout=280)
+def measured(name: str) -> dict[str, float]:
+    """In a process of its own."""
+    command = [sys.executable, __file__, name]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert run.returncode == 0, run.stderr[-2000:]
     got = json.loads(run.stdout.splitlines()[-1])
     print(got)
+    return got
+
+
+@pytest.mark.long
+def test_405b_on_16384_ranks_with_tensor_and_context_axes() -> None:
+    got = measured("405b")
+    assert got["parameters"] > 405e9
+    assert got["kernels"] == 13  # as of 4 blocks
+    assert got["seconds"] < 120
+    assert got["grown_bytes"] < 6e9
+
+
+def test_70b_on_1024_ranks_from_a_meta_tree() -> None:
+    got = measured("70b")
     assert got["parameters"] > 69e9
     assert got["process_group"] is False
     # The embedding, the first block, its successors, the last one's end, the final norm and the head.
@@ -35,8 +59,9 @@ def test_70b_on_1024_ranks_from_a_meta_tree() -> None:
     assert got["grown_bytes"] < LIMIT_bytes
 
 
-def measure() -> dict[str, float]:
+def measure(name: str) -> dict[str, float]:
     """Lower it, and say what that took."""
+    sizes, length, axes = MODELS[name]
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -47,8 +72,8 @@ def measure() -> dict[str, float]:
 
     torch.set_num_threads(1)
     with torch.device("meta"):
-        model = Llama(BLOCKS, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCAB).to(torch.bfloat16)
-        tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+        model = Llama(*sizes).to(torch.bfloat16)
+        tokens = torch.zeros(1, length, dtype=torch.int64)
     apply, params = fs.make_functional(model)
 
     def loss(params, tokens):
@@ -57,8 +82,9 @@ def measure() -> dict[str, float]:
 
     before = _peak_bytes()
     start = time.perf_counter()
-    mesh = fs.make_mesh(shard=RANKS, abstract=True, device="cpu")
-    specs = fs.presets.full_shard(params, mesh, reduce_dtype=torch.float32, optimizer_dtype=torch.float32)
+    mesh = fs.make_mesh(**axes, abstract=True, device="cpu")
+    policy = {"reduce_dtype": torch.float32, "optimizer_dtype": torch.float32}
+    specs = fs.presets.full_shard(params, mesh, tensor="tensor" if "tensor" in axes else None, **policy)
     lowered = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.adamw(3e-4)).lower(params, tokens)
     lowered.as_text()
     seconds = time.perf_counter() - start
@@ -82,4 +108,4 @@ def _peak_bytes() -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-    print(json.dumps(measure()))
+    print(json.dumps(measure(sys.argv[1])))

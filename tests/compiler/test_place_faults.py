@@ -20,6 +20,7 @@ from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
 from fnshard.compiler.place.rules import RULES, rule_of
 from fnshard.compiler.place.ways import Way
 from fnshard.compiler.schedule import build
+from fnshard.layout.spec import LayoutSpec
 
 aten = torch.ops.aten
 convert, exchange, slice_part = Conversions.convert, Conversions.exchange, Conversions.slice
@@ -115,6 +116,9 @@ REFUSED: dict[str, tuple[Plant, str]] = {
             build, "summed_whole", lambda b, s, axes: tuple(dict.fromkeys((*SUMMED(b, s, axes), "tensor")))
         ),
         "is summed over .*tensor, where .* is due",
+    ),
+    "a leaf is gathered over tensor, which splits it": (
+        lambda: mock.patch.object(LayoutSpec, "local", lambda spec, mesh: spec), "where shard is due"
     ),
     "a norm counts an element twice": (
         lambda: mock.patch.object(build, "Norms", lambda *a, replicas, **k: NORMS(*a, replicas=1, **k)),
