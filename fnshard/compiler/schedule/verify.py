@@ -13,10 +13,10 @@ from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.buckets import summed_whole
 from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
     COMPUTE,
     TRANSFER,
     AggregateBuffers,
-    AllReduce,
     Cast,
     Exchange,
     Free,
@@ -24,7 +24,6 @@ from fnshard.compiler.schedule.instructions import (
     Instruction,
     Norms,
     ReduceScalars,
-    ReduceScatter,
     Run,
     UpdateGather,
     Wait,
@@ -126,7 +125,7 @@ def _sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
     for line in schedule.instructions:
-        if isinstance(line, ReduceScatter | AllReduce):
+        if line.lane == COMMUNICATION and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
     problems = []
     for (name, phase), axes in found.items():
