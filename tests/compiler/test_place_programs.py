@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from placed import assert_placed, cut, exchanges, traced
+from programs import programs
 from torch import Tensor
 
 import fnshard as fs
@@ -26,6 +28,9 @@ from fnshard.compiler.place.placement import (
 )
 
 f64 = torch.float64
+MODEST = hypothesis.settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
 MLP = {"up": Split(0), "b": Split(0), "down": Split(1)}
 
 
@@ -122,6 +127,44 @@ def test_ops_without_a_rule_take_whole_values_and_warn() -> None:
         assert_placed(traced(fn, params, batch), params, batch, MLP)
 
 
+def through_strides(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h, other = F.linear(x, p["up"], p["b"]), F.linear(x, p["up"])
+    h.as_strided((3, 12), (24, 1), 0).mul_(2.0)
+    h = h + torch.linalg.solve(x @ x.mT + torch.eye(6, dtype=f64), other)
+    return F.linear(h, p["down"]).square().mean() + 0 * (p["norm"].sum() + p["c"].sum())
+
+
+def test_what_no_smaller_ops_define_takes_whole_values() -> None:
+    """A write through strides, and an op that checks values."""
+    params, batch = leaves(), (rows(6, 6),)
+    with pytest.warns(UserWarning, match="linalg_solve"):
+        assert_placed(traced(through_strides, params, batch), params, batch, MLP)
+
+
+@hypothesis.settings(MODEST, max_examples=12)
+@hypothesis.given(programs(), st.randoms(use_true_random=False))
+def test_any_program_on_any_split(program: Any, draw: Any) -> None:
+    """Programs of the grammar, whose leaves and batch are split somehow."""
+    params, batch = program.leaves(), program.part(0)
+    try:
+        whole = traced(program, params, batch)
+    except fs.TraceError:
+        return
+    for ranks in (2, 3):
+        inputs = {}
+        for each, node in zip(whole.inputs, whole.placeholders, strict=True):
+            shape = node.meta["val"].shape
+            even = fits if each.kind == "batch" else divides
+            splits = [
+                Split(d, o) for d in range(len(shape)) for o in (1, 2) if even(shape, Split(d, o), ranks)
+            ]
+            if splits and each.kind in ("leaf", "batch") and draw.random() < 0.6:
+                inputs[each.name] = draw.choice(splits)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_placed(whole, params, batch, inputs, ranks, draw.choice(["split", "whole"]), 1e-9)
+
+
 # ------------------------------------------------------------------ random numbers
 
 
@@ -191,10 +234,7 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return out[0], out[1]
 
 
-SETTINGS = hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
-
-
-@SETTINGS
+@hypothesis.settings(MODEST, max_examples=60)
 @hypothesis.given(views(), st.integers(0, 5), st.sampled_from([1, 2, 3]), st.sampled_from([2, 3, 4]))
 def test_a_split_behind_a_view_is_the_view_of_a_split(shapes: Any, dim: int, outer: int, ranks: int) -> None:
     before, after = shapes

@@ -61,13 +61,22 @@ def expanded(call: Call, autocast: bool) -> fx.Graph | None:
     # Composite ops are seen before dispatch, and taken apart behind it.
     graph = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=known)(*call.tensors).graph
     graph.eliminate_dead_code()
-    return None if any(map(mutated_args, graph.nodes)) else graph
+    return graph if all(map(_is_pure, graph.nodes)) else None
 
 
-def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph:
-    """A write in place and the views it goes through, in ops that make new tensors."""
+def _is_pure(node: fx.Node) -> bool:
+    """Whether this is an op of tensors, that gives some, and writes to none."""
+    made = node.op != "call_function" or node.meta.get("val") is not None
+    return node.op != "get_attr" and made and not mutated_args(node)
+
+
+def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
+    """A write in place and the views it goes through, by ops that make new tensors; None if by none."""
     run = functionalize(lambda *values: write(*values), remove="mutations")
-    graph = make_fx(run, tracing_mode="fake")(*tensors).graph
+    try:
+        graph = make_fx(run, tracing_mode="fake")(*tensors).graph
+    except RuntimeError:  # through strides
+        return None
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):  # which has no derivative
         value = node.meta["val"]
         with graph.inserting_before(node):
@@ -77,7 +86,7 @@ def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph:
         wide.meta["val"] = value
         node.replace_all_uses_with(wide)
     graph.eliminate_dead_code()
-    return graph
+    return graph if all(map(_is_pure, graph.nodes)) else None
 
 
 # ------------------------------------------------------------------ products

@@ -173,7 +173,9 @@ class _Placer:
         if node.target is CONSTRAIN:
             return self.constrained(sources[0], *node.args[1:])
         if isinstance(node.target, Write) and any(s.placement != REPLICATED for s in sources):
-            return self.inlined(node, without_writes(node.target, [s.whole for s in sources]))
+            body = without_writes(node.target, [s.whole for s in sources])
+            if body is not None:
+                return self.inlined(node, body)
         if not isinstance(node.target, OpOverload):
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
