@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.passes import (
     reshard,
     update_in_backward,
     updates_last,
+    wait_late,
 )
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.compiler.schedule.schedule import Schedule
@@ -179,6 +180,7 @@ def run_passes(
     schedule = regather(schedule, recomputed)
     schedule = update_in_backward(schedule)
     schedule = offload(schedule, offloaded)
+    schedule = wait_late(schedule) if passes.overlap else schedule
     schedule = overlap(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
     schedule = updates_last(schedule) if passes.graph else schedule

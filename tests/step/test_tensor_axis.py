@@ -69,3 +69,14 @@ def test_what_was_gathered_is_gathered_again_where_a_unit_is_recomputed() -> Non
     kept, again = lowered("none"), lowered("unit")
     assert gathers(again, "forward") == gathers(kept, "forward")
     assert gathers(again, "backward") == gathers(kept, "backward") + 2 * 2 + 1  # and the head's
+
+
+@pytest.mark.parametrize(("overlap", "verbs"), [(0, "e w e w e w"), (1, "e e e w w w")])
+def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) -> None:
+    """Queries, keys and values from sequence to heads, and the result back: four all-to-alls a block."""
+    model, mesh = decoder(), fs.make_mesh(context=2, abstract=True)
+    step = make_step(mesh, model, fs.presets.full_shard(model.params, mesh), None, overlap=overlap)
+    lines = step.lower(model.params, *model.batch(0)).schedule.instructions
+    block = [i for i in lines if i.phase == "forward" and i.unit == "layers.0"]
+    kinds = {"exchange": "e", "wait": "w", "run": "r"}
+    assert " ".join(kinds[i.verb] for i in block if i.verb in kinds) == f"r {verbs} r e w r"

@@ -35,7 +35,8 @@ def contraction(call: Call, operands: Sequence[str], result: str, along: str | N
         dim = labels.lower().find(label)
         return REPLICATED if dim < 0 or t.shape[dim] == 1 else Split(dim, outer)
 
-    for label in sizes if along is None else along:
+    longest = sorted(sizes, key=lambda label: -sizes[label])  # a sequence rather than rows, if both are free
+    for label in longest if along is None else along:
         for outer in call.outers:
             kept, size = label in result, (sizes[label],)
             if not kept and (added or not divides(size, Split(0, outer), call.ranks)):

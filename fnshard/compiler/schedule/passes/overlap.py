@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fnshard.compiler.schedule.instructions import Instruction, Run, Wait
+from fnshard.compiler.ir.values import ValueName
+from fnshard.compiler.schedule.instructions import Exchange, Instruction, Run, Wait
 from fnshard.compiler.schedule.schedule import Schedule
 
 
@@ -19,6 +20,19 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
         queue.feed(line)
     queue.flush()
     return schedule.with_instructions(queue.out)
+
+
+def wait_late(schedule: Schedule) -> Schedule:
+    """Wait for an exchange where its result is read first: those that follow one another travel together."""
+    waiting: dict[ValueName, Wait] = {}
+    out: list[Instruction] = []
+    for line in schedule.instructions:
+        out += [waiting.pop(n) for n in dict.fromkeys(line.reads) if n in waiting]
+        if isinstance(line, Wait) and line.is_for(Exchange):
+            waiting[line.writes[0]] = line
+        else:
+            out.append(line)
+    return schedule.with_instructions([*out, *waiting.values()])
 
 
 class _Queue:
