@@ -29,6 +29,8 @@ HELP = Help(
         "run.seed": "of weights, batches and samples",
         "mesh.shard": "ranks that share one copy of the model; null: all that are left",
         "mesh.replicate": "copies of the model",
+        "mesh.tensor": "ranks that split the matrices, of the same rows",
+        "mesh.context": "ranks that split the sequences, of the same rows",
         "data.rows": "rows of the global batch",
         "data.root": "a folder of text files, or with data=shards of shards; null: Python's own library",
         "optimizer.lr": "the peak rate",

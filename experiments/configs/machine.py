@@ -42,17 +42,18 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
     if device != "cpu" and device not in accelerators:
         has = ", ".join(["cpu", *accelerators])
         raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
-    replicate, shard = config.mesh.replicate, config.mesh.shard
+    mesh = config.mesh
+    fixed = mesh.replicate * mesh.tensor * mesh.context
     there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
-    if shard is None:
-        if there % replicate and (world or replicate < there):
+    if mesh.shard is None:
+        if there % fixed and (world or fixed < there):
             raise ConfigError(
-                f"mesh.replicate={replicate} does not divide {there} ranks. "
+                f"{_product(mesh)} does not divide {there} ranks. "
                 "Fix: another mesh.replicate, or say mesh.shard too."
             )
-        shard = max(1, there // replicate)
-    ranks = replicate * shard
-    product = f"mesh.replicate={replicate} times mesh.shard={shard} asks for {_count(ranks, 'rank')}"
+        mesh = replace(mesh, shard=max(1, there // fixed))
+    ranks = mesh.ranks
+    product = f"{_product(mesh)} asks for {_count(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > nodes * accelerators[device]:
@@ -61,16 +62,26 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
         raise ConfigError(f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={there}.")
-    _check_rows(config, ranks)
+    _check_rows(config, mesh.data_ranks)
     return replace(
         config,
-        mesh=replace(config.mesh, shard=shard),
+        mesh=mesh,
         run=replace(config.run, device=device),
     )
 
 
+def _product(mesh: Any) -> str:
+    """The axes that are named, and those that split."""
+    sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
+    split = {name: getattr(mesh, name) for name in ("tensor", "context")}
+    sizes |= {name: size for name, size in split.items() if size > 1}
+    return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
+
+
 def _check_rows(config: Any, ranks: int) -> None:
-    over = _count(ranks, "rank")
+    """Rows divide over `ranks`, those that take other rows."""
+    split = config.mesh.ranks > ranks
+    over = _count(ranks, "rank") + " that take other rows" * split
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {"rows": (ranks * config.run.accumulate, over + micro), "held_out_rows": (ranks, over)}
     wrong, fixes = [], []
@@ -84,7 +95,7 @@ def _check_rows(config: Any, ranks: int) -> None:
 
 
 def ranks_of(config: Any) -> int:
-    return config.mesh.replicate * config.mesh.shard
+    return config.mesh.ranks
 
 
 def _count(number: int, thing: str) -> str:
@@ -107,25 +118,25 @@ def state_bytes(config: Any) -> dict[str, tuple[str, int]]:
     size = {name: getattr(torch, dtype).itemsize for name, dtype in vars(precision).items()}
     slots = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
     kept = optimizer.clip is not None  # else each is used as soon as it is there
-    count, ranks = config.model.parameters, ranks_of(config)
+    count, mesh = config.model.parameters, config.mesh
     total = {
         "parameters": (strategy.memory, count * size["storage"]),
         "gradients": (strategy.update_on or "device", count * size["reduce"] * kept),
         "optimizer": (strategy.optimizer_memory, count * size["optimizer"] * slots),
     }
-    parts = _parts(strategy.name, config.mesh)
+    parts = _parts(strategy.name, mesh)
     found = {name: (tier, bytes_ // parts[name]) for name, (tier, bytes_) in total.items()}
-    tokens = config.data.rows * config.model.context // ranks
+    tokens = config.data.rows * config.model.context // mesh.data_ranks
     return found | {"batch": ("device", 2 * torch.int64.itemsize * tokens)}
 
 
 def _parts(strategy: str, mesh: Any) -> dict[str, int]:
     """Into how many parts a strategy's preset splits what ranks keep; a plan of `auto` may split all."""
     preset = fs.presets.PRESETS["full_shard" if strategy == AUTO else strategy]
-    axes = fs.make_mesh(replicate=mesh.replicate, shard=mesh.shard, abstract=True)
+    axes = fs.make_mesh(**mesh.axes, abstract=True)
     spec = preset({"leaf": torch.empty(axes.size, device="meta")}, axes)["leaf"]
     layouts = {"parameters": spec.storage, "gradients": spec.gradient, "optimizer": spec.optimizer}
-    return {name: axes.axes_size(layout.axes) for name, layout in layouts.items()}
+    return {name: axes.axes_size(layout.axes) * mesh.tensor for name, layout in layouts.items()}
 
 
 def check_memory(config: Any, ranks_here: int, available: Mapping[str, int] | None = None) -> None:

@@ -38,6 +38,11 @@ class Plan:
         return self.options["accumulate"]
 
 
+def tensor_axis(mesh: fs.Mesh) -> str | None:
+    """What presets take as `tensor=`."""
+    return "tensor" if "tensor" in mesh.names else None
+
+
 def dtypes_of(precision: PrecisionConfig) -> dict[str, torch.dtype]:
     """The dtypes of a `LayoutSpec`, by field."""
     return {f"{field}_dtype": getattr(torch, name) for field, name in vars(precision).items()}

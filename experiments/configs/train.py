@@ -16,6 +16,7 @@ from experiments.configs.checks import above, at_least, configuration, fraction,
 
 AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
 NEVER = "never"  # of run.resume
+MULTIPLE = 32  # of the positions of padded rows
 STRATEGIES = (*registered("layout/presets.py", "PRESETS"), AUTO)
 TIERS = ("device", "host", "disk")
 HARDWARE = (AUTO, *sorted(registered("analysis/hardware.py", "TABLE")), "measure")
@@ -106,13 +107,35 @@ class DecoderConfig:
 
 @configuration
 class MeshConfig:
-    """Ranks by axis; `shard: null` means all that are left."""
+    """Ranks by axis; `shard: null` means all that are left.
+
+    Ranks along `replicate` and `shard` take other rows; those along `tensor` and `context` split the matrices
+    and the sequences of the same rows.
+    """
 
     replicate: int = 1
     shard: int | None = None
+    tensor: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        at_least(1, self, "replicate", "shard")
+        at_least(1, self, "replicate", "shard", "tensor", "context")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """What `fnshard.make_mesh` takes; those of a tensor group are neighbours."""
+        sizes = {"replicate": self.replicate, "shard": self.shard or 1}
+        split = {"context": self.context, "tensor": self.tensor}
+        return sizes | {name: size for name, size in split.items() if size > 1}
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.axes.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that take other rows."""
+        return self.replicate * (self.shard or 1)
 
 
 @configuration
@@ -357,7 +380,7 @@ class TrainConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        wrong = misfits(self.strategy, self.run)
+        wrong = misfits(self.strategy, self.run) + uneven_splits(self.model, self.mesh)
         if self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and self.model.vocab < 256:
@@ -386,6 +409,24 @@ def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False)
         wrong.append("run.disk_dir=None: what rests on disk needs a directory. Fix: run.disk_dir=/fast/disk.")
     if "disk" not in tiers and run.disk_dir is not None:
         wrong.append(f"run.disk_dir={run.disk_dir!r}: nothing rests on disk (strategy.optimizer_memory).")
+    return wrong
+
+
+def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:
+    """Axes that do not divide what they split of a model.
+
+    >>> sizes = DecoderConfig(width=64, layers=2, heads=4, kv_heads=2, context=128)
+    >>> uneven_splits(sizes, MeshConfig(tensor=4))
+    ['mesh.tensor=4: has to divide model.kv_heads=2. Fix: mesh.tensor=2.']
+    """
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.hidden, "vocab": model.vocab}
+    wrong = []
+    for axis, split in {"tensor": sizes, "context": {"context": model.context}}.items():
+        ranks = getattr(mesh, axis)
+        uneven = [f"model.{name}={size}" for name, size in split.items() if size % ranks]
+        if uneven:
+            fix = f"Fix: mesh.{axis}={math.gcd(ranks, *split.values())}."
+            wrong.append(f"mesh.{axis}={ranks}: has to divide {' and '.join(uneven)}. {fix}")
     return wrong
 
 

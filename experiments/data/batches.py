@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fnshard as fs
+from experiments.configs.train import MULTIPLE
 from experiments.data.prepared import Prepared
 from fnshard.losses import IGNORE
 
@@ -72,7 +74,6 @@ def pack(lengths: Iterable[int], context: int, *, open_rows: int = OPEN) -> Iter
 
 
 Batch = dict[str, Tensor]
-MULTIPLE = 32  # of padded widths
 
 
 def width_of(prepared: Prepared) -> int:
@@ -153,6 +154,11 @@ def _grouped(rows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
 
 def _plain(batch: Batch) -> Batch:
     return {name: batch[name] for name in ("tokens", "targets")}
+
+
+def place_of(mesh: fs.Mesh) -> dict[str, int]:
+    """Which part of a batch is this rank's; ranks that differ along other axes get the same."""
+    return {"rank": mesh.data_rank, "ranks": mesh.data_size}
 
 
 def check_rows(rows: int, rank: int, ranks: int) -> None:

@@ -13,6 +13,7 @@ from experiments.configs.train import (
     PrecisionConfig,
     SGDConfig,
     StrategyConfig,
+    uneven_splits,
 )
 
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
@@ -73,6 +74,7 @@ class ExplainConfig:
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
+        wrong += uneven_splits(self.model, self.mesh)
         if self.mesh.shard is None:
             wrong.append("mesh.shard=null: say how many ranks, as in mesh.shard=64; none have to exist.")
         else:
@@ -82,22 +84,23 @@ class ExplainConfig:
 
     def _uncut(self) -> list[str]:
         """Why the batch cannot be cut into the ranks' micro-batches."""
-        parts = self.ranks * self.run.accumulate
+        parts = self.mesh.data_ranks * self.run.accumulate
         rows = self.data.rows
         if rows is None or rows % parts == 0:
             return []
         more = f" times run.accumulate={self.run.accumulate}" if self.run.accumulate > 1 else ""
         near = -(-rows // parts) * parts
-        return [f"data.rows={rows} does not divide over {self.ranks} ranks{more}. Fix: data.rows={near}."]
+        over = f"{self.mesh.data_ranks} ranks{more}"
+        return [f"data.rows={rows} does not divide over {over}. Fix: data.rows={near}."]
 
     @property
     def ranks(self) -> int:
-        return self.mesh.replicate * (self.mesh.shard or 1)
+        return self.mesh.ranks
 
     @property
     def rows(self) -> int:
         """Of one rank's batch, all micro-batches."""
-        return self.run.accumulate if self.data.rows is None else self.data.rows // self.ranks
+        return self.run.accumulate if self.data.rows is None else self.data.rows // self.mesh.data_ranks
 
     @property
     def budget(self) -> int:
@@ -110,6 +113,8 @@ HELP = Help(
     options={
         "mesh.shard": "ranks that share one copy of the model",
         "mesh.replicate": "copies of the model",
+        "mesh.tensor": "ranks that split the matrices",
+        "mesh.context": "ranks that split the sequences",
         "data.rows": "rows of the global batch; null: one for each rank and micro-batch",
         "run.accumulate": "micro-batches of a step",
         "run.device_gb": "what a step may take of a device, in 1e9 bytes; null: all of it",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.configs.plan import dtypes_of
+from experiments.configs.plan import dtypes_of, tensor_axis
 from experiments.configs.train import AUTO, ScheduleConfig
 from experiments.explain.config import ExplainConfig
 from experiments.training.decoder import Decoder, loss_function
@@ -57,7 +57,7 @@ class Paper:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.config.rows * self.config.model.context * self.config.ranks
+        return self.config.rows * self.config.model.context * self.config.mesh.data_ranks
 
     @property
     def tokens_per_day(self) -> float:
@@ -80,9 +80,9 @@ def explain(config: ExplainConfig) -> Paper:
     """Lower the configuration's step; nothing is compiled, nothing runs."""
     name = config.hardware.name
     hardware = fs.Hardware.measure() if name == "measure" else fs.Hardware.named(name)
-    axes = {"replicate": config.mesh.replicate} if config.mesh.replicate > 1 else {}
+    axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     # "cpu" in name only: an abstract mesh stands for accelerators, and needs none here.
-    mesh = fs.make_mesh(**axes, shard=config.mesh.shard, device="cpu", abstract=True)
+    mesh = fs.make_mesh(**axes, device="cpu", abstract=True)
     with torch.device("meta"):
         model = Decoder(config.model)
         tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
@@ -94,7 +94,8 @@ def explain(config: ExplainConfig) -> Paper:
         return _paper(config, hardware, mesh, found.specs, found.options, found.lowered, found=found)
     strategy = config.strategy
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
-    specs = fs.presets.PRESETS[strategy.name](params, mesh, **task.dtypes, **tiers)
+    preset = fs.presets.PRESETS[strategy.name]
+    specs = preset(params, mesh, tensor=tensor_axis(mesh), **task.dtypes, **tiers)
     options = {
         "accumulate": config.run.accumulate, "remat": strategy.remat,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
@@ -117,7 +118,7 @@ class _Task:
 
     def fit(self, config: ExplainConfig, hardware: fs.Hardware) -> fs.Fit:
         """The fastest plan that fits."""
-        specs = fs.presets.full_shard(self.params, self.mesh, **self.dtypes)
+        specs = fs.presets.full_shard(self.params, self.mesh, tensor=tensor_axis(self.mesh), **self.dtypes)
         return fs.fit(
             self.fn, self.params, self.mesh, batch=self.batch, device_bytes=_budget(config, hardware),
             hardware=hardware, optimizer=self.optimizer, specs=specs, grad_norm=True,

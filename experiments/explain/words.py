@@ -30,16 +30,17 @@ def big(value: float) -> str:
 def summary(paper: Paper) -> dict[str, str]:
     """What most people ask, a line each."""
     config, time = paper.config, paper.timeline
-    model, each = config.model, paper.timeline.model_flops / max(config.rows * config.model.context, 1)
+    model, each = config.model, paper.timeline.model_flops * config.ranks / max(paper.tokens_per_step, 1)
+    rows = config.rows * config.mesh.data_ranks
     nodes = -(-config.ranks // paper.hardware.ranks_per_node)
-    rows = {
+    return {
         "model": f"{model.layers} layers of width {model.width:,}, vocabulary {model.vocab:,}, "
         f"context {model.context:,}",
         "parameters": f"{model.parameters:,}",
         "FLOPs per token": f"{big(each)} forward and backward, {_again(paper)} recomputed",
         "mesh": f"{paper.mesh}: {config.ranks:,} × {paper.hardware.name}, {nodes:,} "
         f"node{'s' if nodes > 1 else ''} of {min(paper.hardware.ranks_per_node, config.ranks)}",
-        "batch": f"{config.rows * config.ranks:,} rows, {big(paper.tokens_per_step)} tokens a step; "
+        "batch": f"{rows:,} rows, {big(paper.tokens_per_step)} tokens a step; "
         f"{config.rows} row{'s' if config.rows > 1 else ''} a rank{_micro(paper)}",
         "plan": plan_line(paper),
         "peak memory": fits_line(paper),
@@ -50,7 +51,6 @@ def summary(paper: Paper) -> dict[str, str]:
         f"{big(paper.tokens_per_day / 86_400 / config.ranks)} a second on each rank",
         "training": _training(paper),
     }
-    return rows
 
 
 def _again(paper: Paper) -> str:

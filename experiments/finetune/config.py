@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 
 from experiments.configs.checks import above, at_least, configuration, fraction, one_of
 from experiments.configs.train import (
     AUTO,
+    MULTIPLE,
     AdamWConfig,
     HardwareConfig,
     MeshConfig,
@@ -117,6 +119,12 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         auto = self.method.name == AUTO
         wrong = misfits(self.strategy, self.run, budgeted=auto)
+        most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
+        if most < self.mesh.context:
+            wrong.append(
+                f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
+                f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
+            )
         if auto and self.run.device_gb is None:
             wrong.append("method=auto: needs a budget. Fix: run.device_gb=24.")
         if self.export not in EXPORTS:

@@ -13,6 +13,7 @@ import numpy as np
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.data.batches import place_of
 from experiments.data.builtin import choice_file, pair_files, sft_files
 from experiments.data.loader import PackedLoader, PairLoader
 from experiments.data.prepared import Prepared, open_prepared, prepare
@@ -46,7 +47,7 @@ class FinetuneData:
     choices: Prepared | None
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> PackedLoader | PairLoader:
-        how = {"rows": config.data.rows, "seed": config.run.seed, "rank": mesh.rank, "ranks": mesh.size}
+        how = {"rows": config.data.rows, "seed": config.run.seed, **place_of(mesh)}
         if self.train.kind == "pairs":
             return PairLoader(self.train, **how)
         return PackedLoader(self.train, **how, pack=config.data.pack)

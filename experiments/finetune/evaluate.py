@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fnshard as fs
-from experiments.data.batches import once, pair_batch, width_of
+from experiments.data.batches import once, pair_batch, place_of, width_of
 from experiments.data.prepared import Prepared
 from fnshard.losses import Mean
 
@@ -27,12 +27,12 @@ def held_out_batches(prepared: Prepared, most: int, rows: int, mesh: fs.Mesh) ->
         rows: of a global batch.
     """
     if prepared.kind == "pairs":
-        width, part = width_of(prepared), rows // mesh.size
+        width, part = width_of(prepared), rows // mesh.data_size
         for low in range(0, min(most, prepared.records), rows):
-            mine = range(low + mesh.rank * part, low + (mesh.rank + 1) * part)
+            mine = range(low + mesh.data_rank * part, low + (mesh.data_rank + 1) * part)
             yield pair_batch(prepared, [n if n < prepared.records else -1 for n in mine], width)
         return
-    yield from islice(once(prepared, rows, rank=mesh.rank, ranks=mesh.size), math.ceil(most / rows))
+    yield from islice(once(prepared, rows, **place_of(mesh)), math.ceil(most / rows))
 
 
 def mean_over(
@@ -62,13 +62,14 @@ def accuracy(
 ) -> dict[str, float]:
     """The share of questions whose answer is the likeliest: as it is, and per byte of the answer."""
     scores = torch.zeros(prepared.samples, dtype=torch.float64)
-    for batch in once(prepared, rows, rank=mesh.rank, ranks=mesh.size, packed=False):
+    for batch in once(prepared, rows, **place_of(mesh), packed=False):
         numbers = batch.pop("samples")
         found = logprobs(params, batch).double().cpu()
         real = numbers >= 0
         scores[numbers[real]] = found[real]
     if dist.is_initialized():
         dist.all_reduce(scores)
+        scores /= mesh.size // mesh.data_size  # ranks that have equal rows
     return shares(prepared.options, scores.numpy())
 
 

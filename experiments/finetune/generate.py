@@ -18,6 +18,7 @@ import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.finetune.cache import DecodeCache, Kept, PromptCache
 from experiments.finetune.lm import LanguageModel
+from fnshard import tree
 from fnshard.errors import report
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
@@ -118,8 +119,8 @@ class Generator:
     ) -> list[list[int]]:
         """What follows each prompt: at most `new_tokens` tokens, up to an `eos`, which is the last of them.
 
-        Each rank has its own prompts, best equally many every time: another number is compiled anew. What a
-        row becomes does not depend on the rows beside it.
+        Each rank has its own prompts (those along a tensor or context axis equal ones), best equally many
+        every time: another number is compiled anew. What a row becomes does not depend on the rows beside it.
 
         Args:
             params: this rank's stored blocks, or a TrainState.
@@ -137,12 +138,12 @@ class Generator:
         draw = Draw(temperature, top_k, top_p)
         request = f"new_tokens={new_tokens}, {draw}, seed={seed}, eos={sorted(ends)}"
         counts = self._agree(request, self._problems(prompts, new_tokens, draw), len(prompts))
-        first = sum(counts[: self.mesh.rank])
+        first = sum(counts[r] for r in self.mesh.group_ranks(self.mesh.data_axes)[: self.mesh.data_rank])
         # By the number of a row among those of all ranks: the same text, however rows are dealt out.
         seeds = [(seed * 1_000_003 + first + i) % 2**63 for i in range(len(prompts))]
         chances = [torch.Generator().manual_seed(each) for each in seeds]
         rows: list[list[int]] = [[] for _ in prompts]
-        logits, kept = self.prefill(params, *self._padded(prompts))
+        logits, kept = self.prefill(params, *_unsplit(self._padded(prompts)))
         while True:
             finite = bool(logits.isfinite().all())
             picked = draw(logits.cpu(), chances) if finite else [0] * len(rows)
@@ -155,7 +156,8 @@ class Generator:
             # A row that has ended goes on for company, at the place of its end: nobody reads what it says.
             place = [len(p) + len(r) - 1 for p, r in zip(prompts, rows, strict=True)]
             last = [row[-1] for row in rows]
-            logits, kept = self.decode(params, self._column(last), self._column(place), kept)
+            columns = self._column(last), self._column(place)
+            logits, kept = self.decode(params, *_unsplit((*columns, kept)))
 
     def _problems(self, prompts: Sequence[Sequence[int]], new_tokens: int, draw: Draw) -> list[str]:
         wrong = draw.problems()
@@ -217,6 +219,11 @@ class Generator:
 
     def _column(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.mesh.device)[:, None]
+
+
+def _unsplit(values: Any) -> Any:
+    """Tensors that a context axis does not split: prompts are of any length, later tokens come one by one."""
+    return tree.map(lambda value: fs.Sequence(value, None), values)
 
 
 def _ended(row: list[int], ends: Collection[int]) -> bool:

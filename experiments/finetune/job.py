@@ -33,6 +33,8 @@ HELP = Help(
         "run.device": "cpu, cuda; auto takes the GPUs if there are some",
         "run.device_gb": "of one rank, for method=auto and strategy=auto, in 1e9 bytes",
         "mesh.shard": "ranks that share one copy of the model; null: all that are left",
+        "mesh.tensor": "ranks that split the matrices, of the same rows",
+        "mesh.context": "ranks that split the sequences, of the same rows",
         "export": "what is written at the end: adapters, merged, both, none",
         "hydra.run.dir": "the folder of the results",
     },

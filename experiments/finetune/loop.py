@@ -141,7 +141,7 @@ def tell_end(
 
 def prepare(config: FinetuneConfig) -> FinetuneSetup:
     run = config.run
-    mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
+    mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     lm, data = from_directory(config.model), opened(config)
     batch = next(StepArguments(data.loader(config, mesh)))[0]
     chosen = choose_method(config, lm, mesh, batch)
@@ -220,7 +220,7 @@ def measured(setup: FinetuneSetup, state: fs.TrainState) -> dict[str, Any]:
         values["perplexity"] = math.exp(min(loss, 700.0))
     values |= {f"held_out_{name}": value for name, value in more.items()}
     if setup.data.choices is not None:
-        rows = CHOICES * setup.mesh.size
+        rows = CHOICES * setup.mesh.data_size
         values |= accuracy(setup.logprobs, state.params, setup.data.choices, rows, setup.mesh)
     return values
 

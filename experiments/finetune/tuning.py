@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.configs.plan import dtypes_of
+from experiments.configs.plan import dtypes_of, tensor_axis
 from experiments.configs.train import ConfigError, PrecisionConfig
 from experiments.finetune.config import ALL_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
 from fnshard import tree
 from fnshard.adapters.lora import Lora, matched_leaves, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
+from fnshard.layout.spec import P
 
 Fn = Callable[..., Any]
 CODECS = {"qlora8": "int8", "qlora4": "nf4"}  # of the frozen matrices, by method
@@ -69,11 +70,24 @@ class Tuning:
             ([p for p in rest if not named[p].requires_grad], frozen | where),
             (list(self.coded), {**frozen, **where, "codec": CODECS.get(self.method.name)}),
         ]
+        computes = self._computes(mesh)
         made: dict[str, Any] = {}
         for paths, fields in kinds:
             if paths:
-                made |= preset({p: named[p] for p in paths}, mesh, units=lambda _: units, **fields)
+                tensor = {p: computes[p] for p in paths if p in computes}
+                made |= preset(
+                    {p: named[p] for p in paths}, mesh, units=lambda _: units, tensor=tensor, **fields
+                )
         return tree.unflatten([made[p] for p in named], structure)
+
+    def _computes(self, mesh: fs.Mesh) -> dict[str, P]:
+        """`LayoutSpec.compute` by path: adapters split as the matrices beside them; codes only by rows."""
+        axis = tensor_axis(mesh)
+        if axis is None:
+            return {}
+        named = tree.flatten_with_paths(self.params)[0]
+        found = {p: spec.compute for p, spec in fs.presets.no_shard(named, mesh, tensor=axis).items()}
+        return found | {p: P(*found[p].parts[:1]) for p in self.coded}
 
     def codes(self, blocks: Any) -> str:
         """A line on what a rank holds of the coded leaves; nothing where there are none."""

@@ -14,6 +14,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
 from experiments.data import windows
+from experiments.data.batches import place_of
 from experiments.data.shardfolder import Shards, check_vocab, open_shards
 from experiments.data.shards import ShardLoader, cut
 from experiments.data.stdlib_text import Corpus
@@ -70,11 +71,6 @@ def open_dataset(config: TrainConfig) -> Dataset:
         return ByteDataset(config, windows.corpus_of(config.data, config.model.context))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def place_of(mesh: fs.Mesh) -> dict[str, int]:
-    """Which part of a batch is this rank's; ranks that differ along other axes get the same."""
-    return {"rank": mesh.group_ranks(mesh.data_axes).index(mesh.rank), "ranks": mesh.data_size}
 
 
 def _drawn_by(config: TrainConfig) -> dict[str, int]:

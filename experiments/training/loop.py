@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnshard as fs
-from experiments.configs.plan import Plan, dtypes_of, plan_of, write_plan
+from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis, write_plan
 from experiments.configs.train import TrainConfig
 from experiments.data.files import read_json, write_json, write_text
 from experiments.training.checkpoints import Saver, restored
@@ -76,7 +76,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
         if held_out is None:
             print_stop(config.run, state, run, overrides, report)
             return
-        seed = config.run.seed + mesh.rank
+        seed = config.run.seed + mesh.data_rank
         with spent.on("samples"):
             sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
         with spent.on("saves"):
@@ -111,7 +111,7 @@ def tell_end(
 def prepare(config: TrainConfig) -> TrainSetup:
     """Mesh, specs, step: all of fnshard that the job uses."""
     run = config.run
-    mesh = fs.make_mesh(replicate=config.mesh.replicate, shard=config.mesh.shard, device=run.device)
+    mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     with fs.deferred():
         model = Decoder(config.model)
     apply, params = fs.make_functional(model)
@@ -120,13 +120,13 @@ def prepare(config: TrainConfig) -> TrainSetup:
         return next_token_loss(apply(params, tokens), targets)
 
     optimizer = make_optimizer(config.optimizer, config.schedule, run.steps, ("*norm*", "embed.*"))
-    rows = config.data.rows // mesh.size
+    rows = config.data.rows // mesh.data_size
     tokens = torch.empty(rows, config.model.context, dtype=torch.int64, device="meta")
     dtypes = dtypes_of(config.precision)
     plan = plan_of(
         config.strategy, run, loss_fn, params, mesh, optimizer,
         batch=(tokens, tokens),
-        specs=lambda preset, **policy: preset(params, mesh, **dtypes, **policy),
+        specs=lambda preset, **policy: preset(params, mesh, tensor=tensor_axis(mesh), **dtypes, **policy),
         hardware=config.hardware.name,
     )  # fmt: skip
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
@@ -146,9 +146,9 @@ def prepare(config: TrainConfig) -> TrainSetup:
 def evaluate(setup: TrainSetup, params: Any) -> float:
     """Mean loss over all held-out windows, nats per token; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
-    mine = setup.dataset.starts.chunk(mesh.size)[mesh.rank]
+    mine = setup.dataset.starts.chunk(mesh.data_size)[mesh.data_rank]
     # As many rows at once as a training step holds: that much memory there is.
-    rows = math.gcd(len(mine), config.data.rows // mesh.size // setup.plan.accumulate)
+    rows = math.gcd(len(mine), config.data.rows // mesh.data_size // setup.plan.accumulate)
     losses = []
     for starts in mine.split(rows):
         batch = setup.dataset.held_out(starts)

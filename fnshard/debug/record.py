@@ -41,7 +41,6 @@ from fnshard.layout.spec import LayoutSpec, P
 from fnshard.runtime.collectives.simulated import Adversary, simulate
 from fnshard.runtime.executor.context import Watch
 from fnshard.step.lowered import Lowered
-from fnshard.step.runner import data_rank
 from fnshard.step.step import Step
 
 Specs = Mapping[str, LayoutSpec]
@@ -138,7 +137,7 @@ def record(
 
     def run(rank: int) -> None:
         state = again.init(params, seed=seed if step.optimizer else None)
-        part = parts[data_rank(step.mesh)]
+        part = parts[step.mesh.data_rank]
         with again.watching(recording.watch(rank)):
             part.call(again if step.optimizer else partial(again, rng=(seed, 0)), state)
 

@@ -30,7 +30,6 @@ from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.make_step import shard_step
-from fnshard.step.runner import data_rank
 from fnshard.step.shards import unshard
 from fnshard.step.step import Step
 
@@ -169,7 +168,7 @@ def _sharded(
 
     def run(rank: int) -> tuple[Any, dict[str, Tensor], Any]:
         blocks = step.init(params)
-        result, grads = parts[data_rank(mesh)].call(step, blocks)
+        result, grads = parts[mesh.data_rank].call(step, blocks)
         loss = result[0] if isinstance(result, tuple) else result
         coded = any(map(is_coded, step.resolved.leaves.values()))
         whole = unshard(blocks, step.specs, mesh) if coded else params

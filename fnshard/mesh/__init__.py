@@ -62,6 +62,11 @@ class Mesh:
         return 0
 
     @property
+    def data_rank(self) -> int:
+        """Which slice of the batch this rank takes, of `data_size`."""
+        return self.group_ranks(self.data_axes).index(self.rank)
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
         if self.device_type == "cpu":

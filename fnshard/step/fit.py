@@ -57,7 +57,8 @@ def fit(
 ) -> Fit:
     """The fastest specs and remat whose predicted peak is at most `device_bytes`.
 
-    A batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`): that is another function.
+    A batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`) over a data axis: that is
+    another function.
 
     Args:
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
@@ -123,7 +124,8 @@ class Search:
         self.fronts: dict[int, tuple[Step, Front, dict[str, Kernel]]] = {}
         self.seen: dict[Choice, Candidate] = {}
         self.units = self._units()
-        if self._front(self.divisors[0])[1].segments.exchanges:
+        exchanges = self._front(self.divisors[0])[1].segments.exchanges
+        if any(set(each.axes) & set(mesh.data_axes) for each in exchanges):
             self.divisors = self.divisors[:1]
 
     # -------------------------------------------------------------- lowering a plan

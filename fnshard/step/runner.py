@@ -281,18 +281,10 @@ class Runner:
         for micro in range(parts if names["key"] else 0):
             version = f"#{micro}" if parts > 1 else ""
             keys = send(
-                derive_keys(seed, step, data_rank(mesh), micro, len(names["key"])), mesh.device
+                derive_keys(seed, step, mesh.data_rank, micro, len(names["key"])), mesh.device
             ).unbind(0)
             env |= {ValueName(Kind.KEY, n, version): k for n, k in zip(names["key"], keys, strict=True)}
         return env
-
-
-def data_rank(mesh: Mesh) -> int:
-    """Which slice of the batch this rank sees: ranks that differ along other axes draw the same."""
-    here, index = mesh.coordinate(), 0
-    for axis in mesh.data_axes:
-        index = index * mesh.axis_size(axis) + here[axis]
-    return index
 
 
 def items_of(program: Program) -> float:

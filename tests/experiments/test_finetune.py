@@ -22,6 +22,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.pieces import encode_all
 from experiments.data.tokenizer import load_tokenizer
 from experiments.finetune import base_models, dataset, evaluate, job, loop, method, sizes
+from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import choose_method, default_rate
 from experiments.finetune.tuning import Tuning
@@ -134,6 +135,31 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     ]
     assert timeless[0] == timeless[1]
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
+
+
+# ------------------------------------------------------------------ ranks that split the same rows
+
+
+def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
+    loop.finetune(config, run_in(Path(folder)), [], Stop())
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}], ids=str)
+def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes):
+    """Losses, what is measured of choices and answers."""
+    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
+    config = config_of(model, data, tmp_path, "export=merged", "run.steps=2", *double)
+    one, two = tmp_path / "one", tmp_path / "two"
+    tuned(0, config, str(one))
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
+    rows = [
+        [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows_of(folder)]
+        for folder in (one, two)
+    ]
+    assert [pytest.approx(row, rel=1e-9) for row in rows[1]] == rows[0]
+    assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
+    scores = [{k: v for k, v in read_result(folder).items() if "accuracy" in k} for folder in (one, two)]
+    assert scores[0] == scores[1] and scores[0]
 
 
 @pytest.fixture(scope="module")

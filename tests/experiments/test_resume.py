@@ -217,6 +217,32 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
     ]
 
 
+DOUBLE = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
+SPLIT = (*RUN, "run.steps=4", "run.save_every=2", "run.held_out_every=2", "model.kv_heads=2", *DOUBLE)
+
+
+def split_in_two(rank: int, folder: str, source: str, axis: str) -> None:
+    loop.train(compose(*SPLIT, "mesh.shard=1", axis), RunFolder(folder, source=source), [], Stop())
+
+
+def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path) -> None:
+    """A tensor and a context axis; the latter goes on from the former's checkpoint."""
+    one, tensor, context = (tmp_path / name for name in ("one", "tensor", "context"))
+    loop.train(compose(*SPLIT, "mesh.shard=1"), run_in(one), [], Stop())
+    ranks(2).run(split_in_two, str(run_in(tensor).folder), "", "mesh.tensor=2")
+    ranks(2).run(split_in_two, str(run_in(context).folder), str(tensor / CHECKPOINTS / "2"), "mesh.context=2")
+    expected = _numbers(one)
+    assert len(expected) == 4 + 2
+    for folder in (tensor, context):
+        assert [pytest.approx(row, rel=1e-10) for row in _numbers(folder)] == expected
+        assert (folder / "sample.txt").read_text() == (one / "sample.txt").read_text()
+
+
+def _numbers(folder: Path) -> list[dict[str, float]]:
+    rows = (json.loads(line) for line in (folder / METRICS).read_text().splitlines())
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows]
+
+
 # ------------------------------------------------------------------ from the command line
 
 

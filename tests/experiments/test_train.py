@@ -103,6 +103,7 @@ def placed(*overrides: str, gpus: int = 0, world: int | None = None) -> configs.
         (["run.device=cpu"], 8, None, ("cpu", 1, 2)),
         ([], 0, 4, ("cpu", 1, 4)),
         (["strategy=hybrid_shard"], 0, 4, ("cpu", 2, 2)),
+        (["mesh.tensor=2", "mesh.context=2"], 8, None, ("cuda", 1, 2)),
     ],
 )
 def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, expected):
@@ -117,6 +118,9 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, exp
         ("mesh.replicate=2 mesh.shard=1", {"gpus": 1}, r"for 2 ranks; this machine has 1 cuda device\."),
         ("mesh.replicate=3", {"gpus": 8}, r"mesh\.replicate=3 does not divide 8 ranks"),
         ("mesh.replicate=3", {"world": 4}, r"mesh\.replicate=3 does not divide 4 ranks"),
+        ("mesh.tensor=2", {"world": 3}, r"mesh\.replicate=1 times mesh\.tensor=2 does not divide 3 ranks"),
+        ("mesh.tensor=2", {"gpus": 1}, r"times mesh\.shard=1 times mesh\.tensor=2 asks for 2 ranks; this"),
+        ("mesh.shard=3 mesh.context=2", {}, r"=8 does not divide over 3 ranks that take other rows\."),
         ("mesh.shard=3 data.rows=9", {"world": 2}, r"for 3 ranks; 2 were started\. Fix: torchrun --nproc"),
         ("run.device=cuda", {}, r"run\.device=cuda: this machine has cpu\. Fix: run\.device=auto"),
         ("mesh.shard=3", {}, r"(?s)data\.rows=8 .*held_out_rows=128 .*data\.rows=9 data\.held_out_rows=129"),
@@ -276,7 +280,10 @@ def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path, war
     assert all({"loss", "lr", "grad_norm", "tokens_per_s"} <= set(row) for row in steps)
     assert [row["step"] for row in rows if "held_out_loss" in row] == [2, 4]
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["mesh"] == {"replicate": 1, "shard": 2} and config["strategy"]["name"] == "zero2"
+    assert (
+        config["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1, "context": 1}
+        and config["strategy"]["name"] == "zero2"
+    )
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "schedule.txt").read_text().strip()
     assert (folder / "sample.txt").read_text().startswith("def ")

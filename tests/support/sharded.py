@@ -14,7 +14,6 @@ from torch import Tensor
 import fnshard as fs
 from fnshard import Mesh
 from fnshard.layout.spec import LayoutSpec
-from fnshard.step.runner import data_rank
 
 ATOL = 1e-10
 STEPS = 3
@@ -85,7 +84,7 @@ def train(
     state = step.init(model.params, seed=seed)
     out = Trained()
     for batch in model.batches(steps):
-        state, metrics = step(state, *part(batch, data_rank(mesh), mesh.data_size))
+        state, metrics = step(state, *part(batch, mesh.data_rank, mesh.data_size))
         out.losses.append(metrics["loss"].item())
         if "grad_norm" in metrics:
             out.norms.append(metrics["grad_norm"].item())
