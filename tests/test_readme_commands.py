@@ -111,6 +111,9 @@ TABLE = {
         Row(f"{TRAIN.short} data.rows=8 data.held_out_rows=8")
     ),
     "python -m experiments.train strategy=full_shard precision=bf16": TRAIN,
+    "python -m experiments.train mesh.tensor=2 run.device=cpu": TRAIN,
+    "python -m experiments.train mesh.tensor=2 mesh.context=2 run.device=cpu": TRAIN,
+    "python -m experiments.train mesh.shard=2 mesh.tensor=2 mesh.context=2 run.device=cpu": TRAIN,
     "python -m experiments.train run.accumulate=4 run.steps=1000 run.held_out_every=100": (
         Row(f"{TRAIN.short} data.rows=8")
     ),
@@ -184,6 +187,7 @@ TABLE = {
     "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2", quick=True),
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=7b strategy=hybrid_shard mesh.replicate=4 mesh.shard=16 data.rows=128": PAPER,
+    "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
     # -- measuring

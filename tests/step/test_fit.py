@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -215,6 +215,20 @@ def test_what_rests_on_disk_stays_there() -> None:
 
 
 @pytest.mark.long  # a search among codecs
+def test_micro_batches_on_a_tensor_axis() -> None:
+    """Its exchanges are of the same rows; those of `fn` over data axes would be of fewer."""
+    params = {"up.w": torch.ones(4, 4, device="meta"), "down.w": torch.ones(4, 4, device="meta")}
+    mesh = fs.make_mesh(shard=2, tensor=2, abstract=True, device="cpu")
+
+    def loss(params: Any, x: Any, sums: Any = lambda x: x) -> Any:
+        return sums((x @ params["up.w"].T).tanh() @ params["down.w"].T).square().mean()
+
+    specs = fs.presets.no_shard(params, mesh, tensor="tensor")
+    how = {"mesh": mesh, "batch": (torch.ones(4, 4),), "specs": specs}
+    assert len(Search(loss, params, **how).divisors) > 1
+    assert len(Search(partial(loss, sums=fs.psum), params, **how).divisors) == 1
+
+
 def test_frozen_codes_beside_adapters() -> None:
     """What is planned for a quantised base is what its step takes; codes are not what a plan moves first."""
     with torch.device("meta"):
