@@ -41,25 +41,39 @@ def model_of(name: str) -> lm.LanguageModel:
 
 
 @cache
-def generator_of(name: str, ranks: int) -> tuple[Generator, dict[str, Any]]:
+def generator_of(
+    name: str, ranks: int, tensor: int = 1, context: int = 1
+) -> tuple[Generator, dict[str, Any]]:
     """Over simulated ranks, and its specs."""
-    mesh = fs.make_mesh(shard=ranks, simulated=True)
-    specs = fs.presets.full_shard(model_of(name).params, mesh)
+    mesh = fs.make_mesh(shard=ranks, tensor=tensor, context=context, simulated=True)
+    specs = fs.presets.full_shard(model_of(name).params, mesh, tensor="tensor")
     return Generator.of(model_of(name), specs, mesh, size=SIZE, backend="eager"), specs
 
 
 def text(
-    name: str, ranks: int, prompts: Sequence[Sequence[int]] = PROMPTS, new: int = NEW, **how: Any
+    name: str,
+    ranks: int,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    new: int = NEW,
+    split: tuple[int, int] = (1, 1),
+    **how: Any,
 ) -> Rows:
-    """What all ranks make of prompts dealt out to them, in order."""
-    generator, specs = generator_of(name, ranks)
+    """What all ranks make of prompts dealt out to them, in order.
+
+    Args:
+        split: ranks along "tensor" and "context", which get equal prompts.
+    """
+    generator, specs = generator_of(name, ranks, *split)
     each = len(prompts) // ranks
 
     def run(rank: int) -> Rows:
-        mine = prompts[rank * each : rank * each + each]
+        first = generator.mesh.data_rank * each
+        mine = prompts[first : first + each]
         return generator(fs.shard(model_of(name).params, specs, generator.mesh), mine, new, **how)
 
-    return [row for rows in fs.simulate(generator.mesh, run) for row in rows]
+    made, alike = fs.simulate(generator.mesh, run), split[0] * split[1]
+    assert all(made[i] == made[i // alike * alike] for i in range(len(made)))
+    return [row for rows in made[::alike] for row in rows]
 
 
 def without_cache(
@@ -177,6 +191,7 @@ def test_drawn_text_is_a_function_of_its_seed() -> None:
     first = drawn(seed=0)
     likeliest = [row[:5] for row in transformers_text("llama")]
     assert drawn(seed=0) == first == drawn(2, seed=0)
+    assert first == drawn(2, seed=0, split=(2, 1)) == drawn(1, seed=0, split=(1, 2))
     assert drawn(seed=1) != first != likeliest
     assert drawn(top_k=1) == likeliest == drawn(top_p=1e-9)
     twice = drawn(prompts=[PROMPTS[0]] * 4)
