@@ -81,7 +81,7 @@ def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> dict[str, A
     """The type of every value by its dotted key; of alternatives, those that `values` choose by `name`.
 
     >>> [key for key in leaves(TrainConfig, {}) if key.startswith("mesh")]
-    ['mesh.replicate', 'mesh.shard']
+    ['mesh.replicate', 'mesh.shard', 'mesh.tensor', 'mesh.context']
     """
     out: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(kind).items():
