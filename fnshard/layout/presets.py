@@ -103,10 +103,10 @@ def _computes(
     if coded:
         layouts = {path: P(*layout.parts[:1]) for path, layout in layouts.items()}
     whole = {path: free[path] for path, layout in layouts.items() if path in free and not layout.axes}
-    if whole:
+    ranks = mesh.axis_size(tensor)
+    if whole and ranks > 1:
         lines = [f"params[{path!r}] {list(leaf.shape)}" for path, leaf in whole.items()]
         size = sum(leaf.numel() * leaf.element_size() for leaf in whole.values())
-        ranks = mesh.axis_size(tensor)
         warnings.warn(
             report(
                 f"{leaves(len(whole))} of {size / 1e6:.2f} MB cannot be split over {tensor!r}, and are whole "

@@ -99,7 +99,7 @@ AUTO = {"bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"
 )
 def test_a_model_of_a_local_directory(name: str, with_model: bool, tmp_path: Path) -> None:
     """Read by `from_pretrained`, and on meta by its configuration and `fs.hf.load`: the same leaves, the
-    tied head among them; and `fs.hf.save` calls them what transformers does."""
+    tied head among them; and `fs.hf.save` calls them what transformers does. One on a tensor axis."""
     family = FAMILIES[name]
     family.build().save_pretrained(tmp_path / "model")
     auto = getattr(transformers, AUTO.get(name, "AutoModelForCausalLM"))
@@ -109,8 +109,9 @@ def test_a_model_of_a_local_directory(name: str, with_model: bool, tmp_path: Pat
         meta = auto.from_config(read.config, dtype=torch.float64)
     made = {p for p in leaves if p not in read.state_dict()} - set(dict(read.named_parameters()))
     how = {"model": meta} if with_model else {"missing": {p: leaves[p] for p in made}}
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = fs.presets.full_shard(fs.make_functional(meta)[1], mesh)
+    mesh = fs.make_mesh(**({"tensor": 2} if name == "gemma3" else {"shard": 2}), simulated=True)
+    tensor = "tensor" if "tensor" in mesh.names else None
+    specs = fs.presets.full_shard(fs.make_functional(meta)[1], mesh, tensor=tensor)
 
     def run(rank: int) -> Any:
         blocks = fs.hf.load(tmp_path / "model", specs, mesh, **how)
