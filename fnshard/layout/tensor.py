@@ -65,10 +65,9 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     matrices = {_stem(p): p for p, v in leaves.items() if v.dim() == 2}
     biases = {_stem(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
     unit_of = numeric(named)
-    sizes = {
-        stem: tuple(leaves[path].shape) for stem, path in matrices.items()
-    }  # [outputs, inputs], nn.Linear
-    transposed = {  # [inputs, outputs], as the biases of GPT-2's units say
+    sizes = {stem: tuple(leaves[path].shape) for stem, path in matrices.items()}
+    # Matrices are [outputs, inputs] as nn.Linear's, where no bias of the unit says [inputs, outputs] (GPT-2).
+    transposed = {
         unit_of[path]
         for stem, path in matrices.items()
         if stem in biases and sizes[stem][0] != len(leaves[biases[stem]]) == sizes[stem][1]
@@ -80,8 +79,8 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     out = dict[str, int]()
     for stem, kind in kinds.items():
         if stem in matrices and kind != "whole":
-            one = output_dim[stem]
-            out[matrices[stem]] = {"columns": one, "rows": 1 - one, "vocabulary": 0, "heads": 1}[kind]
+            outputs = output_dim[stem]
+            out[matrices[stem]] = {"columns": outputs, "rows": 1 - outputs, "vocabulary": 0, "heads": 1}[kind]
         if stem in biases and kind in ("columns", "vocabulary"):
             out[biases[stem]] = 0
     for path, leaf in named.items():  # LoRA's [rank, inputs] and [outputs, rank]
