@@ -61,7 +61,9 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
-        raise ConfigError(f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={there}.")
+        raise ConfigError(
+            f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={max(1, there // fixed)}."
+        )
     _check_rows(config, mesh.data_ranks)
     return replace(
         config,
