@@ -132,6 +132,8 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
     for field in FIELDS if spec.trainable is not False else FIELDS[:1]:
         value = getattr(spec, field)
         named.setdefault(spec.storage if value is None else value, []).append(field)
+    if spec.compute.axes:
+        named.setdefault(spec.compute, []).append("compute")
     return {layout: ", ".join(fields) for layout, fields in named.items()}, tuple(full)
 
 

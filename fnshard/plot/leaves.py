@@ -69,6 +69,8 @@ def label_of(spec: LayoutSpec) -> str:
     >>> spec = LayoutSpec(P(), gradient=P("shard"), optimizer=P("shard"), compute_dtype=torch.bfloat16)
     >>> label_of(spec.resolve(torch.ones(4), "unit"))
     "P() f32 → bf16, gradient and optimizer P('shard')"
+    >>> label_of(LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.ones(4), "unit"))
+    "P(('tensor', 'shard')) f32, computed P('tensor')"
     """
     stored, computed = short_dtype(spec.storage_dtype), short_dtype(spec.compute_dtype)
     parts = [f"{spec.storage!r} {stored}" + ("" if stored == computed else f" → {computed}")]
@@ -79,6 +81,7 @@ def label_of(spec: LayoutSpec) -> str:
     else:
         other = {"gradient": spec.gradient, "optimizer": spec.optimizer}
         parts += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
+    parts += [f"computed {spec.compute!r}"] if spec.compute.axes else []
     parts += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
     parts += [] if spec.memory == "device" else [f"on the {spec.memory}"]
     if spec.trainable and spec.optimizer_memory != "device":

@@ -80,7 +80,8 @@ def _box_text(rank: int, count: int, size: int) -> str:
 def leaf(spec: LayoutSpec | P, mesh: Mesh, path: str | Path, *, shape: Sequence[int] | None = None) -> Path:
     """Draw which rank holds which rows and columns of a leaf; padding is hatched.
 
-    A leaf whose gradient or optimizer state lies otherwise than its storage gets a panel for each.
+    A leaf whose gradient, optimizer state or computed part lies otherwise than its storage gets a panel for
+    each.
 
     Args:
         spec: one leaf's; or a P, with `shape`.

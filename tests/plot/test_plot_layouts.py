@@ -239,3 +239,10 @@ def test_what_is_no_mesh_and_no_shape_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match="a leaf's shape is its sizes"):
             text.leaf(P("shard"), paper, shape=shape)
     assert fs.plot.mesh(fs.make_mesh(shard=9000, abstract=True), tmp_path / "m.png").exists()
+
+
+def test_a_leaf_that_a_tensor_axis_splits_shows_what_is_computed() -> None:
+    spec = LayoutSpec(P("shard", "tensor"), compute=P(None, "tensor"))
+    told = text.leaf(spec, paper(shard=2, tensor=2), shape=(4, 4))
+    stored, computed = told.split("compute: ")
+    assert "| 0 " in stored and "P(None, 'tensor')" in computed and "| 0, 2 | 1, 3 |" in computed
