@@ -141,6 +141,29 @@ def test_what_no_smaller_ops_define_takes_whole_values() -> None:
         assert_placed(traced(through_strides, params, batch), params, batch, MLP)
 
 
+class Normalised(torch.autograd.Function):
+    """A gradient of length one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+def normalised(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = F.linear(Normalised.apply(x * p["norm"]), p["up"], p["b"])
+    return F.linear(Normalised.apply(h), p["down"]).square().mean() + 0 * p["c"].sum()
+
+
+@pytest.mark.parametrize("inputs", [MLP, {}, {"0": Split(0)}], ids=str)
+def test_a_gradient_that_is_not_linear_is_given_the_whole_one(inputs: Any) -> None:
+    params, batch = leaves(), (rows(6, 6),)
+    assert_placed(traced(normalised, params, batch), params, batch, inputs)
+
+
 @hypothesis.settings(MODEST, max_examples=12)
 @hypothesis.given(programs(), st.randoms(use_true_random=False))
 def test_any_program_on_any_split(program: Any, draw: Any) -> None:

@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 
 from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.conversions import Conversions
@@ -176,6 +177,8 @@ class _Placer:
             body = without_writes(node.target, [s.whole for s in sources])
             if body is not None:
                 return self.inlined(node, body)
+        if isinstance(node.target, CustomGradient):
+            return self.on_the_first(node, sources)
         if not isinstance(node.target, OpOverload):
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
@@ -251,6 +254,27 @@ class _Placer:
         new = self.call(node.target, args, kwargs)
         self.record.values[new] = REPLICATED, node.meta["val"]
         return _Value(new, REPLICATED, node.meta["val"])
+
+    def on_the_first(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+        """A gradient that `fn` computes by itself, which need not be linear in the one that it is given.
+
+        The results are a sum of which the first rank alone has a part: it is given their whole gradient, and
+        makes of it the whole gradient of the inputs.
+        """
+        first = self.call(aten.eq.Scalar, (self.index, 0))
+        reads = [self.convert(s, REPLICATED) for s in sources]
+        inputs = range(node.target.values, node.target.values + node.target.inputs)
+        for i in inputs:
+            alone = self.call(aten.detach.default, (reads[i],))
+            reads[i] = self.call(aten.where.self, (first, reads[i], alone))
+        made, results = self.call(node.target, tuple(reads)), []
+        many = node.target.values > 1
+        for i, whole in enumerate(node.meta["val"] if many else [node.meta["val"]]):
+            value = self.call(operator.getitem, (made, i)) if many else made
+            part = self.call(aten.where.ScalarOther, (first, value, 0))
+            self.record.values[part] = PARTIAL, whole
+            results.append(_Value(part, PARTIAL, whole))
+        return _Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
 
     def inlined(self, node: fx.Node, body: fx.Graph) -> _Value:
         """What an op does in smaller ops, placed in its stead."""
