@@ -214,7 +214,6 @@ def test_what_rests_on_disk_stays_there() -> None:
     assert tiers == {("disk", "disk")}
 
 
-@pytest.mark.long  # a search among codecs
 def test_micro_batches_on_a_tensor_axis() -> None:
     """Its exchanges are of the same rows; those of `fn` over data axes would be of fewer."""
     params = {"up.w": torch.ones(4, 4, device="meta"), "down.w": torch.ones(4, 4, device="meta")}
@@ -229,6 +228,7 @@ def test_micro_batches_on_a_tensor_axis() -> None:
     assert len(Search(partial(loss, sums=fs.psum), params, **how).divisors) == 1
 
 
+@pytest.mark.long  # a search among codecs
 def test_frozen_codes_beside_adapters() -> None:
     """What is planned for a quantised base is what its step takes; codes are not what a plan moves first."""
     with torch.device("meta"):
