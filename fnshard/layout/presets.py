@@ -142,18 +142,19 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
 
 
 def _all(mesh: Mesh) -> tuple[str, ...]:
-    return mesh.data_axes
+    """Axes whose ranks compute with the same leaves: they may share them."""
+    return (*mesh.data_axes, *(n for n in mesh.names if n == "context" and n not in mesh.data_axes))
 
 
 def _inner(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(a for a in mesh.data_axes if a != "replicate") or mesh.data_axes
+    return tuple(a for a in _all(mesh) if a != "replicate") or _all(mesh)
 
 
 full_shard = _preset(
     lambda s: {"storage": s},
     _all,
     """FSDP's FULL_SHARD, DeepSpeed's ZeRO 3: parameters, gradients and optimizer state sharded over
-    all data axes; parameters gathered for forward, freed, and gathered again for backward.""",
+    all data axes and the context axis; parameters gathered for forward, freed, gathered again for backward.""",
 )
 shard_grad_op = _preset(
     lambda s: {"storage": s, "reshard": False},

@@ -168,6 +168,7 @@ class Lowering:
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
             program = self.front(batch, sources=True).program  # once more, for the lines of code
+            program = program.traced or program
             outside = Indices.of(program).outside(values, program.constants)
             raise StateError(
                 "numbers of the batch are outside of what they are looked up in:",

@@ -43,6 +43,9 @@ def test_over_all_data_axes_or_the_inner_ones() -> None:
     assert fs.presets.hybrid_shard(params, HYBRID)["w"].storage == P("shard")
     tensor = fs.make_mesh(shard=4, tensor=2, data_axes=["shard"], abstract=True)
     assert fs.presets.full_shard(params, tensor)["w"].storage == P("shard")
+    long = fs.make_mesh(replicate=2, shard=2, context=4, abstract=True)  # its ranks have the same leaves
+    assert fs.presets.full_shard(params, long)["w"].storage == P(("replicate", "shard", "context"))
+    assert fs.presets.hybrid_shard(params, long)["w"].storage == P(("shard", "context"))
 
 
 @pytest.mark.parametrize(

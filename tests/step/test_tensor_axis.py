@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import reference
+import torch
 from models import Model
 from sharded import assert_same, by_steps, make_step, specs_of, train
-from tensor_models import ROWS, WIDTH, T, decoder
+from tensor_models import ROWS, VOCAB, WIDTH, T, decoder
 from torch import Tensor
 
 import fnshard as fs
+from fnshard import StateError
 from fnshard.compiler.schedule.instructions import Exchange
 
 MESHES = [
@@ -80,3 +82,20 @@ def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) ->
     block = [i for i in lines if i.phase == "forward" and i.unit == "layers.0"]
     kinds = {"exchange": "e", "wait": "w", "run": "r"}
     assert " ".join(kinds[i.verb] for i in block if i.verb in kinds) == f"r {verbs} r e w r"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
+    """To a rank that has a part of a table, they would be another rank's."""
+    model, mesh = decoder(), fs.make_mesh(**{axis: 2}, simulated=True)
+    specs = fs.presets.full_shard(model.params, mesh, tensor="tensor" if axis == "tensor" else None)
+    step = make_step(mesh, model, specs, None)
+    tokens = model.batch(0)[0].index_fill(1, torch.tensor([3]), VOCAB)
+
+    def run(rank: int) -> None:
+        step(fs.shard(model.params, specs, mesh), tokens)
+
+    with pytest.raises(
+        StateError, match=r"embedding of leaf 'embed.weight'.* takes 0 to 15, and gets .* to 16"
+    ):
+        fs.simulate(mesh, run)

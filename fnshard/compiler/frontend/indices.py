@@ -57,7 +57,11 @@ class Indices:
 
     @staticmethod
     def of(program: Program) -> Indices:
-        """Those whose indices rest on integers of the batch, and on constants that lie on the CPU."""
+        """Those whose indices rest on integers of the batch, and on constants that lie on the CPU.
+
+        Of the program of whole values: in a part of a table, what is outside of it is another rank's.
+        """
+        program = program.traced or program
         known = dict(zip(program.placeholders, program.inputs, strict=True))
         integer_inputs = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
         found = {n for n, i in integer_inputs.items() if i.kind == "batch"}

@@ -86,7 +86,7 @@ class Program:
     """The captured forward.
 
     `inputs` name the graph's placeholders in order. `rows`: of one rank's micro-batch. It holds while `guard`
-    does.
+    does. `traced`: of a program that is placed over axes, the one of whole values.
     """
 
     graph: fx.Graph
@@ -96,6 +96,7 @@ class Program:
     fake_mode: Any = field(repr=False, default=None)
     guard: Guard = field(repr=False, default_factory=Guard)
     rows: int = 1
+    traced: Program | None = field(repr=False, default=None)
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -79,11 +79,12 @@ def place_axes(
     Args:
         sequences: the dim of each batch leaf that the context axis splits.
     """
+    traced = program
     tensor = mesh.ordered({"tensor", *(a for s in specs.values() for a in s.compute.axes)} - {"context"})
     if "context" in mesh.ordered(mesh.names):
         sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
-        ranks, later = mesh.axis_size("context"), mesh.axes_size(tensor)
-        program = place(program, Axis("context", ranks, {}, residual, sliced, later))
+        context = Axis("context", mesh.axis_size("context"), {}, residual, sliced, mesh.axes_size(tensor))
+        program = place(program, context)
     for axis in tensor:
         inputs = {
             Input("leaf", path): Split(dim)
@@ -95,7 +96,7 @@ def place_axes(
     for node in program.graph.find_nodes(op="call_function", target=CONSTRAIN):
         node.replace_all_uses_with(node.args[0])
         program.graph.erase_node(node)
-    return program
+    return program if program is traced else replace(program, traced=traced)
 
 
 def place(program: Program, axis: Axis) -> Program:
@@ -198,7 +199,7 @@ class _Placer:
             if body is not None:
                 return self.inlined(node, body)
         if cost > needed and find is None:
-            self.gathered.append(f"{node.target}: {_megabytes(cost)}")
+            self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
         for read, to in zip(tensors_of(node), way.inputs, strict=True):
             self.settle(read, to)
@@ -444,7 +445,3 @@ class _Placer:
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.3f} MB"
