@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard import StateError
-from fnshard.compiler.schedule.instructions import Exchange
+from fnshard.compiler.schedule.instructions import Exchange, Gather, Wait
 
 MESHES = [
     {"tensor": 2}, {"shard": 2, "tensor": 2}, {"tensor": 2, "shard": 2}, {"shard": 1, "tensor": 4},
@@ -81,7 +81,8 @@ def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) ->
     lines = step.lower(model.params, *model.batch(0)).schedule.instructions
     block = [i for i in lines if i.phase == "forward" and i.unit == "layers.0"]
     kinds = {"exchange": "e", "wait": "w", "run": "r"}
-    assert " ".join(kinds[i.verb] for i in block if i.verb in kinds) == f"r {verbs} r e w r"
+    found = [kinds[i.verb] for i in block if i.verb in kinds and not (isinstance(i, Wait) and i.of is Gather)]
+    assert " ".join(found) == f"r {verbs} r e w r"
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
