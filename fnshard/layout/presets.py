@@ -154,7 +154,8 @@ full_shard = _preset(
     lambda s: {"storage": s},
     _all,
     """FSDP's FULL_SHARD, DeepSpeed's ZeRO 3: parameters, gradients and optimizer state sharded over
-    all data axes and the context axis; parameters gathered for forward, freed, gathered for backward.""",
+    all data axes and the context axis; parameters gathered for forward, freed, and gathered again for
+    backward.""",
 )
 shard_grad_op = _preset(
     lambda s: {"storage": s, "reshard": False},
