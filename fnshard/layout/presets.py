@@ -133,7 +133,7 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
     pads = {
         dim: (-size % ways) / max(size, 1)
         for dim, size in enumerate(block_shape(shape, compute, mesh))
-        if not compute.of(dim) or size % ways == 0
+        if not compute.of(dim) or shape[dim] % (mesh.axes_size(compute.of(dim)) * ways) == 0
     }
     if not axes or not pads:
         return compute

@@ -300,6 +300,11 @@ def block_slices(
     return tuple(out)
 
 
+def every_rank_has_some(size: int, ranks: int) -> bool:
+    """Whether a dim that is cut in equal blocks, the last of them padded, leaves no rank without numbers."""
+    return -(-size // ranks) * (ranks - 1) < size
+
+
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
     """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch by
     rows or along its sequence, or leaves in any layout. Along any other all ranks do the same."""
@@ -370,7 +375,8 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
             )
         for dim, size in enumerate(spec.shape):
             ways = mesh.axes_size(layout.of(dim))
-            if spec.compute.of(dim) and size % ways:
+            padded = layout.of(dim) == spec.compute.of(dim) and every_rank_has_some(size, ways)
+            if spec.compute.of(dim) and size % ways and not padded:
                 yield (
                     f"compute={spec.compute!r}, {field}={layout!r}: {ways} ranks do not divide dim {dim}",
                     "split another dim over the data axes, or pad the dim to a multiple.",

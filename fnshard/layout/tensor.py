@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from fnshard.layout.spec import P, is_buffer
+from fnshard.layout.spec import P, every_rank_has_some, is_buffer
 from fnshard.layout.units import numeric
 from fnshard.mesh import Mesh
 
@@ -48,8 +48,13 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
     {'mlp.up_proj.weight': P('tensor'), 'mlp.down_proj.weight': P(None, 'tensor')}
     """
     ranks = mesh.axis_size(axis)
+
+    def even(path: str, size: int) -> bool:
+        padded = _kind(_stem(path)) == "vocabulary" and every_rank_has_some(size, ranks)
+        return padded or size % ranks == 0
+
     return {
-        path: P() if named[path].shape[dim] % ranks else P(*[None] * dim, axis)
+        path: P(*[None] * dim, axis) if even(path, named[path].shape[dim]) else P()
         for path, dim in split_dims(named).items()
     }
 

@@ -55,7 +55,7 @@ def test_every_mesh_restores_every_other(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("before", "after"), [("2x2", "4"), ("4", "turned"), ("turned", "2x2")])
 def test_training_goes_on_after_resharding(before: str, after: str) -> None:
     """In memory: two steps on one mesh and one on another are three of one process."""
-    model, optimizer = decoder(), fs.optim.adamw(1e-2, weight_decay=0.1)
+    model, optimizer = decoder(vocab=19), fs.optim.adamw(1e-2, weight_decay=0.1)
     expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
     meshes = [fs.make_mesh(**MESHES[name], simulated=True) for name in (before, after)]
     specs = [specs_of(model, "full_shard", mesh, tensor="tensor") for mesh in meshes]

@@ -189,12 +189,19 @@ def test_rules_and_layouts_by_path() -> None:
 
 
 def test_what_does_not_divide_stays_whole_with_a_warning() -> None:
-    params = {"embed.weight": torch.zeros(61, 4), "up.weight": torch.zeros(8, 4)}
+    params = {"up.weight": torch.zeros(61, 4), "gate_proj.weight": torch.zeros(8, 4)}
     with pytest.warns(
-        UserWarning, match=r"(?s)1 leaf of 0.00 MB.*'tensor'.*2 ranks.*'embed.weight'\] \[61, 4\].*pad"
+        UserWarning, match=r"(?s)1 leaf of 0.00 MB.*'tensor'.*2 ranks.*'up.weight'\] \[61, 4\].*pad"
     ):
         specs = fs.presets.full_shard(params, MESH, tensor="tensor")
     assert [s.compute for s in specs.values()] == [P(), T]
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
+    """Its rows are split over tensor alone; the data axes take columns."""
+    specs = fs.presets.full_shard({"embed.weight": torch.zeros(61, 4)}, MESH, tensor="tensor")
+    assert (specs["embed.weight"].compute, specs["embed.weight"].storage) == (T, P("tensor", "shard"))
+    assert specs["embed.weight"].local(MESH).shape == (31, 4)
 
 
 def test_coded_leaves_are_split_by_rows() -> None:

@@ -58,6 +58,7 @@ MODELS = {
     "untied": lambda: decoder(tied=False),
     "one key head": lambda: decoder(kv_heads=1),
     "one block": lambda: decoder(layers=1),
+    "uneven vocabulary": lambda: decoder(vocab=19),
     "lora": tuned,
 }
 
@@ -84,6 +85,8 @@ ROWS = {
     "hybrid_shard in the middle": Row(preset="hybrid_shard", axes={"replicate": 2, "tensor": 2, "shard": 2}),
     "untied": Row("untied"),
     "one key head": Row("one key head"),
+    "uneven vocabulary": Row("uneven vocabulary", clip=True),
+    "uneven vocabulary, whole": Row("uneven vocabulary", "zero1", {}, {"residual": "whole"}, axes={"tensor": 4}),
     "lora": Row("lora"),
     "lora, one axis": Row("lora", axes={"tensor": 2}),
     "clip": Row(clip=True),

@@ -10,13 +10,13 @@ from torch import Tensor
 ROWS, T, WIDTH, HEADS, VOCAB = 4, 8, 8, 4, 16
 
 
-def decoder(kv_heads: int = 2, tied: bool = True, layers: int = 2) -> Model:
+def decoder(kv_heads: int = 2, tied: bool = True, layers: int = 2, vocab: int = VOCAB) -> Model:
     """Blocks of attention and an MLP with biases."""
     draw = generator(0)
     kv = kv_heads * WIDTH // HEADS
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH), "pos": (T, WIDTH), "norm": (WIDTH,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocab, WIDTH), "pos": (T, WIDTH), "norm": (WIDTH,)}
     if not tied:
-        shapes["head.weight"] = (VOCAB, WIDTH)
+        shapes["head.weight"] = (vocab, WIDTH)
     for i in range(layers):
         block = {
             "q_proj.weight": (WIDTH, WIDTH), "k_proj.weight": (kv, WIDTH), "v_proj.weight": (kv, WIDTH),
