@@ -86,7 +86,7 @@ ROWS = {
     "untied": Row("untied"),
     "one key head": Row("one key head"),
     "uneven vocabulary": Row("uneven vocabulary", clip=True),
-    "uneven vocabulary, whole": Row("uneven vocabulary", "zero1", {}, {"residual": "whole"}, axes={"tensor": 4}),
+    "uneven vocabulary, whole": Row("uneven vocabulary", options={"residual": "whole"}, axes={"tensor": 4}),
     "lora": Row("lora"),
     "lora, one axis": Row("lora", axes={"tensor": 2}),
     "clip": Row(clip=True),
