@@ -86,12 +86,24 @@ def _computes(
     """
     if tensor is None:
         return {}
+    if not isinstance(tensor, str | Mapping):
+        raise SpecError(
+            f"tensor={tensor!r}: the name of a mesh axis, or a dict from paths to P(...).",
+            fix="tensor='tensor', or tensor={'layers.0.up.weight': P('tensor')}.",
+        )
     if not isinstance(tensor, str):
         if unknown := [f"tensor[{path!r}]" for path in tensor if path not in free]:
             raise SpecError(
                 f"{leaves(len(unknown))} that the preset has no layout for:",
                 unknown,
                 "name leaves of the tree that no rule takes.",
+            )
+        rows = {"context", *mesh.data_axes}
+        if odd := [f"tensor[{path!r}]={p!r}" for path, p in tensor.items() if rows & {*p.axes}]:
+            raise SpecError(
+                f"{leaves(len(odd))} split over an axis that splits rows, or sequences, and no leaf:",
+                odd,
+                "name another axis, as 'tensor' in make_mesh(shard=4, tensor=2).",
             )
         return tensor
     if tensor not in mesh.names or tensor in mesh.data_axes:

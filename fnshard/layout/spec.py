@@ -366,6 +366,11 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
             f"compute={spec.compute!r}: {data[0]!r} is a data axis, whose ranks see other rows",
             "name an axis that is none, as 'tensor' in make_mesh(shard=4, tensor=2).",
         )
+    if "context" in spec.compute.axes:
+        yield (
+            f"compute={spec.compute!r}: the context axis splits sequences, and no leaf",
+            "name another axis, as 'tensor'; storage may name 'context'.",
+        )
     for field in ("storage", "gradient", "optimizer"):
         layout = getattr(spec, field)
         if any(layout.of(d)[: len(spec.compute.of(d))] != spec.compute.of(d) for d in range(len(spec.shape))):

@@ -65,6 +65,12 @@ class Sequence:
     value: Any
     dim: int | None = 1
 
+    @property
+    def fits(self) -> bool:
+        """Whether it is a tensor that has the dim."""
+        value = self.value
+        return isinstance(value, Tensor) and (self.dim is None or -value.dim() <= self.dim < value.dim())
+
 
 def rows_of(leaf: Any, start: int, count: int) -> Any:
     """A batch leaf with these rows alone."""

@@ -112,6 +112,18 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
             f"{tree.how_to_register(inner[n] for n in wrong)}torch.as_tensor(array) for an array; "
             "the object's tensors, in a dict; fs.Whole around each tensor, not around a tree of them.",
         )
+    marked = {n: v for n, v in named.items() if isinstance(v, losses.Sequence)}
+    odd = [
+        f"batch[{n!r}]: fs.Sequence of {_described(v.value)}, dim {v.dim}"
+        for n, v in marked.items()
+        if not v.fits
+    ]
+    if odd:
+        raise StateError(
+            f"{len(odd)} batch leaves have no such sequence:",
+            odd,
+            "fs.Sequence(tensor, dim), a dim that it has; None, or fs.Whole, where it has no sequence.",
+        )
     empty = [f"batch[{n!r}] {list(v.shape)}" for n, v in inner.items() if isinstance(v, Tensor) and v.is_meta]
     if values and empty:
         raise StateError(
@@ -119,6 +131,10 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
             empty,
             "make the batch on the CPU or on this rank's device; step.lower(params, *batch) takes meta.",
         )
+
+
+def _described(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:

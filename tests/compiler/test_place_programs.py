@@ -272,3 +272,16 @@ def test_a_split_behind_a_view_is_the_view_of_a_split(shapes: Any, dim: int, out
     parts, expected = cut(x.view(before), split, ranks), cut(x.view(after), behind, ranks)
     for part, other in zip(parts, expected, strict=True):
         assert torch.equal(part.reshape(local_shape(after, behind, ranks)), other)
+
+
+def test_what_a_slice_cuts_off_counts_for_nothing() -> None:
+    """Its padding is the last number that is kept: the one that was cut may have no finite slope."""
+    params = {"emb": torch.rand(16, 4, dtype=torch.float64)}
+
+    def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        h = F.embedding(tokens, p["emb"]).square().sum(-1) * (torch.arange(8) < 7)
+        return h[:, :-1].sqrt().mean()
+
+    mesh = fs.make_mesh(context=2, simulated=True)
+    tokens = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(0))
+    assert fs.debug.check(loss, params, tokens, fs.presets.full_shard(params, mesh), mesh=mesh)

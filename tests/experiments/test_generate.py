@@ -41,9 +41,7 @@ def model_of(name: str) -> lm.LanguageModel:
 
 
 @cache
-def generator_of(
-    name: str, ranks: int, tensor: int = 1, context: int = 1
-) -> tuple[Generator, dict[str, Any]]:
+def generator_of(name: str, ranks: int, tensor: int, context: int) -> tuple[Generator, dict[str, Any]]:
     """Over simulated ranks, and its specs."""
     mesh = fs.make_mesh(shard=ranks, tensor=tensor, context=context, simulated=True)
     specs = fs.presets.full_shard(model_of(name).params, mesh, tensor="tensor")
@@ -119,7 +117,7 @@ def test_greedy_is_transformers_greedy(name: str) -> None:
 def test_two_programs_serve_all() -> None:
     """Other prompts, more tokens, other draws, one rank: nothing is compiled anew but for longer prompts."""
     assert text("llama", 1) == transformers_text("llama")
-    generator, _ = generator_of("llama", 1)
+    generator, _ = generator_of("llama", 1, 1, 1)
     text("llama", 1, [PROMPTS[0]] * 4, 3)
     text("llama", 1, temperature=1.0, top_k=3, seed=4)
     lowerings = [len(f._lowering.programs) for f in (generator.prefill, generator.decode)]
@@ -228,7 +226,7 @@ def test_rows_end_by_themselves_and_ranks_together() -> None:
     wanted = [row[: next((i + 1 for i, t in enumerate(row) if t in ends), NEW)] for row in whole]
     assert len({len(row) for row in wanted}) > 1 and min(map(len, wanted)) < NEW
     assert text("llama", 2, eos=ends) == wanted
-    generator, _ = generator_of("llama", 2)
+    generator, _ = generator_of("llama", 2, 1, 1)
     mine = mock.Mock(side_effect=generator.decode.__call__)
     object.__setattr__(generator, "decode", mine)
     try:
@@ -261,7 +259,7 @@ def test_on_processes(ranks: Any) -> None:
 
 
 def test_all_ranks_refuse_what_one_cannot_do() -> None:
-    generator, specs = generator_of("llama", 2)
+    generator, specs = generator_of("llama", 2, 1, 1)
     blocks = [fs.shard(model_of("llama").params, specs, generator.mesh)] * 2
 
     def call(mine: list[Rows], **how: Any) -> Callable[[], Any]:

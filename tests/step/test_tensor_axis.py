@@ -100,3 +100,46 @@ def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
         StateError, match=r"embedding of leaf 'embed.weight'.* takes 0 to 15, and gets .* to 16"
     ):
         fs.simulate(mesh, run)
+
+
+def lowered_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
+    model, mesh = decoder(), fs.make_mesh(shard=2, tensor=2, context=2, abstract=True)
+    specs = fs.presets.full_shard(model.params, mesh, **preset)
+    step = make_step(mesh, model, specs, None, loss=loss)
+    return step.lower(model.params, *(model.batch(0) if batch is None else (batch,)))
+
+
+TOKENS = torch.zeros(ROWS, T, dtype=torch.int64)
+WRONG = {
+    "a sequence that is no dim": (
+        lambda: lowered_with(fs.Sequence(TOKENS, 5)), r"fs.Sequence of \[4, 8\], dim 5.*a dim that it has"
+    ),
+    "a sequence of a number": (lambda: lowered_with(fs.Sequence(2.0)), "fs.Sequence of float"),
+    "a sum over ranks with the same rows": (
+        lambda: lowered_with(loss=lambda p, t: fs.psum(p["pos"].sum(), "tensor") + t.sum()),
+        "fs.psum over 'tensor', whose ranks take the same rows.*leave it out",
+    ),
+    "a leaf computed over context": (
+        lambda: lowered_with(tensor={"layers.0.up_proj.weight": fs.P("context")}),
+        "splits rows, or sequences, and no leaf.*layers.0.up_proj.weight.*another axis",
+    ),
+    "no name of an axis": (lambda: lowered_with(tensor=["tensor"]), "tensor=.*the name of a mesh axis"),
+    "a layout that is a name": (
+        lambda: lowered_with(loss=lambda p, t: fs.constrain(p["pos"], "tensor").sum() + t.sum()),
+        "fs.constrain of .*Tensor and str",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_one_error(mistake: str) -> None:
+    run, message = WRONG[mistake]
+    with pytest.raises(fs.FnshardError, match=f"(?s){message}"):
+        run()
+
+
+def test_a_data_axis_may_have_any_name() -> None:
+    """Along "context" that splits rows, no sequence is split."""
+    model, mesh = decoder(), fs.make_mesh(context=2, data_axes=["context"], simulated=True)
+    specs = fs.presets.full_shard(model.params, mesh)
+    assert fs.debug.check(model.loss, model.params, *model.batch(0), specs, mesh)

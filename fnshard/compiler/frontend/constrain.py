@@ -19,7 +19,7 @@ _LIB.impl("constrain", lambda x, axes, dims: torch.ops.aten.alias.default(x), "C
 CONSTRAIN = torch.ops.fnshard.constrain.default
 
 
-def constrain(x: Tensor, layout: P, axes: Sequence[str] | None = None) -> Tensor:
+def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> Tensor:
     """`x`, split over the tensor and context axes as `layout` says, where `fn` is sharded.
 
     What is computed stays the same; where it is otherwise split, an exchange brings it there, and in the
@@ -39,14 +39,21 @@ def constrain(x: Tensor, layout: P, axes: Sequence[str] | None = None) -> Tensor
     True
     """
     mesh = traced_mesh()
+    if not isinstance(x, Tensor) or not isinstance(layout, P):
+        raise TraceError(
+            f"`fn` calls fs.constrain of {type(x).__name__} and {type(layout).__name__}.",
+            fix='a tensor and a layout: fs.constrain(x, fs.P(None, "tensor")).',
+        )
     if mesh is None:
         return x
     placed = [n for n in mesh.names if n not in mesh.data_axes]
+    axes = (axes,) if isinstance(axes, str) else axes
     spoken = list(axes if axes is not None else layout.axes or placed)
     unknown = [a for a in {**dict.fromkeys(spoken), **dict.fromkeys(layout.axes)} if a not in placed]
+    shown = ", ".join(mesh.data_axes) or "none"
     if unknown or len(layout.parts) > x.dim():
         problem = (
-            f"over {', '.join(map(repr, unknown))}, of mesh {mesh} with data axes {', '.join(mesh.data_axes)}"
+            f"over {', '.join(map(repr, unknown))}, of mesh {mesh}, data axes {shown}"
             if unknown
             else f"of {list(x.shape)}, which has {x.dim()} dims"
         )

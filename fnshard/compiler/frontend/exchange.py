@@ -164,7 +164,7 @@ def psum(x: Summed, axes: Axes = None) -> Summed:
     Args:
         x: a tensor of the same shape on every rank, or a number, which is multiplied by how many ranks there
             are. Half precision is summed as the wire sums gradients.
-        axes: of the mesh, a name or several; default all data axes.
+        axes: data axes of the mesh, a name or several; default all of them.
 
     Raises:
         TraceError: an axis that the mesh lacks; a boolean; inside of a torch.func transform.
@@ -244,6 +244,12 @@ def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
             f"`fn` calls fs.{kind} over {shown}, which mesh {mesh} "
             + ("does not have." if unknown else "has once."),
             fix=f"axes: some of {', '.join(mesh.names)}, each once; left out, all data axes.",
+        )
+    if same := [n for n in names if n not in mesh.data_axes]:
+        raise TraceError(
+            f"`fn` calls fs.{kind} over {', '.join(map(repr, same))}, whose ranks take the same rows.",
+            fix=f"leave it out: sums over such axes are derived from `fn`; data axes are "
+            f"{', '.join(mesh.data_axes) or 'none here'}.",
         )
     names = tuple(n for n in names if mesh.axis_size(n) > 1)
     return names, math.prod(map(mesh.axis_size, names))

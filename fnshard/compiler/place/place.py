@@ -81,7 +81,7 @@ def place_axes(
     """
     traced = program
     tensor = mesh.ordered({"tensor", *(a for s in specs.values() for a in s.compute.axes)} - {"context"})
-    if "context" in mesh.ordered(mesh.names):
+    if "context" in mesh.ordered(set(mesh.names) - set(mesh.data_axes)):
         sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
         context = Axis("context", mesh.axis_size("context"), {}, residual, sliced, mesh.axes_size(tensor))
         program = place(program, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -103,7 +103,8 @@ def _repeat(call: Call) -> Iterator[Way]:
     more = len(call["repeats"]) - call.tensors[0].dim()
     for split in call.splits(call.tensors[0].shape):
         dim = split.dim + more
-        yield Way((split,), Split(dim, split.outer * call["repeats"][dim]))
+        if call["repeats"][dim]:
+            yield Way((split,), Split(dim, split.outer * call["repeats"][dim]))
     yield Way((PARTIAL,), PARTIAL)
 
 
@@ -133,6 +134,17 @@ def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Spli
     return None
 
 
+def _without_last(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
+    """A part whose last numbers, of the last rank, are cut off: what pads them is no number that was cut."""
+
+    def run(index: Tensor, x: Tensor) -> Tensor:
+        kept, cut = x.split([x.shape[dim] - count, count], dim)
+        last = kept.narrow(dim, kept.shape[dim] - 1, 1).detach()
+        return torch.cat([kept, torch.where(index == ranks - 1, last, cut)], dim)
+
+    return run
+
+
 @rule(aten.slice.Tensor, aten.narrow.default)
 def _slice(call: Call) -> Iterator[Way]:
     shape, named = call.tensors[0].shape, call.arguments
@@ -147,6 +159,8 @@ def _slice(call: Call) -> Iterator[Way]:
         if (found := _cut(call, split, dim, start, last)) is not None:
             after, first, end = found
             take = lambda index, x, first=first, end=end: aten.slice(x, dim, first, end, step)  # noqa: E731
+            if split == Split(dim) and last < size:
+                take = _without_last(dim, call.part(shape, split) * call.ranks - last, call.ranks)
             yield Way((split,), after, run=take)
     yield Way((PARTIAL,), PARTIAL)
 

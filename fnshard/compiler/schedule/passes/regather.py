@@ -19,7 +19,8 @@ def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     """
     lines = schedule.instructions
     forward = [i for i in lines if isinstance(i, Exchange) and i.phase.startswith("forward")]
-    sent = {line.writes[0]: line for line in forward if line.kind == "all_gather"}
+    rows = set(schedule.mesh.data_axes)  # what `fn` gathers of other rows itself is kept
+    sent = {line.writes[0]: line for line in forward if line.kind == "all_gather" and not rows & {*line.axes}}
     largest = max((line.sent_bytes for line in sent.values()), default=0)
     sent = {flight: line for flight, line in sent.items() if line.sent_bytes * SMALL >= largest}
     received = {
