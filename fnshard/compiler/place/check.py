@@ -1,7 +1,7 @@
 """Check: a placed program against its types. What is found here would train, and train wrong.
 
 The walk of `place` writes down what each value is and how each op runs; this reads the graph that came of it,
-behind every rewrite, and derives the types again: which way of its rule an op has taken, what it reads, which
+and derives the types again: which way of its rule an op has taken, what it reads, which
 exchange stands between two placements, and how large each rank's part is.
 """
 

@@ -302,10 +302,12 @@ def _nll_loss(
 @expansion(own.token_losses.default)
 def _token_losses(
     call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
-) -> tuple[Tensor, Tensor] | None:
-    """Of what each rank's part of the vocabulary has, without all logits at once."""
+) -> tuple[Tensor, Tensor]:
+    """Of what each rank's part of the vocabulary has, without all logits at once where the parts are even."""
     if weight.shape[0] % call.ranks:
-        return None
+        logits, counted = _wide(aten.linear(hidden, weight)), targets != ignore
+        sums = _logsumexp(None, logits, 1)
+        return torch.where(counted, sums - _chosen(logits, targets, ignore), 0.0), sums.detach()
     sums, chosen = own.token_parts(hidden, weight, targets, chunk, call.ranks)
     total = _logsumexp(None, sums, 0)
     return torch.where(targets != ignore, total - chosen.sum(0), 0.0), total.detach()

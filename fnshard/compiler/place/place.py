@@ -250,6 +250,9 @@ class _Placer:
 
     def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """An op that takes whole values."""
+        cost = sum(self.cost(s, REPLICATED) for s in sources)
+        if cost > sum(map(self.least, sources)):
+            self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = iter([self.convert(s, REPLICATED) for s in sources])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(reads))
         new = self.call(node.target, args, kwargs)
@@ -410,7 +413,7 @@ class _Placer:
                     f"{len(self.gathered)} op(s) have no rule for a split dim, and take whole values over "
                     f"{self.axis.name!r}:",
                     self.gathered[:8],
-                    "fs.constrain before them, or other ops.",
+                    "write them with ops of torch that have a rule, or where their operands are small.",
                 ),
                 stacklevel=2,
             )
