@@ -175,7 +175,7 @@ def updates(found: Any) -> collections.Counter:
     import torch
 
     from fnshard.compiler.schedule.instructions import Update
-    from fnshard.layout.spec import block_shape
+    from fnshard.layout.partition import block_shape
     from fnshard.runtime.executor.fused_update import Leaf, form_of
 
     schedule, optimizer, out, names = found.schedule, found.optimizer, collections.Counter(), {}

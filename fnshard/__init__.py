@@ -8,8 +8,8 @@
 The map; a folder imports only from those above it (`tests/test_house.py` holds it):
 
     front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them), functional
-    layout/      spec (LayoutSpec, P), rules (match_specs), resolved (specs by path), presets, tensor, units,
-                 codecs
+    layout/      partition (P, blocks), spec (LayoutSpec), rules (match_specs), resolved (specs by path),
+                 presets, tensor, units, codecs
     losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
     compiler/    ir (Program, source lines), deferred (modules without memory), frontend (fn to Program),
                  rewrites (of a Program's graph), place (over tensor and context axes), kernels (split, remat,
@@ -54,8 +54,9 @@ from fnshard.functional import make_functional
 from fnshard.launcher.local import launch
 from fnshard.launcher.rank import run_rank
 from fnshard.layout import codecs, presets, units
+from fnshard.layout.partition import Fused, P
 from fnshard.layout.rules import match_specs
-from fnshard.layout.spec import LayoutSpec, P
+from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean, Sequence, Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim import schedules
@@ -77,6 +78,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "FnshardError",
+    "Fused",
     "Hardware",
     "LaunchError",
     "LayoutSpec",

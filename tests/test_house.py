@@ -24,6 +24,7 @@ PUBLIC = [
     "CheckpointError",
     "CollectiveError",
     "FnshardError",
+    "Fused",
     "Hardware",
     "LaunchError",
     "LayoutSpec",

@@ -36,7 +36,7 @@ from fnshard.compiler.schedule.instructions import (
     Zeros,
 )
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.layout.spec import block_shape
+from fnshard.layout.partition import block_shape
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ from fnshard.compiler.schedule.paper import (
 )
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import BudgetError, report
-from fnshard.layout.spec import LayoutSpec, block_shape
+from fnshard.layout.partition import block_shape
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 

@@ -17,7 +17,8 @@ from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.pairs import as_pairs, slots_at_rest
-from fnshard.layout.spec import LayoutSpec, block_shape
+from fnshard.layout.partition import block_shape
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.executor.control import StepControl

@@ -6,6 +6,7 @@ reaches a tensor before its checksum is compared.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
@@ -66,10 +67,10 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
     """What this rank reads: the overlap of each saved chunk with its own boxes."""
     for target in targets.values():
         saved = manifest.leaves[target.source]
-        dtype, part, (offset, shape) = STATE_DTYPES[saved.dtype], target.part(mesh), target.box(mesh)
-        for chunk in saved.chunks:
+        dtype = STATE_DTYPES[saved.dtype]
+        for (offset, part), chunk in itertools.product(target.parts(mesh), saved.chunks):
             low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
-            ends = zip(offset, shape, chunk.offset, chunk.shape, strict=True)
+            ends = zip(offset, part.shape, chunk.offset, chunk.shape, strict=True)
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if any(first >= last for first, last in zip(low, high, strict=True)):
                 continue

@@ -18,8 +18,9 @@ from fnshard.checkpoint.manifest_file import Chunk, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
+from fnshard.layout.partition import P, block_shape, boxes
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec, P, block_shape, block_slices
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES
 from fnshard.step.shards import check_blocks
@@ -30,24 +31,18 @@ Specs = Mapping[str, LayoutSpec]
 
 @dataclass(frozen=True)
 class LocalLeaf:
-    """One rank's block of a leaf: `block`, padded, is the box of the full tensor that `layout` says; `shape`
+    """One rank's block of a leaf: `block`, padded, is the part of the full tensor that `layout` says; `shape`
     is the full tensor's."""
 
     shape: tuple[int, ...]
     layout: P
     block: Tensor
 
-    def box(self, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where this rank's part begins in the full tensor, and its shape without padding."""
-        here = block_slices(self.shape, self.layout, mesh)
-        return tuple(s.start for s in here), tuple(s.stop - s.start for s in here)
-
-    def part(self, mesh: Mesh) -> Tensor:
-        """The block without its padding; a view."""
-        part = self.block
-        for dim, size in enumerate(self.box(mesh)[1]):
-            part = part.narrow(dim, 0, size)
-        return part
+    def parts(self, mesh: Mesh) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The block without its padding, in boxes of the full tensor: where each begins there, and a view."""
+        found = boxes(self.shape, self.layout, mesh)
+        parts = [(tuple(s.start for s in full), self.block[mine]) for full, mine in found]
+        return [(start, part) for start, part in parts if part.numel()]
 
     def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
         """The full leaf as a manifest names it."""

@@ -5,10 +5,11 @@ Which rank writes what follows from layouts and mesh, so that no rank has to ask
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, is_tiled
@@ -74,7 +75,7 @@ def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf
         load = loads.setdefault(copies, [0] * len(copies))
         least = load.index(min(load))
         load[least] += leaf.block.nbytes
-        if copies[least] == mesh.rank and math.prod(leaf.box(mesh)[1]):
+        if copies[least] == mesh.rank and leaf.parts(mesh):
             mine[name] = leaf
     return mine
 
@@ -83,26 +84,27 @@ def _write(directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Me
     """This rank's file, written, flushed and summed."""
     if not leaves:
         return {}, {}
-    file, boxes = data_file(mesh.rank), {name: leaf.box(mesh) for name, leaf in leaves.items()}
-    titles = {name: _title(name, leaf, boxes[name]) for name, leaf in leaves.items()}
+    file, titles = data_file(mesh.rank), dict[str, list[tuple[str, tuple[int, ...], Tensor]]]()
+    for name, leaf in leaves.items():
+        titles[name] = [(_title(name, leaf, *part), *part) for part in leaf.parts(mesh)]
     done = write(
         directory.saving / file,
         [
-            TensorToWrite(titles[name], boxes[name][1], leaf.block.dtype, lambda leaf=leaf: leaf.part(mesh))
-            for name, leaf in leaves.items()
+            TensorToWrite(title, tuple(part.shape), part.dtype, lambda part=part: part)
+            for parts in titles.values()
+            for title, _, part in parts
         ],
     )
     written = {}
-    for name, leaf in leaves.items():
-        title = titles[name]
-        chunk = Chunk(*boxes[name], file, done.at[title], done.crc32[title])
-        written[name] = leaf.saved_as([chunk])
+    for name, parts in titles.items():
+        chunks = [Chunk(at, tuple(p.shape), file, done.at[t], done.crc32[t]) for t, at, p in parts]
+        written[name] = leaves[name].saved_as(chunks)
     return written, {file: DataFile(done.bytes, done.header_bytes, done.header_crc32)}
 
 
-def _title(name: str, leaf: LocalLeaf, box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+def _title(name: str, leaf: LocalLeaf, start: tuple[int, ...], part: Tensor) -> str:
     """The name in the file: a box that is not the full leaf says where it begins."""
-    return name if box[1] == leaf.shape else f"{name}@{','.join(map(str, box[0]))}"
+    return name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
 
 
 def _manifest(leaves: Mapping[str, LocalLeaf], parts: list[Part], fields: Mapping[str, Any]) -> Manifest:

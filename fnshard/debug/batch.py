@@ -13,8 +13,9 @@ from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.errors import SpecError, StateError
 from fnshard.layout.pairs import as_pairs
+from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.layout.spec import LayoutSpec, block_slices
+from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Sequence, Whole, rows_of, unwrapped
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.step.batches import check_leaves, micro_batch
@@ -121,12 +122,12 @@ def micro_batches(batch: Arguments, count: int) -> list[Arguments]:
     return split_batch(batch, count)
 
 
-def valid_block(
+def valid_parts(
     block: Tensor, spec: LayoutSpec, layout: Any, mesh: Mesh, rank: int
-) -> tuple[tuple[slice, ...], Tensor]:
-    """Where a rank's block lies in the full leaf, and the block without its padding."""
-    slices = block_slices(spec.shape, layout, mesh, mesh.coordinate(rank))
-    return slices, block[tuple(slice(0, s.stop - s.start) for s in slices)]
+) -> list[tuple[tuple[slice, ...], Tensor]]:
+    """Where a rank's block lies in the full leaf, and the block without its padding; part by part where it is
+    `Fused`."""
+    return [(f, block[mine]) for f, mine in boxes(spec.shape, layout, mesh, mesh.coordinate(rank))]
 
 
 def full_tensor(blocks: Mapping[int, Tensor], spec: LayoutSpec, layout: Any, mesh: Mesh) -> Tensor:
@@ -134,8 +135,8 @@ def full_tensor(blocks: Mapping[int, Tensor], spec: LayoutSpec, layout: Any, mes
     first = next(iter(blocks.values()))
     full = torch.zeros(spec.shape, dtype=first.dtype, device=first.device)
     for rank in reversed(blocks):
-        slices, valid = valid_block(blocks[rank], spec, layout, mesh, rank)
-        full[slices] = valid
+        for slices, valid in valid_parts(blocks[rank], spec, layout, mesh, rank):
+            full[slices] = valid
     return full
 
 

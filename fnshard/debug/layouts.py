@@ -18,7 +18,7 @@ from fnshard.debug.batch import (
     simulated_mesh,
     split_batch,
     tolerance,
-    valid_block,
+    valid_parts,
 )
 from fnshard.debug.record import RecordedTensor, Recording, ValueKey, record
 from fnshard.layout.spec import P
@@ -222,12 +222,12 @@ def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: R
     pairs = []
     if len(blocks) == mesh.size:
         whole = full_tensor(blocks, spec_a, layout_a, mesh)
-        slices, valid = valid_block(entry.value, spec_b, layout_b, mesh, rank)
-        pairs.append((whole[slices], valid))
+        parts = valid_parts(entry.value, spec_b, layout_b, mesh, rank)
+        pairs += [(whole[slices], valid) for slices, valid in parts]
     if len(others) == mesh.size:
         whole = full_tensor(others, spec_b, layout_b, mesh)
-        slices, valid = valid_block(other.value, spec_a, layout_a, mesh, rank)
-        pairs.append((valid, whole[slices]))
+        parts = valid_parts(other.value, spec_a, layout_a, mesh, rank)
+        pairs += [(valid, whole[slices]) for slices, valid in parts]
     return max(pairs, key=lambda p: difference(*p)[0]) if pairs else None
 
 

@@ -14,7 +14,8 @@ from fnshard.errors import StateError
 from fnshard.hf.files import FileTensor
 from fnshard.hf.names import Family, Names, Transposed, computed_buffers, given_name, possible_names
 from fnshard.layout.codecs import Unfit, is_coded
-from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
+from fnshard.layout.partition import block_shape, boxes
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.fileblocks import read_block
 from fnshard.runtime.files.tensorfile import Corrupt, read_exactly
@@ -227,14 +228,15 @@ def load_block(
 
 def _fill(block: Tensor, spec: LayoutSpec, mesh: Mesh, source: LeafSource) -> None:
     """All but the padding of a block."""
-    slices, saved = block_slices(spec.shape, spec.storage, mesh), source.saved
+    parts, saved = boxes(spec.shape, spec.storage, mesh), source.saved
     try:
-        if not source.transposed:
-            read_block(saved.fd, saved.at, saved.dtype, saved.shape, slices, block)
+        if not source.transposed and len(parts) == 1:
+            read_block(saved.fd, saved.at, saved.dtype, saved.shape, parts[0][0], block)
             return
-        turned = slices[::-1]
-        part = torch.empty([s.stop - s.start for s in turned], dtype=block.dtype)
-        read_block(saved.fd, saved.at, saved.dtype, saved.shape, turned, part)
-        block[tuple(slice(s.stop - s.start) for s in slices)] = part.t()
+        for slices, mine in parts:
+            turned = slices[::-1] if source.transposed else slices
+            part = torch.empty([s.stop - s.start for s in turned], dtype=block.dtype)
+            read_block(saved.fd, saved.at, saved.dtype, saved.shape, turned, part)
+            block[mine] = part.t() if source.transposed else part
     except (Corrupt, OSError) as error:
         raise StateError(f"{source.name!r} could not be read from {saved.file}: {error}.") from error

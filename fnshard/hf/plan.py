@@ -18,7 +18,8 @@ from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
 from fnshard.hf.write import LeafWriter, Put
 from fnshard.layout.codecs import block_of
 from fnshard.layout.pairs import as_complex, as_pairs
-from fnshard.layout.spec import LayoutSpec, block_slices
+from fnshard.layout.partition import Slices, boxes
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite
@@ -191,9 +192,9 @@ def gather_rows(
     axes = mesh.ordered(spec.storage.axes)
     ranks = mesh.group_ranks(axes)
     if not spec.shape:
-        spec_slices, block = [(slice(0, 1),)] * len(ranks), block.view(1)
+        parts_of, block = [[((slice(0, 1),), (slice(0, 1),))]] * len(ranks), block.view(1)
     else:
-        spec_slices = [block_slices(spec.shape, spec.storage, mesh, mesh.coordinate(r)) for r in ranks]
+        parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(r)) for r in ranks]
     shape = spec.shape or (1,)
     row = math.prod(block.shape[1:])
     if 0 in shape:
@@ -213,25 +214,25 @@ def gather_rows(
         if receives:
             views = [part.view(sent.shape) for part in parts]
             views = list(map(as_complex, views)) if piece.is_complex() else views
-            yield from _joined(views, spec_slices, low, shape)
+            yield from _joined(views, parts_of, low, shape)
         handle.release()
 
 
 def _joined(
-    parts: list[Tensor], slices: list[tuple[slice, ...]], low: int, shape: tuple[int, ...]
+    parts: list[Tensor], boxes_of: list[list[tuple[Slices, Slices]]], low: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, Tensor]]:
     """Of every rank's rows from `low` of its block on: whole rows, padding cut off."""
     runs: dict[int, Tensor] = {}
-    for part, where in zip(parts, slices, strict=True):
-        count = min(part.shape[0], where[0].stop - where[0].start - low)
-        if count <= 0:
+    for part, (where, mine) in ((p, box) for p, of in zip(parts, boxes_of, strict=True) for box in of):
+        begin, end = max(low, mine[0].start), min(low + part.shape[0], mine[0].stop)
+        if begin >= end:
             continue
-        first, columns = where[0].start + low, where[1:]
-        valid = part[(slice(count), *(slice(s.stop - s.start) for s in columns))]
+        first, columns = where[0].start + begin - mine[0].start, where[1:]
+        valid = part[(slice(begin - low, end - low), *mine[1:])]
         if valid.shape[1:] == shape[1:]:
             runs[first] = valid
             continue
         if first not in runs:
-            runs[first] = part.new_empty((count, *shape[1:]))
+            runs[first] = part.new_empty((end - begin, *shape[1:]))
         runs[first][(slice(None), *columns)] = valid
     yield from runs.items()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
+from fnshard.layout.partition import P, block_shape
 from fnshard.layout.rules import Rule, check_tree, match_specs
-from fnshard.layout.spec import LayoutSpec, P, block_shape, is_buffer
+from fnshard.layout.spec import LayoutSpec, is_buffer
 from fnshard.layout.tensor import tensor_layouts
 from fnshard.mesh import Mesh
 
@@ -150,7 +151,7 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
     if not axes or not pads:
         return compute
     chosen = min(pads, key=lambda dim: pads[dim])
-    return P(*(compute.of(d) + (axes if d == chosen else ()) for d in range(len(shape))))
+    return P(*(compute.entries(d) + (axes if d == chosen else ()) for d in range(len(shape))))
 
 
 def _all(mesh: Mesh) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`P` and `LayoutSpec`: what one leaf's layout *means*.
+"""`LayoutSpec`: what one leaf's layout *means*.
 
 Four tensors per leaf
 ---------------------
@@ -20,7 +20,7 @@ differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -28,76 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.errors import SpecError, leaves
+from fnshard.layout.partition import P, block_shape, every_rank_has_some
 from fnshard.mesh import COMPUTE_AXES, Mesh
 
-__all__ = ["LayoutSpec", "P"]
+__all__ = ["LayoutSpec"]
 
-Axes = str | tuple[str, ...] | None
 Memory = Literal["device", "host", "disk"]
 Aggregation = Literal["mean", "sum", "rank0", "local"]
 DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
-
-
-class P:
-    """Partition spec: for each tensor dim the mesh axis, tuple of axes, or None that splits it.
-
-    A pytree leaf. Trailing Nones may be left out: `P("shard") == P("shard", None)`. After JAX's
-    `PartitionSpec`; torch's placements are per *mesh* dim, see `to_placements`.
-    """
-
-    __slots__ = ("parts",)
-
-    def __init__(self, *parts: Axes):
-        cleaned: list[Axes] = []
-        for part in parts:
-            axes = (part,) if isinstance(part, str) or not isinstance(part, Iterable) else tuple(part)
-            axes = () if part is None else axes
-            if not all(isinstance(a, str) and a for a in axes):
-                raise SpecError(f"P{parts!r}: each dim takes an axis name, a tuple of names, or None.")
-            cleaned.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-        while cleaned and cleaned[-1] is None:
-            cleaned.pop()
-        self.parts = tuple(cleaned)
-        if len(set(self.axes)) != len(self.axes):
-            raise SpecError(f"{self!r} names an axis twice; an axis splits one dim.")
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All axes named, in order of dims."""
-        return tuple(a for dim in range(len(self.parts)) for a in self.of(dim))
-
-    def of(self, dim: int) -> tuple[str, ...]:
-        """The axes that split `dim`, major first."""
-        part = self.parts[dim] if dim < len(self.parts) else None
-        return () if part is None else (part,) if isinstance(part, str) else part
-
-    def without(self, axes: Iterable[str]) -> P:
-        """The same layout over the other axes."""
-        return P(*(tuple(a for a in self.of(dim) if a not in axes) for dim in range(len(self.parts))))
-
-    def to_placements(self, mesh: Mesh) -> tuple[Any, ...]:
-        """DTensor's view: one placement per mesh dim.
-
-        >>> from fnshard.mesh import make_mesh
-        >>> P(None, "shard").to_placements(make_mesh(replicate=2, shard=4, abstract=True))
-        (Replicate(), Shard(dim=1))
-        """
-        from torch.distributed.tensor import Replicate, Shard
-
-        where = {axis: dim for dim in range(len(self.parts)) for axis in self.of(dim)}
-        return tuple(Shard(where[n]) if n in where else Replicate() for n in mesh.names)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self.parts == other.parts
-
-    def __hash__(self) -> int:
-        return hash(("P", self.parts))
-
-    def __repr__(self) -> str:
-        return f"P({', '.join(map(repr, self.parts))})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return P, self.parts
 
 
 @dataclass(frozen=True)
@@ -112,7 +50,8 @@ class LayoutSpec:
         storage: layout between steps.
         compute: the axes that split what `fn` computes with the leaf: a rank gathers its part over the other
             axes of storage alone. Axes of `compute` stand first in storage, dim by dim:
-            `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself.
+            `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself. Of
+            matrices side by side (a fused query, key and value) each is split by `P(Fused("tensor", 3))`.
         gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
         optimizer: layout of optimizer state and update.
         memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
@@ -272,39 +211,6 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, LayoutSpec)
 
 
-# ------------------------------------------------------------------ blocks: P on a shape and a mesh
-
-
-def block_shape(shape: Sequence[int], layout: P, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of every rank's block, padded so that all are equal.
-
-    >>> from fnshard.mesh import make_mesh
-    >>> block_shape((50257, 768), P("shard"), make_mesh(shard=8, abstract=True))
-    (6283, 768)
-    """
-    return tuple(-(-size // mesh.axes_size(layout.of(dim))) for dim, size in enumerate(shape))
-
-
-def block_slices(
-    shape: Sequence[int], layout: P, mesh: Mesh, coordinate: Mapping[str, int] | None = None
-) -> tuple[slice, ...]:
-    """The slices of the full tensor that a rank's block holds, without padding (they may be empty)."""
-    here = mesh.coordinate() if coordinate is None else coordinate
-    out = []
-    for dim, (size, block) in enumerate(zip(shape, block_shape(shape, layout, mesh), strict=True)):
-        index = 0
-        for axis in layout.of(dim):
-            index = index * mesh.axis_size(axis) + here[axis]
-        start = min(index * block, size)
-        out.append(slice(start, min(start + block, size)))
-    return tuple(out)
-
-
-def every_rank_has_some(size: int, ranks: int) -> bool:
-    """Whether a dim that is cut in equal blocks, the last of them padded, leaves no rank without numbers."""
-    return -(-size // ranks) * (ranks - 1) < size
-
-
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
     """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch by
     rows or along its sequence, or leaves in any layout. Along any other all ranks do the same."""
@@ -354,7 +260,26 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
             out.append((what, "name at most as many dims as the tensor has; a scalar takes P()."))
         if out:
             return out
-    return list(_unfit_compute(spec, mesh))
+    return [*_unfit_fused(spec, mesh), *_unfit_compute(spec, mesh)]
+
+
+def _unfit_fused(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Matrices side by side are split by what `compute` names, each of them evenly."""
+    for field in ("storage", "gradient", "optimizer", "compute"):
+        layout = getattr(spec, field)
+        for dim, size in enumerate(spec.shape):
+            count, axes = layout.fused(dim), layout.of(dim)
+            if count > 1 and spec.compute.fused(dim) != count:
+                yield (
+                    f"{field}={layout!r}, compute={spec.compute!r}",
+                    f"name {layout.entries(dim)[0]!r} in compute, too, or {axes[0]!r} alone in {field}.",
+                )
+            elif count > 1 and size % (count * mesh.axis_size(axes[0])):
+                ranks = mesh.axis_size(axes[0])
+                yield (
+                    f"{field}={layout!r}: dim {dim} is not {count} matrices for {ranks} ranks",
+                    "pad each of the matrices to a multiple of the ranks, or compute=P().",
+                )
 
 
 def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
@@ -373,7 +298,8 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
         )
     for field in ("storage", "gradient", "optimizer"):
         layout = getattr(spec, field)
-        if any(layout.of(d)[: len(spec.compute.of(d))] != spec.compute.of(d) for d in range(len(spec.shape))):
+        dims = range(len(spec.shape))
+        if any(layout.entries(d)[: len(spec.compute.of(d))] != spec.compute.entries(d) for d in dims):
             yield (
                 f"compute={spec.compute!r}, {field}={layout!r}",
                 "name compute's axes first, dim by dim: P(('tensor', 'shard')), compute=P('tensor').",

@@ -13,25 +13,28 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from fnshard.layout.spec import P, every_rank_has_some, is_buffer
+from fnshard.layout.partition import Fused, P, every_rank_has_some
+from fnshard.layout.spec import is_buffer
 from fnshard.layout.units import numeric
 from fnshard.mesh import Mesh
 
 # By the last name of a path, or the last two. Split are the outputs of "columns", the inputs of "rows" (whose
-# products are summed), the rows of "vocabulary" and the columns of "heads". "whole" are several matrices side
-# by side, of which a contiguous part is none of them, and tables of positions.
+# products are summed), the rows of "vocabulary" and the columns of "heads". "qkv" and "gated" are three and
+# two matrices side by side, of which the outputs of each are split. "whole" are tables of positions.
 _NAMES = {
     "columns": "q_proj k_proj v_proj q k v query key value wq wk wv q_lin k_lin v_lin to_q to_k to_v "
     "q_b_proj kv_b_proj gate_proj up_proj up fc1 fc_in c_fc wi wi_0 wi_1 w1 w3 lin1 linear1 "
-    "intermediate.dense dense_h_to_4h",
+    "intermediate.dense dense_h_to_4h query_key_value",
     "rows": "o_proj out_proj o wo out out_lin to_out down_proj down dense fc2 fc_out c_proj w2 "
     "lin2 linear2 dense_4h_to_h",
     "vocabulary": "embed_tokens wte shared lm_head tok_embeddings embed_in embed_out embedding embed head "
     "word_embeddings token_embedding predictions",
     "heads": "relative_attention_bias",
-    "whole": "c_attn qkv qkv_proj Wqkv query_key_value in_proj gate_up_proj wpe pos position_embedding "
-    "position_embeddings embed_positions token_type_embeddings",
+    "qkv": "c_attn qkv qkv_proj Wqkv in_proj",
+    "gated": "gate_up_proj",
+    "whole": "wpe pos position_embedding position_embeddings embed_positions token_type_embeddings",
 }
+_FUSED = {"qkv": 3, "gated": 2}  # matrices side by side
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
@@ -49,14 +52,14 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
     """
     ranks = mesh.axis_size(axis)
 
-    def even(path: str, size: int) -> bool:
-        padded = _kind(_stem(path)) == "vocabulary" and every_rank_has_some(size, ranks)
-        return padded or size % ranks == 0
+    def layout(path: str, dim: int) -> P:
+        size, kind = named[path].shape[dim], _kind(_stem(getattr(named[path], "beside", path)))
+        count = _FUSED.get(kind, 1)
+        padded = kind == "vocabulary" and every_rank_has_some(size, ranks)
+        fits = padded or size % (count * ranks) == 0
+        return P(*[None] * dim, Fused(axis, count)) if fits else P()
 
-    return {
-        path: P(*[None] * dim, axis) if even(path, named[path].shape[dim]) else P()
-        for path, dim in split_dims(named).items()
-    }
+    return {path: layout(path, dim) for path, dim in split_dims(named).items()}
 
 
 def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
@@ -79,14 +82,19 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     }
     output_dim = {stem: int(unit_of[path] in transposed) for stem, path in matrices.items()}
     kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _kind(stem))}
+    for stem, (first, last) in sizes.items():  # queries of other heads than keys and values are no third
+        outputs, inputs = (last, first) if output_dim[stem] else (first, last)
+        if kinds.get(stem) == "qkv" and outputs != 3 * inputs:
+            kinds[stem] = "whole"
     for scope in _scopes({stem: unit_of[path] for stem, path in matrices.items()}):
         kinds |= _paired({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in scope}, kinds)
     out = dict[str, int]()
     for stem, kind in kinds.items():
         if stem in matrices and kind != "whole":
             outputs = output_dim[stem]
-            out[matrices[stem]] = {"columns": outputs, "rows": 1 - outputs, "vocabulary": 0, "heads": 1}[kind]
-        if stem in biases and kind in ("columns", "vocabulary"):
+            dims = {"rows": 1 - outputs, "vocabulary": 0, "heads": 1}
+            out[matrices[stem]] = dims.get(kind, outputs)
+        if stem in biases and kind in ("columns", "vocabulary", *_FUSED):
             out[biases[stem]] = 0
     for path, leaf in named.items():  # LoRA's [rank, inputs] and [outputs, rank]
         base = getattr(leaf, "beside", None)

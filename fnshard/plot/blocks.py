@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from fnshard.errors import SpecError
-from fnshard.layout.spec import LayoutSpec, P, block_shape
+from fnshard.layout.partition import P, block_shape
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
 FIELDS = ("storage", "gradient", "optimizer")

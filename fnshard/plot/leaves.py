@@ -10,8 +10,9 @@ from typing import Any
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.errors import SpecError
+from fnshard.layout.partition import block_shape
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.layout.spec import LayoutSpec, block_shape, check_specs
+from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

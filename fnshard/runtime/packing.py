@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.schedule.buckets import Bucket, Piece
-from fnshard.layout.spec import P, block_shape, block_slices
+from fnshard.layout.partition import P, block_shape, block_slices, side_by_side
 from fnshard.mesh import Mesh
 
 MOST_GAPS = 16  # that are cleared one by one: each is a launch
@@ -238,6 +238,7 @@ def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
 
 def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) -> Tensor:
     """A rank's padded block of a full leaf, as a tensor of its own."""
-    slices = block_slices(full.shape, layout, mesh, mesh.coordinate(rank))
+    full = side_by_side(full, layout, mesh)
+    slices = block_slices(full.shape, layout.contiguous, mesh, mesh.coordinate(rank))
     block = padded(full[slices], block_shape(full.shape, layout, mesh))
     return block.clone(memory_format=torch.contiguous_format)

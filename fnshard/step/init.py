@@ -17,8 +17,9 @@ from fnshard.compiler.deferred.tape import fill_blank, has_blanks, seeded
 from fnshard.errors import StateError
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit
+from fnshard.layout.partition import block_shape
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec, block_shape
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.packing import local_block
 from fnshard.runtime.tiers import allocate, check_directory

@@ -15,8 +15,9 @@ from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_of
 from fnshard.layout.pairs import as_complex, as_pairs, is_complex, paired_specs
+from fnshard.layout.partition import block_shape, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec, block_shape, check_specs, is_spec
+from fnshard.layout.spec import LayoutSpec, check_specs, is_spec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
@@ -168,12 +169,14 @@ def gather_full(
     out: dict[str, Tensor] = {}
     split = {p: s for p, s in paired_specs(specs).items() if mesh.ordered(s.storage.axes)}
     with torch.no_grad():
-        for bucket in make_buckets(split, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "unshard"):
+        stored = lambda s: s.storage.contiguous  # noqa: E731
+        for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
             packer = Packer(bucket, mesh, mesh.rank)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
             packer.pack_blocks({p: as_pairs(blocks[p]) for p in bucket.paths}, flat)
             handle = comm.all_gather(flat, bucket.axes)
-            out |= packer.unpack_rows(handle.wait(), bucket.dtype)
+            rows = packer.unpack_rows(handle.wait(), bucket.dtype)
+            out |= {p: side_by_side(v, split[p].storage, mesh, inverse=True) for p, v in rows.items()}
             handle.release()
     out = {p: as_complex(full) if is_complex(specs[p]) else full for p, full in out.items()}
     return out | {p: blocks[p].to(mesh.device, copy=True) for p in specs if p not in out}

@@ -25,8 +25,9 @@ REAL = [name for name in MESHES if name != "1"]
 
 
 def step_on(mesh: fs.Mesh) -> Any:
-    """A step of the known state, of which the tensor axis splits one matrix and a bias."""
-    compute = {"layers.0.w": P(None, "tensor")} if "tensor" in mesh.names else None
+    """A step of the known state, of which the tensor axis splits one matrix, or two matrices side by side."""
+    ranks = mesh.axes_size(mesh.ordered({"tensor"} & set(mesh.names)))
+    compute = {"layers.0.w": P(None, fs.Fused("tensor", 4 // ranks))} if ranks > 1 else None
     specs = fs.presets.full_shard(saved.params(), mesh, tensor=compute)
     return fs.shard_step(saved.loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.1), backend="eager")
 
@@ -55,7 +56,7 @@ def test_every_mesh_restores_every_other(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("before", "after"), [("2x2", "4"), ("4", "turned"), ("turned", "2x2")])
 def test_training_goes_on_after_resharding(before: str, after: str) -> None:
     """In memory: two steps on one mesh and one on another are three of one process."""
-    model, optimizer = decoder(vocab=19), fs.optim.adamw(1e-2, weight_decay=0.1)
+    model, optimizer = decoder(vocab=19, fused=True), fs.optim.adamw(1e-2, weight_decay=0.1)
     expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
     meshes = [fs.make_mesh(**MESHES[name], simulated=True) for name in (before, after)]
     specs = [specs_of(model, "full_shard", mesh, tensor="tensor") for mesh in meshes]

@@ -20,7 +20,7 @@ import fnshard as fs
 from fnshard import LayoutSpec, P
 from fnshard.errors import StateError
 from fnshard.hf import plan
-from fnshard.layout.spec import block_shape, block_slices
+from fnshard.layout.partition import block_shape, block_slices
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.collectives.simulated import Simulated
 from fnshard.runtime.files import fileblocks, tensorfile

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, SpecError
-from fnshard.layout.spec import block_shape, block_slices, check_specs
+from fnshard.layout.partition import Fused, block_shape, block_slices
+from fnshard.layout.spec import check_specs
 
 MESH = fs.make_mesh(replicate=2, shard=4, abstract=True)
 
@@ -146,6 +147,8 @@ def test_all_failing_leaves_are_named_at_once() -> None:
             r"compute=P\('tensor'\), storage=.*axes first",
         ),
         (LayoutSpec(P("shard"), compute=P(None, "tensor")), "name compute's axes first"),
+        (LayoutSpec(P(Fused("shard", 2))), r"storage=P\(Fused.*name Fused.* in compute, too, or 'shard'"),
+        (LayoutSpec(compute=P(Fused("tensor", 5))), r"dim 0 is not 5 matrices for 2 ranks.*pad each"),
         (LayoutSpec(P(("tensor", "shard")), gradient=SHARD, compute=P("tensor")), r"gradient=P.*axes first"),
         (LayoutSpec(P(("tensor", "shard")), compute=P("tensor")), "8 ranks do not divide dim 0.*another dim"),
         (LayoutSpec(P("tensor"), compute=P("tonsor")), r"the mesh has no axis 'tonsor'.*'tensor'\?"),

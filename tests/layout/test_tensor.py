@@ -18,9 +18,11 @@ import fnshard as fs
 from experiments.configs.train import DecoderConfig
 from experiments.training.decoder import Decoder
 from fnshard import LayoutSpec, P, SpecError
+from fnshard.layout.partition import Fused, block_shape, block_slices, boxes, side_by_side
 from fnshard.layout.presets import PRESETS
-from fnshard.layout.spec import block_shape, block_slices, check_specs
+from fnshard.layout.spec import check_specs
 from fnshard.layout.tensor import split_dims
+from fnshard.runtime.packing import local_block
 
 MESH = fs.make_mesh(shard=2, tensor=2, abstract=True)
 
@@ -41,8 +43,8 @@ NAMED: dict[str, dict[str, int]] = {
     "gemma2": LLAMA,
     "phi": {"*.embed_tokens.weight": 0, **dict(list(ATTENTION.items())[:3]), "*.dense.weight": 1,
             "*.fc1.*": 0, "*.fc2.weight": 1, **HEAD},
-    "gpt2": {"*.wte.weight": 0, "*.attn.c_proj.weight": 0, "*.c_fc.weight": 1, "*.c_fc.bias": 0,
-             "*.mlp.c_proj.weight": 0},
+    "gpt2": {"*.wte.weight": 0, "*.c_attn.weight": 1, "*.c_attn.bias": 0, "*.attn.c_proj.weight": 0,
+             "*.c_fc.weight": 1, "*.c_fc.bias": 0, "*.mlp.c_proj.weight": 0},
     "t5": {"shared.weight": 0, "*.q.weight": 0, "*.k.weight": 0, "*.v.weight": 0, "*.o.weight": 1,
            "*.relative_attention_bias.weight": 1, "*.wi.weight": 0, "*.wo.weight": 1},
     "bert": {"*.word_embeddings.weight": 0, "*.query.*": 0, "*.key.*": 0, "*.value.*": 0,
@@ -105,7 +107,14 @@ PAIRED: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, int]]] = {  # shap
     ),
     "the encoder layer of torch": (
         {n: tuple(p.shape) for n, p in nn.TransformerEncoderLayer(8, 2, 16).named_parameters()},
-        {"self_attn.out_proj.weight": 1, "linear1.weight": 0, "linear1.bias": 0, "linear2.weight": 1},
+        {
+            "self_attn.in_proj_weight": 0,
+            "self_attn.in_proj_bias": 0,
+            "self_attn.out_proj.weight": 1,
+            "linear1.weight": 0,
+            "linear1.bias": 0,
+            "linear2.weight": 1,
+        },
     ),
     "blocks apart": ({"layers.0.a.weight": (6, 4), "layers.1.b.weight": (5, 3)}, {}),
     "convolutions and tables": ({"conv.weight": (8, 4, 3), "pos": (4, 8), "out": (8, 4)}, {"out": 1}),
@@ -211,6 +220,16 @@ def test_coded_leaves_are_split_by_rows() -> None:
     assert [(s.compute, s.storage) for s in specs.values()] == [(T, TS), (P(), S)]
 
 
+def test_matrices_side_by_side_are_split_each() -> None:
+    """Of a fused query, key and value where keys have as many heads; else it is whole."""
+    params = {"qkv_proj.weight": torch.zeros(12, 4), "qkv_proj.bias": torch.zeros(12)}
+    params |= {"gate_up_proj.weight": torch.zeros(8, 4), "1.qkv_proj.weight": torch.zeros(8, 4)}
+    specs = fs.presets.full_shard(params, MESH, tensor="tensor")
+    fused = Fused("tensor", 3)
+    assert [s.compute for s in specs.values()] == [P(fused), P(fused), P(Fused("tensor", 2)), P()]
+    assert [s.storage for s in specs.values()][:2] == [P((fused, "shard"))] * 2
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "no axis": ("tensr", r"tensor='tensr' is no axis of the mesh \(shard=2, tensor=2\).*make_mesh"),
     "a data axis": ("shard", r"tensor='shard' is a data axis.*see the same rows"),
@@ -239,14 +258,16 @@ def computed(draw: Any) -> tuple[LayoutSpec, fs.Mesh]:
     parts: list[list[str]] = [[] for _ in range(dims)]
     for axis in ["tensor"]:
         if draw(st.booleans()):
-            parts[draw(st.integers(0, dims - 1))].append(axis)
+            parts[draw(st.integers(0, dims - 1))].append(Fused(axis, draw(st.integers(1, 3))))
     compute = P(*map(tuple, parts))
     for axis in draw(st.permutations(["replicate", "shard", "context"])):
         if draw(st.booleans()):
             parts[draw(st.integers(0, dims - 1))].append(axis)
     storage = P(*map(tuple, parts))
     shape = tuple(
-        draw(st.integers(1, 3)) * mesh.axes_size(storage.of(d)) if compute.of(d) else draw(st.integers(1, 5))
+        draw(st.integers(1, 3)) * mesh.axes_size(storage.of(d)) * compute.fused(d)
+        if compute.of(d)
+        else draw(st.integers(1, 5))
         for d in range(dims)
     )
     return LayoutSpec(storage, compute=compute).resolve(torch.zeros(shape), "unit"), mesh
@@ -260,11 +281,18 @@ def test_a_block_is_the_local_spec_s_block_of_the_computed_part(case: tuple[Layo
     full = torch.arange(math.prod(spec.shape)).view(spec.shape)
     local, times = spec.local(mesh), torch.zeros(spec.shape)
     assert block_shape(local.shape, local.storage, mesh) == block_shape(spec.shape, spec.storage, mesh)
-    for coordinate in map(mesh.coordinate, range(mesh.size)):
-        slices = block_slices(spec.shape, spec.compute, mesh, coordinate)
-        part = full[slices]
-        times[slices] += 1
-        assert tuple(part.shape) == local.shape
-        block = full[block_slices(spec.shape, spec.storage, mesh, coordinate)]
-        assert torch.equal(part[block_slices(local.shape, local.storage, mesh, coordinate)], block)
+    for rank, coordinate in enumerate(map(mesh.coordinate, range(mesh.size))):
+        part = torch.empty(local.shape, dtype=full.dtype)
+        for there, here in boxes(spec.shape, spec.compute, mesh, coordinate):
+            part[here] = full[there]
+            times[there] += 1
+        block = local_block(full, spec.storage, mesh, rank)
+        assert torch.equal(local_block(part, local.storage, mesh, rank), block)
+        stored = boxes(spec.shape, spec.storage, mesh, coordinate)
+        assert all(torch.equal(block[here], full[there]) for there, here in stored)
+        assert sum(full[there].numel() for there, _ in stored) == math.prod(
+            s.stop - s.start for s in block_slices(spec.shape, spec.storage.contiguous, mesh, coordinate)
+        )
+    sides = side_by_side(full, spec.storage, mesh)
+    assert torch.equal(side_by_side(sides, spec.storage, mesh, inverse=True), full)
     assert (times == mesh.size // mesh.axes_size(spec.compute.axes)).all()

@@ -13,7 +13,7 @@ from test_plot import colours_of, size_of
 import fnshard as fs
 from fnshard import LayoutSpec, P
 from fnshard.errors import SpecError
-from fnshard.layout.spec import block_slices
+from fnshard.layout.partition import block_slices
 from fnshard.plot import text
 from fnshard.plot.blocks import grid_of, mesh_rows, node_rows, padding_text
 from fnshard.plot.leaves import equal_units, leaves_of, together

@@ -27,9 +27,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 MESHES = ({"tensor": 2}, {"shard": 2, "tensor": 2}, {"shard": 1, "tensor": 4})
 RESIDUALS = ("split", "whole")
 LONG = ("llama", "qwen2", "mistral", "gemma", "vit")  # built of the same parts as others
-NAMES = ("decoder", "perceptron", "encoder", "qwen3", "gemma2", "gpt2", "phi", "t5", "bert", *LONG)
+NAMES = (
+    "decoder",
+    "perceptron",
+    "encoder",
+    "cross_attention",
+    "qwen3",
+    "gemma2",
+    "gpt2",
+    "phi",
+    "t5",
+    "bert",
+    *LONG,
+)
 # The norms of others compute in fp32 whatever they are given: each rank rounds its part of a gradient.
-EXACT = ("decoder", "perceptron", "encoder", "gpt2", "phi", "bert", "vit")
+EXACT = ("decoder", "perceptron", "encoder", "cross_attention", "gpt2", "phi", "bert", "vit")
 SIZES = {"phi": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}}
 
 
@@ -55,6 +67,17 @@ def encoder() -> Model:
     )
 
 
+def cross_attention() -> Model:
+    """Queries of one sequence, keys and values of another, which one product makes of each."""
+    layer = seeded(nn.TransformerDecoderLayer, 8, 2, 16, dropout=0.0, batch_first=True)
+    apply, params = fs.make_functional(layer)
+    return Model(
+        params,
+        lambda p, x, y: apply(p, x, y)[..., 0].square().mean(),
+        lambda seed: (normal(seed, 4, 6, 8), normal(seed + 1, 4, 4, 8)),
+    )
+
+
 def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator(seed))
 
@@ -62,7 +85,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 @cache
 def model_of(name: str) -> Model:
     """Of sizes that two and four ranks divide, but for heads."""
-    own = {"decoder": own_decoder, "perceptron": perceptron, "encoder": encoder}
+    own = {f.__name__: f for f in (perceptron, encoder, cross_attention)} | {"decoder": own_decoder}
     if name in own:
         return own[name]()
     family = FAMILIES[name]
@@ -101,11 +124,10 @@ def test_any_mesh_is_one_process(name: str, axes: dict[str, int], residual: str)
         assert_same(got, truth(name), 1e-10 if name in EXACT else 1e-6)
 
 
-# What a further block exchanges forward: backward sends the duals. GPT-2's queries, keys and values are one
-# product, of which each rank computes its part of the sequence.
+# What a further block exchanges forward: backward sends the duals.
 BLOCKS = {
     "qwen3": {"all_gather": 2, "reduce_scatter": 2},
-    "gpt2": {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 3},
+    "gpt2": {"all_gather": 2, "reduce_scatter": 2},  # queries, keys and values are one product
     "phi": {"all_gather": 1, "reduce_scatter": 1},  # attention and MLP side by side
 }
 DUALS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all"}

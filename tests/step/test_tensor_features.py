@@ -57,9 +57,10 @@ MODELS = {
     "decoder": decoder,
     "untied": lambda: decoder(tied=False),
     "one key head": lambda: decoder(kv_heads=1),
-    "one block": lambda: decoder(layers=1),
     "uneven vocabulary": lambda: decoder(vocab=19),
     "lora": tuned,
+    "fused": lambda: decoder(fused=True),
+    "one block": lambda: decoder(layers=1, fused=True),
 }
 
 
@@ -103,6 +104,9 @@ ROWS = {
     "loss scale": Row(options={"loss_scale": 128.0}, clip=True),
     "deep prefetch": Row(options={"prefetch": 2, "overlap": 2}),
     "nothing is split": Row(options={}, tensor=None),
+    "fused": Row("fused", options={"accumulate": 2, "remat": "unit"}, clip=True),
+    "fused, zero1": Row("fused", "zero1", {"optimizer_memory": "host"}),
+    "fused, zero2": Row("fused", "zero2", axes={"shard": 1, "tensor": 4}),
 }  # fmt: skip
 LONG = ("hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch")
 
@@ -242,7 +246,7 @@ def on_ranks(rank: int) -> list[reference.Trained]:
     mesh = fs.make_mesh(tensor=2, device="cpu")
     runs = []
     for model, backend in (
-        (decoder(layers=1), "eager"),
+        (decoder(layers=1, fused=True), "eager"),
         (narrow := as_float(decoder(layers=1)), "eager"),
         (narrow, "inductor"),
     ):

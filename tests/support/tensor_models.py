@@ -10,8 +10,10 @@ from torch import Tensor
 ROWS, T, WIDTH, HEADS, VOCAB = 4, 8, 8, 4, 16
 
 
-def decoder(kv_heads: int = 2, tied: bool = True, layers: int = 2, vocab: int = VOCAB) -> Model:
-    """Blocks of attention and an MLP with biases."""
+def decoder(
+    kv_heads: int = 2, tied: bool = True, layers: int = 2, vocab: int = VOCAB, fused: bool = False
+) -> Model:
+    """Blocks of attention and an MLP with biases; `fused`: queries, keys and values are one matrix."""
     draw = generator(0)
     kv = kv_heads * WIDTH // HEADS
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocab, WIDTH), "pos": (T, WIDTH), "norm": (WIDTH,)}
@@ -24,6 +26,9 @@ def decoder(kv_heads: int = 2, tied: bool = True, layers: int = 2, vocab: int = 
             "up_proj.weight": (4 * WIDTH, WIDTH), "up_proj.bias": (4 * WIDTH,),
             "down_proj.weight": (WIDTH, 4 * WIDTH), "down_proj.bias": (WIDTH,),
         }  # fmt: skip
+        if fused:
+            block = {n: s for n, s in block.items() if n[:6] not in ("q_proj", "k_proj", "v_proj")}
+            block |= {"c_attn.weight": (WIDTH, 3 * WIDTH), "c_attn.bias": (3 * WIDTH,)}
         shapes |= {f"layers.{i}.{n}": s for n, s in block.items()}
     params = {p: torch.randn(s, dtype=torch.float64, generator=draw) * 0.3 for p, s in shapes.items()}
     return Model(params, loss, batch)
@@ -47,9 +52,11 @@ def logits(p: dict[str, Tensor], tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, 
 def block(p: dict[str, Tensor], x: Tensor, i: int) -> Tensor:
     of = lambda name: p[f"layers.{i}.{name}"]  # noqa: E731
     h = F.layer_norm(x, (WIDTH,), of("norm1"))
-    q, k, v = (
-        F.linear(h, of(f"{n}_proj.weight")).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for n in "qkv"
-    )
+    if f"layers.{i}.c_attn.weight" in p:
+        made = (h @ of("c_attn.weight") + of("c_attn.bias")).chunk(3, dim=-1)
+    else:
+        made = (F.linear(h, of(f"{n}_proj.weight")) for n in "qkv")
+    q, k, v = (x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for x in made)
     a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     x = x + F.linear(a.transpose(1, 2).flatten(2), of("o_proj.weight"), of("o_proj.bias"))
     h = F.gelu(F.linear(F.layer_norm(x, (WIDTH,), of("norm2")), of("up_proj.weight"), of("up_proj.bias")))

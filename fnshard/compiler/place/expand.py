@@ -7,6 +7,7 @@ without a rule is expanded by torch's own definition.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -111,6 +112,16 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *mo
     if bias is None or x.dim() != weight.dim():
         return None
     return call.target(x, weight, None, *more) + bias.reshape(-1, *[1] * (x.dim() - 2))
+
+
+# ------------------------------------------------------------------ parts
+
+
+@expansion(aten.split_with_sizes.default, aten.split.sizes)
+def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    """Of matrices side by side, several in one piece, as queries and then keys and values."""
+    ends = list(itertools.accumulate(sizes))
+    return [aten.slice(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 # ------------------------------------------------------------------ reductions

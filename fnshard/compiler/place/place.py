@@ -87,7 +87,7 @@ def place_axes(
         program = place(program, context)
     for axis in tensor:
         inputs = {
-            Input("leaf", path): Split(dim)
+            Input("leaf", path): Split(dim, spec.compute.fused(dim) if spec.compute.of(dim)[0] == axis else 1)
             for path, spec in specs.items()
             for dim in range(len(spec.shape))
             if axis in spec.compute.of(dim)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fnshard.layout.spec import LayoutSpec, P, block_shape
+from fnshard.layout.partition import P, block_shape
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
 ALIGN_bytes = 128

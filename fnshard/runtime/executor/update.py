@@ -12,7 +12,8 @@ from torch import Tensor
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.errors import OptimizerError
-from fnshard.layout.spec import LayoutSpec, block_shape, block_slices
+from fnshard.layout.partition import block_shape, block_slices
+from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
 from fnshard.runtime.executor.control import StepControl

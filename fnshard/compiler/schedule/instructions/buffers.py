@@ -19,7 +19,8 @@ from fnshard.compiler.schedule.instructions.base import (
     bucket_of,
 )
 from fnshard.compiler.schedule.paper import BUFFERS, PaperTensor
-from fnshard.layout.spec import Aggregation, block_slices
+from fnshard.layout.partition import block_slices
+from fnshard.layout.spec import Aggregation
 
 if TYPE_CHECKING:
     from fnshard.analysis.cost import Price, Pricer

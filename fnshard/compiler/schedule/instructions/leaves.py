@@ -22,7 +22,7 @@ from fnshard.compiler.schedule.instructions.base import (
     bucket_of,
 )
 from fnshard.compiler.schedule.paper import BUFFERS, GATHERED
-from fnshard.layout.spec import block_slices
+from fnshard.layout.partition import block_slices
 
 if TYPE_CHECKING:
     from fnshard.analysis.cost import Price, Pricer
