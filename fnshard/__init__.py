@@ -17,7 +17,7 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
                  over a schedule's instructions
     analysis/    memory (the ledger), cost, timeline, traffic, flops, hardware: before a step runs
-    step/        step (shard_step), lowered, runner, state, init, shards, agreement, fit
+    step/        step (shard_step), buckets, lowered, runner, state, init, shards, agreement, fit
     checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
     debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
 
@@ -61,6 +61,7 @@ from fnshard.losses import Mean, Sequence, Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim import schedules
 from fnshard.runtime.collectives.simulated import simulate
+from fnshard.step.buckets import Buckets
 from fnshard.step.fit import fit
 from fnshard.step.forward import shard_forward
 from fnshard.step.lockstep import lockstep
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "Buckets",
     "BudgetError",
     "CheckpointError",
     "CollectiveError",

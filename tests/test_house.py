@@ -20,6 +20,7 @@ SOURCES = sorted((ROOT / "fnshard").rglob("*.py"))
 
 PUBLIC = [
     "AgreementError",
+    "Buckets",
     "BudgetError",
     "CheckpointError",
     "CollectiveError",
@@ -170,6 +171,7 @@ PRIVATE = {
         "torch._subclasses",
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
     },
+    "fnshard.compiler.kernels.symbolic": {"torch._dynamo", "torch._subclasses"},
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
     "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
     "fnshard.analysis.footprint": {"torch._subclasses", "torch.utils._python_dispatch"},

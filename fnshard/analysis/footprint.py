@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
+from fnshard.compiler.kernels.symbolic import Sized
 from fnshard.compiler.schedule.paper import storage_bytes
 
 CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
@@ -85,10 +86,12 @@ def compiled_footprint(
 ) -> Footprint | None:
     """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
     watch = StorageWatch(device)
-    wrapper = generated_wrapper(compiled, watch)
+    sized = compiled if isinstance(compiled, Sized) else None
+    wrapper = generated_wrapper(sized.compiled if sized else compiled, watch)
     if wrapper is None:
         return None
-    return call_footprint(wrapper, [n.meta["val"] for n in placeholders(module)], entries, watch)
+    run = replace(sized, compiled=wrapper) if sized else wrapper
+    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, watch)
 
 
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:

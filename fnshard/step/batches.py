@@ -69,6 +69,11 @@ class Constant(NamedTuple):
     kind: type
     value: Any
 
+    @staticmethod
+    def of(value: Any) -> Constant:
+        """Of a leaf."""
+        return Constant(type(value), value if isinstance(value, Enum) else repr(value))
+
     @property
     def is_number(self) -> bool:
         """Whether a tensor could take its place."""
@@ -86,7 +91,7 @@ def batch_key(batch: Batch) -> BatchKey:
         if isinstance(value, Tensor):
             sequence = leaf.dim if isinstance(leaf, losses.Sequence) else 1
             return TensorShape(tuple(value.shape), value.dtype, isinstance(leaf, Whole), sequence)
-        return Constant(type(value), value if isinstance(value, Enum) else repr(value))
+        return Constant.of(value)
 
     named, structure = Arguments.of(batch).leaves
     return (("(structure)", structure), *((n, describe(v)) for n, v in named.items()))

@@ -12,6 +12,7 @@ from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
+from fnshard.step.buckets import Buckets
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Backend, Options
@@ -31,6 +32,7 @@ def shard_forward(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
+    shapes: Buckets | None = None,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Forward:
@@ -51,6 +53,7 @@ def shard_forward(
     chosen = Options(
         passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
         inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
+        shapes=shapes,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen)
 

@@ -22,6 +22,7 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
 from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.schedule import Schedule
@@ -39,7 +40,8 @@ class Lowered:
     """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
 
     Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
-    this rank's batch, by leaf. `moved`: bytes of transfers by instruction number, once a ledger was made.
+    this rank's batch, by leaf. `shared`: the kernels of all lengths, and the length of this batch, in
+    multiples of its buckets. `moved`: bytes of transfers by instruction number, once a ledger was made.
     """
 
     stages: Stages
@@ -47,6 +49,7 @@ class Lowered:
     compiled: Kernels | None = None
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
+    shared: tuple[SharedKernels, int] | None = None
     moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -180,10 +183,15 @@ class Lowered:
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""
         if self.compiled is None:
-            with deterministic(self.options.deterministic):
-                self.compiled = compile_kernels(
-                    self.stages.kernels.values(), backend=self.options.backend, options=self.options.inductor
-                )
+            kernels, options = self.stages.kernels.values(), self.options
+            with deterministic(options.deterministic):
+                if self.shared is None:
+                    self.compiled = compile_kernels(
+                        kernels, backend=options.backend, options=options.inductor
+                    )
+                else:
+                    shared, length = self.shared
+                    self.compiled = shared.compile(kernels, length, options=options.inductor)
         return self
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fnshard import tree
@@ -18,6 +19,7 @@ from fnshard.compiler.frontend.trace import deterministic, flatten_batch, withou
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.kernels.split import Segments
+from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Front, Keeping, PlanOf, lower, trace_and_split
 from fnshard.errors import SpecError, StateError, TraceError, leaves, report
 from fnshard.layout.resolved import ResolvedSpecs
@@ -29,6 +31,7 @@ from fnshard.step import compiles
 from fnshard.step.batches import (
     Batch,
     BatchKey,
+    Constant,
     batch_key,
     bytes_of_batch,
     check_arguments,
@@ -36,8 +39,11 @@ from fnshard.step.batches import (
     micro_batch,
 )
 from fnshard.step.lowered import Lowered
+from fnshard.step.numbers import Numbers
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, fits
+
+LENGTHS = 64  # of one step that are kept, at least
 
 
 class Lowering:
@@ -67,13 +73,46 @@ class Lowering:
         self._signature = signature_of(fn)
         self.optimizer = optimizer
         self._take(ResolvedSpecs.of(specs))
-        self.programs = Programs(options.cache)
+        self.programs = (
+            Programs(max(options.cache, LENGTHS), True) if options.shapes else Programs(options.cache)
+        )
+        self.kernels = SharedKernels()  # of batches of several lengths
         self.on_paper: tuple[BatchKey, Lowered] | None = None
+        self.numbers = Numbers()
         self.lock = threading.RLock()
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
-        """A batch in one form, however it was passed: there is one program for it."""
-        return Arguments(tuple(positional), keywords).in_order_of(self._signature)
+        """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
+        they are to be, and numbers that change are tensors."""
+        passed = Arguments(tuple(positional), keywords).in_order_of(self._signature)
+        if self.options.shapes is not None:
+            passed = self.options.shapes.padded(passed)
+        with self.lock:
+            if changed := self._changed_numbers(passed):
+                self.numbers = self._numbers_with(changed, passed)
+            return self.numbers.applied(passed)
+
+    def _changed_numbers(self, batch: Arguments) -> list[str]:
+        """Those that the program used last has with another value."""
+        values = self.numbers.free(batch)
+        if not values or not len(self.programs):
+            return []
+        known = dict(self.programs.keys()[-1])
+        constants = {n: c for n in values if isinstance(c := known.get(n), Constant)}
+        return [n for n, constant in constants.items() if constant != Constant.of(values[n])]
+
+    def _numbers_with(self, names: list[str], batch: Arguments) -> Numbers:
+        """With these as inputs, where `fn` can take them as tensors and returns what it returned."""
+        dtypes = self.programs.values()[-1].program.result_dtypes
+        for dtype in dict.fromkeys((torch.float64, *dtypes[:1])):  # a number is wider than what it meets
+            numbers = self.numbers.with_inputs(names, batch, dtype)
+            try:
+                program = self.front(numbers.applied(batch)).program
+            except TraceError:  # it branches on one
+                break
+            if program.result_dtypes == dtypes:
+                return numbers
+        return self.numbers.with_constants(names)
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves, in the form of that tree."""
@@ -119,7 +158,8 @@ class Lowering:
             if known is not None:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
-                compiles.announce(self, key)
+                if self.options.shapes is None or not len(self.programs):
+                    compiles.announce(self, key)
                 if self.mesh.kind != "abstract":
                     warm_up(self.mesh.device_type, self.options.backend)
                 keeping = Keeping(self.options.remat, self.options.save)
@@ -133,9 +173,30 @@ class Lowering:
                 if warning:
                     warnings.warn(warning, stacklevel=4)
                 sizes = bytes_of_batch(batch)
-                lowered = Lowered(stages, self.options, optimizer=self.optimizer, batch_bytes=sizes)
+                lowered = Lowered(
+                    stages,
+                    self.options,
+                    optimizer=self.optimizer,
+                    batch_bytes=sizes,
+                    shared=self._shared(batch),
+                )
                 self.on_paper = key, lowered
             return self.on_paper[1]
+
+    def compile(self, lowered: Lowered, batch: Batch) -> None:
+        """Compile what is not compiled; kernels of a further length are announced, if it needs its own."""
+        before = len(self.kernels)
+        lowered.compile()
+        if 0 < before < len(self.kernels):
+            compiles.announce(self, batch_key(batch))
+
+    def _shared(self, batch: Batch) -> tuple[SharedKernels, int] | None:
+        """What a lowering of this batch shares with those of other lengths."""
+        shapes = self.options.shapes
+        if shapes is None or self.options.backend != "inductor":
+            return None
+        length = shapes.length(Arguments.of(batch))
+        return None if length is None else (self.kernels, length)
 
     def front(self, batch: Batch, *, sources: bool = False) -> Front:
         """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept.

@@ -14,6 +14,7 @@ from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
+from fnshard.step.buckets import Buckets
 from fnshard.step.options import Backend, Options, UpdateMode, default_depth
 from fnshard.step.runner import default_mesh
 from fnshard.step.state import LossT, OptimizerT
@@ -43,6 +44,7 @@ def shard_step(
     deterministic: bool = False,
     update: UpdateMode = "auto",
     residual: Residual = "split",
+    shapes: Buckets | None = None,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step[OptimizerT, LossT]:
@@ -85,7 +87,11 @@ def shard_step(
             the optimizer has `numbers`. What the host updates is updated eagerly.
         residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`):
             "split" along the sequence (sequence parallelism: less memory, as many bytes), or "whole".
-        cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads.
+        shapes: pads batches of many lengths to few, `fs.Buckets(multiple=64, pad={"labels": -100, "*": 0})`.
+            Each length is traced; from the second on, lengths share compiled kernels wherever these differ
+            in sizes that follow the length, `a * length + b`.
+        cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads; with
+            `shapes` at least 64.
         timeout: seconds after which a silent peer is an error.
 
     >>> import torch
@@ -107,5 +113,6 @@ def shard_step(
         accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
         inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
         save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update, residual,
+        shapes,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)

@@ -19,6 +19,7 @@ from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.fused_update import is_compiled
+from fnshard.step.buckets import Buckets
 
 Backend = Literal["inductor", "eager"]
 UpdateMode = Literal["auto", "eager", "compiled"]
@@ -43,6 +44,7 @@ class Options:
     deterministic: bool = False
     update: UpdateMode = "auto"
     residual: Residual = "split"
+    shapes: Buckets | None = None
 
     def __post_init__(self) -> None:
         wrong = check_remat(self.remat, self.save)
@@ -56,6 +58,8 @@ class Options:
             wrong.append(f"update={self.update!r}: 'auto', 'eager' or 'compiled'")
         if self.residual not in get_args(Residual):
             wrong.append(f"residual={self.residual!r}: 'split' or 'whole'")
+        if self.shapes is not None and not isinstance(self.shapes, Buckets):
+            wrong.append(f"shapes={self.shapes!r}: fs.Buckets(multiple=64, pad=...), or None")
         if not _counts(self.passes.prefetch, 2):
             wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
         if not _counts((self.passes.overlap,), 1):

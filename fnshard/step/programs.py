@@ -25,6 +25,7 @@ class Programs:
     """
 
     size: int
+    lengths: bool = False  # batches have many, on purpose
     entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
     baked: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -75,6 +76,8 @@ class Programs:
             )
         if baked:
             return self._schedules(baked)
+        if self.lengths or all(map(_became_input, changed)):
+            return None
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
             f"{'; '.join(lines(changed))}. {' '.join(dict.fromkeys(map(_way_out, changed)))}"
@@ -136,14 +139,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _became_input(change: Change) -> bool:
+    """A Python number that is a tensor from now on."""
+    _, before, now = change
+    return isinstance(before, Constant) and before.is_number and isinstance(now, TensorShape)
+
+
 def _way_out(change: Change) -> str:
     name, before, now = change
     if isinstance(now, NumberList):
         return f"Pass the list as a tensor, torch.tensor({name}): other numbers are another program."
     if isinstance(before, Constant) and isinstance(now, Constant):
         if now.is_number:
-            return f"Pass a tensor as {name}, torch.tensor({now}): each number is a program of its own."
+            return f"`fn` takes the value of {name} in Python (a branch, a shape): each is its own program."
         return f"Take {name} out of the batch: each {now.kind.__name__} is a program of its own."
     if isinstance(before, TensorShape) and isinstance(now, TensorShape):
-        return "Pad batches to few shapes to avoid this."
+        return "Pad batches to few shapes: shapes=fs.Buckets(64, pad=...)."
     return "Give all batches the same leaves to avoid this."

@@ -166,7 +166,7 @@ class Runner:
             rank.item_bound = self._item_bound(rank, lowered, params, settings)
         if first and lowered.options.backend != "eager":
             compile_in_turn(rank.comm, lowered.compile)
-        lowered.compile()
+        self.lowering.compile(lowered, batch)
         bound = self._bind(lowered, rank, scalars(lowered))
         kept = {id(v) for v in self.lowering.programs.values()}
         rank.bound = {k: v for k, v in rank.bound.items() if k[0] in kept} | {key: bound}

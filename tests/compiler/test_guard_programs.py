@@ -108,14 +108,18 @@ def test_a_guard_costs_little() -> None:
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
-        ((2, 3), r"batch\['1.m'\] from 2 to 3\. Pass a tensor as batch\['1.m'\], torch.tensor\(3\)"),
+        ((2, 3), r"batch\['1.m'\] from 2 to 3\. `fn` takes the value of batch\['1.m'\] in Python"),
         (("a", "b"), r"batch\['1.m'\] from 'a' to 'b'\. Take batch\['1.m'\] out of the batch: each str"),
         ((X, torch.stack([X, X])), r"from \[4\] torch.float64 to \[2, 4\] torch.float64\. Pad batches"),
         ((None, X), r"from None to \[4\] torch.float64\. Give all batches the same leaves"),
     ],
 )
 def test_a_batch_that_is_compiled_anew_says_which_leaf_and_what_to_do(values: Any, advice: str) -> None:
-    step = make(lambda p, x, rest: scaled(p, x, 1 if isinstance(rest["m"], str | None) else rest["m"]))
+    def fn(p: Any, x: Tensor, rest: Any) -> Tensor:
+        m = 1 if isinstance(rest["m"], str | None) else rest["m"]
+        return scaled(p, x, m if isinstance(m, Tensor) and m.dim() else len(range(m)))
+
+    step = make(fn)
     step(PARAMS, X, {"m": values[0]})
     with pytest.warns(UserWarning, match=advice):
         step(PARAMS, X, {"m": values[1]})

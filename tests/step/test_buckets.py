@@ -1,0 +1,205 @@
+"""Batches of many lengths: padded by rule, traced for each length, compiled once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels import no_kernels
+from models import generator
+from sharded import assert_same, make_step
+from tensor_models import VOCAB, WIDTH, block, decoder
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.kernels import symbolic
+from fnshard.compiler.kernels.symbolic import Form
+
+PAD = {"1": fs.losses.IGNORE, "*": 0}
+BUCKETS = fs.Buckets(4, pad=PAD)
+
+
+def loss(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
+    """Of tokens without positions."""
+    hidden = block(p, F.embedding(tokens, p["embed.weight"]), 0)
+    scores = F.linear(F.layer_norm(hidden, (WIDTH,), p["norm"]), p["embed.weight"])
+    return fs.Mean(
+        F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100),
+        (targets != fs.losses.IGNORE).sum(),
+    )
+
+
+def params() -> dict[str, Tensor]:
+    return {p: v for p, v in decoder(layers=1).params.items() if p != "pos"}
+
+
+def batch(seed: int, length: int, rows: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, VOCAB, (2, rows, length), generator=generator(seed)).unbind()  # type: ignore[return-value]
+
+
+def step_of(mesh: fs.Mesh, fn: Any = loss, leaves: Any = None, **options: Any) -> Any:
+    specs = fs.presets.full_shard(params() if leaves is None else leaves, mesh)
+    return fs.shard_step(fn, specs, mesh=mesh, shapes=BUCKETS, **{"backend": "eager", **options})
+
+
+# ------------------------------------------------------------------ padding
+
+
+@given(length=st.integers(1, 40), multiple=st.integers(1, 9))
+def test_sequences_grow_to_the_next_multiple(length: int, multiple: int) -> None:
+    buckets = fs.Buckets(multiple, pad={"labels": -100, "*.skip": None, "*": 0})
+    marked = torch.ones(length, 2, dtype=torch.int64)
+    rest = {
+        "skip": torch.ones(2, length),
+        "whole": fs.Whole(torch.ones(2, length)),
+        "n": 3,
+        "mask": marked > 0,
+    }
+    passed = Arguments((rest, fs.Sequence(marked, 0)), {"labels": marked.T})
+    (rest, sequence), labels = buckets.padded(passed).positional, buckets.padded(passed).keywords["labels"]
+    padded = -(-length // multiple) * multiple
+    assert (
+        labels.shape == (2, padded) and (labels[:, length:] == -100).all() and (labels[:, :length] == 1).all()
+    )
+    assert sequence.value.shape == (padded, 2) and not sequence.value[length:].any() and sequence.dim == 0
+    assert labels.dtype == sequence.value.dtype == torch.int64 and rest["n"] == 3
+    assert rest["skip"].shape == rest["whole"].value.shape == (2, length)
+
+
+WRONG = {
+    "no count": (lambda: fs.Buckets(0), "multiple=0: a whole number, at least 1"),
+    "no number": (lambda: fs.Buckets(pad={"*": "0"}), r"pad\['\*'\]='0': a number, or None"),
+    "no buckets": (lambda: make_step(fs.make_mesh(shard=1, abstract=True), decoder(), {}, None, shapes=64),
+                   "shapes=64: fs.Buckets"),
+    "a leaf that no rule names": (
+        lambda: fs.Buckets(4, pad={"0": 0}).padded(Arguments(batch(0, 3))),
+        r"(?s)1 batch leaves have a sequence.*batch\['1'\] \[2, 3\], dim 1.*fs.Sequence\(tensor, None\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_one_error(mistake: str) -> None:
+    run, message = WRONG[mistake]
+    with pytest.raises(fs.FnshardError, match=message):
+        run()
+
+
+# ------------------------------------------------------------------ training
+
+
+LENGTHS = ((3, 5), (8, 2), (4, 4), (9, 12))  # of each rank, by step
+
+
+def trained(rank: int) -> reference.Trained:
+    """Ranks take batches of lengths of their own."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    step, out = step_of(mesh, optimizer=fs.optim.sgd(0.1)), reference.Trained()
+    state = step.init(params())
+    for number, lengths in enumerate(LENGTHS):
+        state, metrics = step(state, *batch(2 * number + rank, lengths[rank]))
+        out.losses.append(float(metrics["loss"]))
+    out.params = fs.unshard(state.params, step.specs, mesh)
+    return out
+
+
+def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ranks: Any) -> None:
+    parts = [[batch(2 * n + rank, lengths[rank]) for rank in range(2)] for n, lengths in enumerate(LENGTHS)]
+    expected = reference.train(loss, params(), parts, reference.sgd(0.1))
+    for got in ranks(2).run(trained):
+        assert_same(got, expected)
+
+
+# ------------------------------------------------------------------ kernels of all lengths
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Inductor rewrites the graphs that it compiles."""
+    with no_kernels():
+        yield
+
+
+LEAVES = {"table": (VOCAB, WIDTH), "w": (WIDTH, WIDTH)}
+
+
+def small(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
+    """Each token with those before it."""
+    x = F.embedding(tokens, p["table"])
+    x = (x @ p["w"]).cumsum(1).tanh() / torch.arange(1, tokens.shape[1] + 1)[:, None]
+    return fs.losses.linear_cross_entropy(x, p["table"], targets)
+
+
+def branching(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
+    found = small(p, tokens, targets)
+    return fs.Mean(found.total * 3 if tokens.shape[1] == 16 else found.total, found.count)
+
+
+def quadratic(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
+    found, t = small(p, tokens, targets), tokens.shape[1]
+    return fs.Mean(found.total + p["w"].sum() * torch.ones(t, t).flatten().cumsum(0).mean(), found.count)
+
+
+def floats(shapes: dict[str, Any]) -> dict[str, Tensor]:
+    draw = generator(0)
+    return {p: torch.randn(s, generator=draw) * 0.3 for p, s in shapes.items()}
+
+
+def compiled_graphs(fn: Any, leaves: dict[str, Tensor], lengths: tuple[int, ...]) -> list[int]:
+    """How many there are behind each length, at which compiled gradients are those of the eager step."""
+    mesh, counts = fs.make_mesh(shard=1, device="cpu"), list[int]()
+    compiled, eager = (step_of(mesh, fn, leaves, backend=backend) for backend in ("inductor", "eager"))
+    with mock.patch.object(symbolic, "compile_graph", wraps=symbolic.compile_graph) as calls:
+        for number, length in enumerate(lengths):
+            found, expected = (step(leaves, *batch(number, length)) for step in (compiled, eager))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            counts.append(calls.call_count)
+    return counts
+
+
+def test_the_second_length_compiles_for_all_others() -> None:
+    first, second, *others = compiled_graphs(small, floats(LEAVES), (3, 9, 6, 16, 64, 3))
+    assert second == 2 * first and set(others) == {second}
+
+
+@pytest.mark.long
+def test_kernels_of_a_block_serve_all_lengths() -> None:
+    leaves = {p: v.float() for p, v in params().items()}
+    first, second, *others = compiled_graphs(loss, leaves, (3, 9, 6, 16, 64, 3))
+    assert second == 2 * first and set(others) == {second}
+
+
+@pytest.mark.parametrize("fn", [branching, quadratic])
+def test_what_does_otherwise_at_a_length_is_compiled_for_it(fn: Any) -> None:
+    first, second, third, fourth, again = compiled_graphs(fn, floats(LEAVES), (3, 9, 16, 18, 13))
+    assert first < second < third <= fourth == again
+    assert fn is branching or third < fourth
+
+
+def test_announced_are_compilations_and_not_lengths() -> None:
+    mesh, leaves = fs.make_mesh(shard=1, device="cpu"), floats(LEAVES)
+    step = step_of(mesh, small, leaves, backend="inductor")
+    with fs.debug.assert_max_compiles(2) as compiles:
+        for length in (3, 9, 6, 16):
+            step(leaves, *batch(0, length))
+    assert len(compiles) == 2
+    lowered = [step.lower(leaves, *batch(0, length)) for length in (3, 9, 16)]
+    assert len({each.memory_analysis().peak_bytes for each in lowered}) == 3
+
+
+@given(data=st.data())
+def test_numbers_of_two_lengths_say_those_of_a_third(data: Any) -> None:
+    n, m, other = data.draw(st.lists(st.integers(1, 99), min_size=3, max_size=3, unique=True))
+    lines = data.draw(st.lists(st.tuples(st.integers(-5, 99), st.integers(-9, 99))))
+    at = lambda length: Form((), tuple(a * length + b for a, b in lines))  # noqa: E731
+    found = at(n).expressions(n, at(m), m)
+    assert found == lines and at(other).fits(found, other)
+    assert not lines or not Form((), tuple(v + 1 for v in at(other).numbers)).fits(found, other)

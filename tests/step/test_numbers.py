@@ -1,0 +1,67 @@
+"""Python numbers of a batch: inputs of the program once they change, where `fn` can take them so."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toys import step_of
+
+import fnshard as fs
+
+W, X = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 1.0]])
+FLOATS, COUNTS = (0.5, 0.7, 0.9, 1.1), (1, 2, 3, 2)
+
+# What `fn` does with a number, the numbers, and how many programs there are for them.
+USES = {
+    "temperature": (lambda p, x, n: (p["w"] * x / n).softmax(-1).square().sum(), FLOATS, 2),
+    "weight of a loss": (lambda p, x, n: (p["w"] * x).sum() + n * p["w"].square().sum(), FLOATS, 2),
+    "count": (lambda p, x, n: (p["w"] * x).sum() / (1 + n), COUNTS, 2),
+    "exponent": (lambda p, x, n: (p["w"] * x).sum() * 0.9**n, COUNTS, 2),
+    "in a dict": (lambda p, x, n: (p["w"] * x).sum() * n["scale"] + n["shift"],
+                  [{"scale": n, "shift": 1.0} for n in FLOATS], 2),
+    "branch": (lambda p, x, n: (p["w"] * x).sum() * (2 if n > 0.8 else 1), FLOATS, 4),
+    "function of numbers": (lambda p, x, n: (p["w"] * x).sum() * math.exp(n), FLOATS, 4),
+    "shape": (lambda p, x, n: (p["w"][:n] * x[:, :n]).sum(), COUNTS, 3),
+    "flag": (lambda p, x, n: (p["w"] * x).sum() * (2 if n else 1), (True, False, True), 2),
+    "list": (lambda p, x, n: (p["w"] * x).sum() * sum(n), ([1, 2], [2, 3], [1, 2]), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_numbers_that_change_are_inputs_where_they_can_be(use: str) -> None:
+    fn, values, programs = USES[use]
+    step = step_of(fn, {"w": W})
+    with warnings.catch_warnings(record=True) as caught, fs.debug.assert_max_compiles(programs) as compiles:
+        warnings.simplefilter("always")
+        for value in values:
+            w = W.clone().requires_grad_()
+            expected = fn({"w": w}, X, value)
+            loss, grads = step({"w": W}, X, value)
+            torch.testing.assert_close((loss, grads["w"]), (expected, *torch.autograd.grad(expected, w)))
+    assert len(compiles) == programs
+    again = [w for w in caught if "compiling again" in str(w.message)]
+    assert len(again) == (0 if use in list(USES)[:5] else programs - 1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_number_is_the_same_for_all_ranks_and_micro_batches(accumulate: int) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": W.double()}
+    specs = fs.presets.full_shard(params, mesh)
+
+    def fn(p: dict[str, Tensor], x: Tensor, n: float) -> Tensor:
+        return (p["w"] * x / n).exp().sum(-1).mean()
+
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager", accumulate=accumulate)
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def run(rank: int) -> Any:
+        return [float(step(fs.shard(params, specs, mesh), x[4 * rank :][:4], n)[0]) for n in FLOATS]
+
+    for losses in fs.simulate(mesh, run):
+        torch.testing.assert_close(losses, [float(fn(params, x, n)) for n in FLOATS], rtol=0, atol=1e-10)
