@@ -26,13 +26,13 @@ def test_the_grammar_is_wide() -> None:
     assert sum(map(len, grammar.FAMILIES.values())) > 400
 
 
-@settings(MODEST, max_examples=20)
+@settings(MODEST, max_examples=10)
 @given(programs())
 def test_programs_on_one_rank(program: Program) -> None:
     check(Case(program))
 
 
-@settings(MODEST, max_examples=20)
+@settings(MODEST, max_examples=10)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
     check(case)

@@ -50,8 +50,8 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
         (gradient_penalty_gan, 60, 0.9),
         (ensemble_vmap, 30, 0.6),
         (pinn, 30, 0.8),
-        (moe, 30, 0.95),
-        (dino, 60, 0.8),
+        pytest.param(moe, 30, 0.95, marks=pytest.mark.long),
+        pytest.param(dino, 60, 0.8, marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

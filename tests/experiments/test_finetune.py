@@ -144,7 +144,9 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
     loop.finetune(config, run_in(Path(folder)), [], Stop())
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"tensor": 2}, pytest.param({"context": 2}, marks=pytest.mark.long)], ids=str
+)
 def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes):
     """Losses, what is measured of choices and answers."""
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]

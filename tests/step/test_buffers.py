@@ -300,7 +300,10 @@ def on_rank(rank: int, name: str, backend: str) -> tuple[dict[str, Tensor], list
     return run(rank, mesh, made)
 
 
-@pytest.mark.parametrize(("name", "backend"), [("two_dtypes", "inductor"), ("spectral", "eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("spectral", "eager"), pytest.param("two_dtypes", "inductor", marks=pytest.mark.long)],
+)
 def test_processes_follow_plain_torch(ranks: Any, name: str, backend: str) -> None:
     for got in ranks(2).run(on_rank, name, backend, timeout=300.0):
         same(got, plain(model_of(name), 2, accumulate=2), 1e-10 if backend == "eager" else 1e-6)

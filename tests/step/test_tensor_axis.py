@@ -31,12 +31,11 @@ def trained(model: Model, axes: dict[str, int], preset: str = "full_shard", **op
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
 
 
-@pytest.mark.parametrize("residual", ["split", "whole"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_any_mesh_is_one_process(axes: dict[str, int], residual: str) -> None:
+def test_any_mesh_is_one_process(axes: dict[str, int]) -> None:
     model = decoder()
     expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
-    for got in trained(model, axes, residual=residual):
+    for got in trained(model, axes):
         assert_same(got, expected)
 
 

@@ -108,7 +108,10 @@ ROWS = {
     "fused, zero1": Row("fused", "zero1", {"optimizer_memory": "host"}),
     "fused, zero2": Row("fused", "zero2", axes={"shard": 1, "tensor": 4}),
 }  # fmt: skip
-LONG = ("hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch")
+LONG = (
+    "hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch", "untied",
+    "shard_grad_op", "no_shard", "remat, whole", "host, streamed", "clip", "uneven vocabulary, whole",
+)  # fmt: skip
 
 
 @cache
