@@ -73,7 +73,7 @@ def plan_of(
     """
     options = {
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
-        "grad_norm": True,
+        "grad_norm": True, "context_attention": run.context_attention,
     }  # fmt: skip
     exact = {"deterministic": run.deterministic}
     if strategy.name == AUTO:

@@ -301,6 +301,7 @@ class RunConfig:
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
     on disk. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
+    `context_attention`: how attention runs over sequences that `mesh.context` splits; see `shard_step`.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
@@ -315,6 +316,7 @@ class RunConfig:
     steps: int = 600
     accumulate: int = 1
     accumulate_mode: str = "reduce"
+    context_attention: str = "auto"
     seed: int = 0
     backend: str = "inductor"
     device: str = "auto"
@@ -346,6 +348,7 @@ class RunConfig:
         one_of(("inductor", "eager"), self, "backend")
         one_of(("hunt", "stop", "off"), self, "watch")
         one_of(("reduce", "local"), self, "accumulate_mode")
+        one_of(("auto", "ulysses", "gather", "ring"), self, "context_attention")
 
 
 @configuration

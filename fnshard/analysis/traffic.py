@@ -1,16 +1,16 @@
 """Traffic: what a step's collectives and transfers move, counted from its schedule.
 
 Two numbers for each collective. `bytes`: the whole buffer, all rows of a gather, a scatter or an
-all-to-all, the flat of a sum. `sent_bytes`: what one rank puts on the wire, (n-1)/n of the first three and
-2(n-1)/n of a sum: exact for fnshard's own sends from rank to rank, and what rings send (Patarasuk & Yuan,
-2009); ranks that share memory send nothing. The small sum of scalars is counted by itself.
+all-to-all, the flat of a sum, a rank's block of a permutation. `sent_bytes`: what one rank puts on the wire,
+(n-1)/n of the first three, 2(n-1)/n of a sum, the block: exact for fnshard's own sends from rank to rank, and
+what rings send (Patarasuk & Yuan, 2009); ranks that share memory send nothing. The small sum of scalars is
+counted by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from fnshard.analysis.tables import columns, megabytes
@@ -140,4 +140,4 @@ def analyse(schedule: Schedule, moved: Mapping[int, int]) -> Traffic:
 
 def sent_bytes(line: Instruction, size: int, ranks: int) -> int:
     """What one rank of a group sends of a buffer of `size` bytes."""
-    return int(Fraction(line.trips * (ranks - 1), ranks) * size)
+    return int(line.sent_share(ranks) * size)

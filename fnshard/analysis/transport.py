@@ -155,6 +155,8 @@ class Transport:
             return PaperFlight((rows, live.like(rows, BUFFERS)), result=received)
         return PaperFlight((rows,), result=live.like(rows, BUFFERS))
 
+    permute = all_to_all  # as much is received as is sent
+
     def reduce_pair(
         self, numel: int, dtype: torch.dtype, axes: Sequence[str], own: Sequence[PaperTensor], in_place: bool
     ) -> PaperFlight:

@@ -15,10 +15,13 @@ from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, ke
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split
-from fnshard.compiler.place.place import Residual, place_axes
+from fnshard.compiler.place.axes import Residual
+from fnshard.compiler.place.place import place_axes
+from fnshard.compiler.place.ways import ContextAttention
 from fnshard.compiler.schedule.build import build
 from fnshard.compiler.schedule.passes import (
     insert_frees,
+    issue_early,
     offload,
     overlap,
     prefetch,
@@ -89,11 +92,12 @@ def trace_and_split(
     plan_of: PlanOf | None,
     sources: bool = False,
     residual: Residual = "split",
+    attention: ContextAttention = "auto",
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
-        residual: see `compiler.place`.
+        residual, attention: see `compiler.place`.
         batch: one micro-batch of this rank.
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
         sources: keep where in the user's code each node comes from.
@@ -105,7 +109,7 @@ def trace_and_split(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
-        program = place_axes(program, stored, mesh, residual, sequence_dims(batch))
+        program = place_axes(program, stored, mesh, residual, sequence_dims(batch), attention)
         local = {p: s.local(mesh) for p, s in stored.items()}
         cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
         plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
@@ -150,17 +154,19 @@ def lower(
     passes: Passes,
     keeping: Keeping = Keeping(),
     residual: Residual = "split",
+    attention: ContextAttention = "auto",
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 
     Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
     """
+    placing = {"residual": residual, "attention": attention}
     try:
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, residual=residual)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, **placing)
     except TraceError as error:
         if getattr(error, "placed", True):
             raise
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True, residual=residual)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True, **placing)
     return schedule_for(front, specs.paired, mesh, keeping, passes)
 
 
@@ -180,7 +186,7 @@ def run_passes(
     schedule = regather(schedule, recomputed)
     schedule = update_in_backward(schedule)
     schedule = offload(schedule, offloaded)
-    schedule = wait_late(schedule) if passes.overlap else schedule
+    schedule = wait_late(issue_early(schedule)) if passes.overlap else schedule
     schedule = overlap(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
     schedule = updates_last(schedule) if passes.graph else schedule

@@ -165,7 +165,7 @@ class Lowering:
                 keeping = Keeping(self.options.remat, self.options.save)
                 stages = lower(
                     self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping,
-                    self.options.residual,
+                    self.options.residual, self.options.context_attention,
                 )  # fmt: skip
                 if self.options.passes.graph:
                     cuda_graph.check(stages.schedule, self.optimizer is not None)
@@ -207,8 +207,9 @@ class Lowering:
         micro = micro_batch(batch, self.options.accumulate)
         with self.lock, without_autocast():
             return trace_and_split(
-                self.fn, self.specs, micro, self.mesh, self.plan, sources, self.options.residual
-            )
+                self.fn, self.specs, micro, self.mesh, self.plan, sources, self.options.residual,
+                self.options.context_attention,
+            )  # fmt: skip
 
     def share(self, other: Lowering) -> None:
         """Keep the programs that another lowering of the same function and specs has."""

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.lower import Passes
-from fnshard.compiler.place.place import Residual
+from fnshard.compiler.place.axes import Residual
+from fnshard.compiler.place.ways import ContextAttention
 from fnshard.compiler.schedule.plan import AccumulateMode
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
@@ -45,6 +46,7 @@ def shard_step(
     update: UpdateMode = "auto",
     residual: Residual = "split",
     shapes: Buckets | None = None,
+    context_attention: ContextAttention = "auto",
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step[OptimizerT, LossT]:
@@ -87,6 +89,11 @@ def shard_step(
             the optimizer has `numbers`. What the host updates is updated eagerly.
         residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`):
             "split" along the sequence (sequence parallelism: less memory, as many bytes), or "whole".
+        context_attention: how attention runs over a sequence that the "context" axis splits: "ulysses", by
+            all-to-alls from sequence to heads and back; "gather", each rank's queries with all keys and
+            values; "ring", keys and values go round the ranks, one block at a time, and what is kept of them
+            is the rank's own (Liu et al. 2023; no dropout). "auto" is what moves the fewest bytes of whole
+            attention over heads, rows or gathered keys.
         shapes: pads batches of many lengths to few, `fs.Buckets(multiple=64, pad={"labels": -100, "*": 0})`.
             Each length is traced; from the second on, lengths share compiled kernels wherever these differ
             in sizes that follow the length, `a * length + b`.
@@ -113,6 +120,6 @@ def shard_step(
         accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
         inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
         save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update, residual,
-        shapes,
+        shapes, context_attention,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)

@@ -11,7 +11,8 @@ from fnshard.analysis.transport import kind_of
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
-from fnshard.compiler.place.place import Residual
+from fnshard.compiler.place.axes import Residual
+from fnshard.compiler.place.ways import ContextAttention
 from fnshard.compiler.schedule.plan import AccumulateMode
 from fnshard.errors import SpecError
 from fnshard.mesh import Mesh
@@ -45,6 +46,7 @@ class Options:
     update: UpdateMode = "auto"
     residual: Residual = "split"
     shapes: Buckets | None = None
+    context_attention: ContextAttention = "auto"
 
     def __post_init__(self) -> None:
         wrong = check_remat(self.remat, self.save)
@@ -60,6 +62,9 @@ class Options:
             wrong.append(f"residual={self.residual!r}: 'split' or 'whole'")
         if self.shapes is not None and not isinstance(self.shapes, Buckets):
             wrong.append(f"shapes={self.shapes!r}: fs.Buckets(multiple=64, pad=...), or None")
+        if self.context_attention not in get_args(ContextAttention):
+            choices = ", ".join(map(repr, get_args(ContextAttention)))
+            wrong.append(f"context_attention={self.context_attention!r}: one of {choices}")
         if not _counts(self.passes.prefetch, 2):
             wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
         if not _counts((self.passes.overlap,), 1):

@@ -146,6 +146,7 @@ EXCHANGES = {
     "psum": fs.psum,
     "all_gather": lambda x: fs.all_gather(x).square().mean(0),
     "all_to_all": there_and_back,
+    "permute": lambda x: EXCHANGE(x, "permute", "shard", 1, 2).square() * x,
 }
 
 

@@ -6,19 +6,21 @@ import itertools
 import operator
 import random
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import placement_cases
 import pytest
 import torch
-from placed import cut, run_on_ranks
-from placement_cases import Case, Draw
+from placed import cut, exchanges, run_on_ranks
+from placement_cases import SPLIT_ATTENTION, Case, Draw
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from fnshard.compiler.ir.program import Input, Outputs, Program, propagate
+from fnshard.compiler.kernels import block_attention
 from fnshard.compiler.place.expand import EXPANSIONS
 from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import (
@@ -34,6 +36,7 @@ from fnshard.compiler.place.ways import RULES, Call, Way
 UNTESTED = {  # whose results nobody may compare, or that no program of one op has
     "aten::new_empty", "aten::empty_like", "fnshard::exchange", "aten::linalg_svd",
 }  # fmt: skip
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
 CASES = placement_cases.cases()
 IDS = [f"{i}-{c.op.name().split('::')[1]}" for i, c in enumerate(CASES)]
 
@@ -91,9 +94,11 @@ def parts(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
     return [p.detach().requires_grad_(value.requires_grad) for p in cut(value, placement, ranks)]
 
 
-def check(case: Case, program: Program, inputs: Sequence[Placement], ranks: int) -> None:
-    """Results and gradients of a placed program are those of the op."""
-    axis = Axis("tensor", ranks, dict(zip(program.inputs, inputs, strict=True)))
+def check(
+    case: Case, program: Program, inputs: Sequence[Placement], ranks: int, attention: str = "auto"
+) -> Program:
+    """Results and gradients of a placed program are those of the op; gives it."""
+    axis = Axis("tensor", ranks, dict(zip(program.inputs, inputs, strict=True)), attention=attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         placed = place(program, axis)
@@ -118,7 +123,7 @@ def check(case: Case, program: Program, inputs: Sequence[Placement], ranks: int)
                 total = total + (result * weight).sum().real / ranks
                 reference = reference + (value * weight).sum().real / ranks
     if not reference.requires_grad:
-        return
+        return placed
     total = total + 0 * sum(values[i].sum().real for i in needed)
     given = [fed[i] if inputs[i] == PARTIAL else [values[i]] for i in needed]
     options = {"allow_unused": True, "materialize_grads": True}
@@ -127,6 +132,7 @@ def check(case: Case, program: Program, inputs: Sequence[Placement], ranks: int)
     for each, grad in zip(given, grads, strict=True):
         for _ in each:
             torch.testing.assert_close(next(ours), grad, rtol=0, atol=1e-10)
+    return placed
 
 
 # ------------------------------------------------------------------ all placements
@@ -193,3 +199,31 @@ def test_each_way_by_itself(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setitem(RULES, case.op, only)
             check(case, program, inputs, ranks)
             assert taken, inputs
+
+
+# ------------------------------------------------------------------ attention over a split sequence
+
+
+@pytest.mark.parametrize("name", SPLIT_ATTENTION)
+@pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
+def test_attention_over_a_split_sequence(name: str, attention: str) -> None:
+    case = placement_cases.case(SDPA, *SPLIT_ATTENTION[name])
+    program, _ = program_of(case)
+    for ranks in (2, 3):
+        values = [draw for draw in case.args if isinstance(draw, Draw)]
+        inputs = [Split(len(d.shape) - 2) if d.shape[-2] > 1 else REPLICATED for d in values]
+        kinds = Counter(exchanges(check(case, program, inputs, ranks, attention)))
+        if attention == "ring":
+            assert kinds == {"permute": ranks - 1, "all_gather": 1}  # and of the result
+        elif attention == "gather":
+            assert kinds == {"all_gather": 3}
+        else:
+            assert kinds["all_to_all"] >= 2
+
+
+def test_blocks_of_attention_do_not_depend_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spelled out, in runs of queries, as where torch has no fused kernel."""
+    monkeypatch.setattr(block_attention, "_fused", lambda query, bias: "")
+    monkeypatch.setattr(block_attention, "CHUNK_bytes", 2000)
+    for name in SPLIT_ATTENTION:
+        test_attention_over_a_split_sequence(name, "ring")

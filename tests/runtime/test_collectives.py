@@ -107,7 +107,24 @@ def check_swap(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bo
     return finish
 
 
-CHECKS = {check_gather: GATHERED, check_scatter: REDUCED, check_reduce: REDUCED, check_swap: GATHERED}
+def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    """From one, two or all but one places before."""
+    mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
+    sent, distance = data(mesh.rank, numel, dtype, seed), (1, 2, -1)[seed % 3]
+    handle = by.permute(packed(by, sent, axes) if buffered else sent, axes, distance)
+
+    def finish() -> None:
+        source = ranks[(ranks.index(mesh.rank) - distance) % len(ranks)]
+        expect(handle.wait(), data(source, numel, dtype, seed), ("permute", axes, numel, dtype))
+        handle.release()
+
+    return finish
+
+
+CHECKS = {
+    check_gather: GATHERED, check_scatter: REDUCED, check_reduce: REDUCED, check_swap: GATHERED,
+    check_permute: GATHERED,
+}  # fmt: skip
 
 
 def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:

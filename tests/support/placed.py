@@ -70,6 +70,8 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int
 def exchange_on_ranks(
     sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int, to: int = 0
 ) -> list[Tensor]:
+    if kind == "permute":
+        return [sent[(rank - dim) % ranks] for rank in range(ranks)]
     if kind == "all_gather":
         return [torch.cat(sent, dim)] * ranks
     if kind == "all_to_all":

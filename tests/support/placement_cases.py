@@ -167,6 +167,9 @@ _POINTWISE = [
     (aten.searchsorted.Tensor, f(3), f(4, 6)),
 ]
 
+GQA = {"enable_gqa": True}
+CARRY = [f(2, 12, 4, 2), Draw("positive", (2, 12, 4)), f(2, 12, 4)]
+
 _PRODUCTS = [
     (aten.linear.default, f(4, 6, 12), f(6, 12), f(6)),
     (aten.linear.default, f(5, 12), f(4, 12)),
@@ -230,7 +233,25 @@ _PRODUCTS = [
     ),
     (own.attention.default, f(2, 12, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), None, KEY, 0.3, True, None, True),
     (own.attention.default, f(2, 6, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, KEY, 0.3, True, None, True),
+    (own.attention_turn.default, f(2, 6, 4, 2), f(2, 6, 3, 5), [], Draw(1, ()), b(2, 1, 4, 6), 2, False, 0.7),
+    (own.attention_turn.default, f(2, 12, 4, 2), f(2, 4, 4, 4), CARRY, Draw(2, ()), None, 2, True, 0.7),
+    (own.attention_turn.default, f(6, 4, 2), f(2, 4, 4), [], Draw(1, ()), None, 2, True, 0.7),
+    (own.attention_merged.default, f(4, 6, 2), Draw("positive", (4, 6)), f64),
 ]
+
+# How attention runs over a sequence that an axis splits: of each rank's queries, keys and values.
+SPLIT_ATTENTION = {
+    "plain": (f(2, 3, 12, 2), f(2, 3, 12, 2), f(2, 3, 12, 2)),
+    "other keys, wide values": (f(2, 3, 12, 2), f(2, 3, 24, 2), f(2, 3, 24, 5)),
+    "causal, shared heads": (f(2, 12, 12, 2), f(2, 6, 12, 2), f(2, 6, 12, 2), None, 0.0, True, GQA),
+    "causal, scaled, narrow values": (
+        f(2, 12, 12, 4), f(2, 12, 12, 4), f(2, 12, 12, 3), None, 0.0, True, {"scale": 0.9},
+    ),
+    "three dims, causal": (f(12, 12, 2), f(12, 12, 2), f(12, 12, 2), None, 0.0, True),
+    "padding": (f(2, 12, 12, 2), f(2, 6, 12, 2), f(2, 6, 12, 2), b(2, 1, 1, 12), GQA),
+    "documents": (f(2, 12, 12, 2), f(2, 12, 12, 2), f(2, 12, 12, 2), b(1, 1, 12, 12)),
+    "added": (f(2, 12, 12, 2), f(2, 12, 12, 2), f(2, 12, 12, 2), Draw("fixed", (12, 12, 12))),
+}  # fmt: skip
 
 _WINDOWS = [
     (aten.conv1d.default, f(4, 6, 5), f(6, 6, 3), f(6)),
@@ -494,8 +515,10 @@ _COMPOSITE = [
 @cache
 def cases() -> list[Case]:
     groups = (_POINTWISE, _PRODUCTS, _WINDOWS, _REDUCTIONS, _LOSSES, _VIEWS, _LOOKUPS, _DRAWS, _COMPOSITE)
-    found = []
-    for op, *args in (row for group in groups for row in group):
-        kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
-        found.append(Case(op, tuple(args), kwargs))
-    return found
+    return [case(*row) for group in groups for row in group]
+
+
+def case(op: Any, *args: Any) -> Case:
+    """Of a row: keywords come last, as a dict."""
+    kwargs = args[-1] if args and isinstance(args[-1], dict) else {}
+    return Case(op, args[: len(args) - bool(kwargs)], kwargs)

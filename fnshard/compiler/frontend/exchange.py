@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ class ExchangeKind:
         splits: each rank receives its row of what is sent, of as many along a dim as there are ranks; else
             all receive the same.
         joins: the rows that are received lie behind one another along a dim; else they are summed.
+        permutes: each rank receives what one other sent, the one that lies `dim` places before it.
     """
 
     collective: str
@@ -42,11 +44,18 @@ class ExchangeKind:
     dual: str
     splits: bool = False
     joins: bool = False
+    permutes: bool = False
 
     @property
-    def trips(self) -> int:
-        """How often a rank sends (n - 1) / n of `full_share` times what it has."""
-        return 1 if self.splits or self.joins else 2
+    def shared(self) -> bool:
+        """Whether all ranks receive the same."""
+        return not self.splits and not self.permutes
+
+    def sent_share(self, ranks: int) -> Fraction:
+        """How many times the largest buffer a rank sends."""
+        if self.permutes:
+            return Fraction(1)
+        return Fraction((ranks - 1) * (1 if self.splits or self.joins else 2), ranks)
 
     def full_share(self, ranks: int) -> int:
         """How many times what is sent the largest buffer is."""
@@ -58,10 +67,14 @@ class ExchangeKind:
 
     def dual_dims(self, dim: int, to: int) -> tuple[int, int]:
         """Of its dual, where they are `dim` and `to` here."""
+        if self.permutes:
+            return -dim, to
         return (to, dim) if self.splits and self.joins else (dim, to)
 
     def dims_text(self, dim: int, to: int) -> str:
-        """Where there are two, both."""
+        """Where there are two, both; of a permutation, how far it goes."""
+        if self.permutes:
+            return f" by {dim}"
         return f" dim {dim} to {to}" if self.splits and self.joins else ""
 
     def row(self, shape: Sequence[int], dim: int, ranks: int) -> tuple[int, ...]:
@@ -83,6 +96,7 @@ KINDS = {
     "all_gather": ExchangeKind("all_gather", "gather", dual="reduce_scatter", joins=True),
     "reduce_scatter": ExchangeKind("reduce_scatter", "reduce_scatter", dual="all_gather", splits=True),
     "all_to_all": ExchangeKind("all_to_all", "all_to_all", dual="all_to_all", splits=True, joins=True),
+    "permute": ExchangeKind("permute", "all_to_all", dual="permute", permutes=True),
 }
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
@@ -114,6 +128,11 @@ def _refuse_derivative(ctx: Any, grad: Tensor) -> None:
 
 _exchange.register_autograd(_refuse_derivative)
 EXCHANGE, OUTGOING = torch.ops.fnshard.exchange.default, torch.ops.fnshard.outgoing.default
+
+
+def permutes(node: fx.Node) -> bool:
+    """Whether it is an exchange of one block, that stands where it is to be issued."""
+    return node.target is EXCHANGE and KINDS[node.args[1]].permutes
 
 
 def copy_outgoing(graph: fx.Graph) -> None:

@@ -4,7 +4,8 @@ What is lazy (views of a value, and whatever depends on the leaves of one unit a
 in each segment that reads it, so that neither ever crosses a cut. What is left, the *main* nodes,
 is cut where a node first reads a leaf of another unit; between the last read of one unit and the
 first of the next, where the fewest bytes cross. Exchanges stand between segments: each right before its
-first reader, together with all others whose values are there by then.
+first reader, together with all others whose values are there by then; a permutation where the program has it,
+and what reads its result begins a segment, so that it travels beside what stands between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend.exchange import EXCHANGE, KINDS
+from fnshard.compiler.frontend.exchange import EXCHANGE, KINDS, permutes
 from fnshard.compiler.ir.program import Input, Program, storage_id
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, extract
@@ -58,9 +59,7 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
     }
     exchanges = program.graph.find_nodes(op="call_function", target=EXCHANGE)
     same |= {
-        n: None
-        for n in exchanges
-        if not KINDS[n.args[1]].splits and set(data_axes) <= set(n.args[2].split(","))
+        n: None for n in exchanges if KINDS[n.args[1]].shared and set(data_axes) <= set(n.args[2].split(","))
     }
     writes = {p: program.results[index] for p, index in program.outputs.writes.items()}
     while True:
@@ -112,7 +111,7 @@ def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
             lazy.add(node)
     terms = _find_terms(calls, rests, lazy)
     lazy -= {n for of_unit in terms.values() for n in of_unit}
-    exchanges = [n for n in calls if n.target is EXCHANGE]
+    exchanges = [n for n in calls if n.target is EXCHANGE and not permutes(n)]
     own = {n for n in calls if n in rests and has_own_gradient(n)}
     deferred = _find_deferred(calls, rests, lazy, terms) | set(exchanges) | own
     units = {n: frozenset([u] if (u := leaves.get(n)) else []) for n in inputs}
@@ -192,7 +191,7 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
         if node not in placed:
             placed.add(node)
             order.append(node)
-            if node.target is EXCHANGE:
+            if node in facts.exchanges:
                 for other in [n for n in facts.exchanges if n.args[0] in placed]:
                     place(other)
             for result in _results(node):
@@ -259,8 +258,10 @@ def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple
     cuts: list[_Cut] = []
     firsts: dict[int, Units] = {0: ()}
     first, last_read, current = 0, -1, frozenset[str]()
+    arrivals = _arrivals(order, facts)
     for position, node in enumerate(order):
-        if position and (node.target is EXCHANGE) != (order[position - 1].target is EXCHANGE):
+        exchanges = [n.target is EXCHANGE for n in (node, order[position - 1])]
+        if position and (exchanges[0] != exchanges[1] or node in arrivals):
             first, last_read = position, -1
             firsts[first] = None if node.target is EXCHANGE else tuple(sorted(current))
         reads = facts.units[node]
@@ -282,6 +283,17 @@ def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple
     if order and order[-1].target is EXCHANGE:  # what copies its result
         firsts[len(order)] = ()
     return sorted((firsts | placed).items())
+
+
+def _arrivals(order: list[fx.Node], facts: _Facts) -> set[fx.Node]:
+    """The first reader of each permutation's result."""
+    first: dict[fx.Node, fx.Node] = {}
+    if any(map(permutes, order)):
+        for node in order:
+            for source in _closure(node, facts):
+                if permutes(source):
+                    first.setdefault(source, node)
+    return set(first.values())
 
 
 def _family(units: frozenset[str]) -> str:

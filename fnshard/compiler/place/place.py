@@ -12,7 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +23,7 @@ from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
+from fnshard.compiler.place.axes import Axis, Residual
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.expand import expanded, without_writes
@@ -36,7 +37,7 @@ from fnshard.compiler.place.placement import (
     local_shape,
 )
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.ways import Call, Way, local_arguments, tensors_of
+from fnshard.compiler.place.ways import Call, ContextAttention, Way, local_arguments, tensors_of
 from fnshard.compiler.rewrites.in_place import Write
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
@@ -44,27 +45,6 @@ from fnshard.mesh import Mesh
 
 aten = torch.ops.aten
 NEVER, OF_LEAVES = math.inf, 1e6  # bytes: what cannot be; how much dearer what specs have split is
-Residual = Literal["split", "whole"]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A mesh axis to place a program over.
-
-    Args:
-        inputs: what placeholders are; those not named are replicated.
-        later: ranks along the axes that are placed after this one.
-        sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
-        residual: "split": where parts are summed, the sum may be split along another dim (sequence
-            parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
-    """
-
-    name: str
-    ranks: int
-    inputs: Mapping[Input, Placement]
-    residual: Residual = "split"
-    sliced: Mapping[Input, Split] = field(default_factory=dict)
-    later: int = 1
 
 
 def place_axes(
@@ -73,6 +53,7 @@ def place_axes(
     mesh: Mesh,
     residual: Residual,
     sequences: Mapping[str, int],
+    attention: ContextAttention = "auto",
 ) -> Program:
     """The program of each rank, placed over the context axis and every axis that a spec's `compute` names.
 
@@ -83,8 +64,8 @@ def place_axes(
     tensor = mesh.ordered({"tensor", *(a for s in specs.values() for a in s.compute.axes)} - {"context"})
     if "context" in mesh.ordered(set(mesh.names) - set(mesh.data_axes)):
         sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
-        context = Axis("context", mesh.axis_size("context"), {}, residual, sliced, mesh.axes_size(tensor))
-        program = place(program, context)
+        ranks, later = mesh.axis_size("context"), mesh.axes_size(tensor)
+        program = place(program, Axis("context", ranks, {}, residual, sliced, later, attention))
     for axis in tensor:
         inputs = {
             Input("leaf", path): Split(dim, spec.compute.fused(dim) if spec.compute.of(dim)[0] == axis else 1)
@@ -170,8 +151,8 @@ class _Placer:
 
     def run(self, node: fx.Node) -> _Value:
         sources = [self.values[n] for n in tensors_of(node)]
-        if node.target is OUTGOING:  # it comes right before its exchange, behind what that converts
-            return sources[0]
+        if node.target is OUTGOING:
+            return self.outgoing(sources[0])
         if node.target is CONSTRAIN:
             return self.constrained(sources[0], *node.args[1:])
         if isinstance(node.target, Write) and any(s.placement != REPLICATED for s in sources):
@@ -184,7 +165,11 @@ class _Placer:
             return self.replicated(node, sources)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
-        call = Call(node.target, args, kwargs, node.meta["val"], placements, self.axis.ranks, self.axis.later)
+        axis, value = self.axis, node.meta["val"]
+        call = Call(
+            node.target, args, kwargs, value, placements, axis.ranks, axis.later, axis.name, axis.attention,
+            node.meta.get("stack_trace", ""),
+        )  # fmt: skip
         if not sources:
             return self.replicated(node, sources)
         find = rule_of(node.target)
@@ -204,7 +189,7 @@ class _Placer:
         for read, to in zip(tensors_of(node), way.inputs, strict=True):
             self.settle(read, to)
         if node.target is EXCHANGE:
-            reads = [self.call(OUTGOING, (read,)) for read in reads]
+            reads = [r if r.target is OUTGOING else self.call(OUTGOING, (r,)) for r in reads]
             (read,), (source,), (to,) = reads, sources, way.inputs
             self.record.values[read] = to, source.whole
         of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
@@ -225,6 +210,12 @@ class _Placer:
         self.record.values[new] = way.output, node.meta["val"]
         self.record.calls.append((call, way, tuple(reads), new))
         return _Value(new, way.output, node.meta["val"], of_leaf)
+
+    def outgoing(self, value: _Value) -> _Value:
+        """What is sent as it is; of what an exchange converts first, that makes one of its own."""
+        new = self.call(OUTGOING, (value.node,))
+        self.record.values[new] = value.placement, value.whole
+        return replace(value, node=new)
 
     def constrained(self, value: _Value, axes: Sequence[str], dims: Sequence[int]) -> _Value:
         """As `fn` says of this axis; as it is where it says nothing.

@@ -1,18 +1,14 @@
-"""Rules of products: linear layers, matrix products, einsum, attention and convolutions."""
+"""Rules of products: linear layers, matrix products, einsum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fnshard.compiler.frontend.random import key_at
-from fnshard.compiler.place.draws import first_drawn, strides_of
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits
-from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+from fnshard.compiler.place.ways import Call, Way, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -111,67 +107,3 @@ def _einsum(call: Call) -> Iterator[Way]:
         operands[i] = o.replace("...", "".join(batch[more - count :]))
     if all(len(set(o)) == len(o) for o in operands):
         yield from contraction(call, operands, result.replace("...", "".join(batch)))
-
-
-# ------------------------------------------------------------------ attention
-
-
-@rule(aten.scaled_dot_product_attention.default, own.attention.default)
-def _attention(call: Call) -> Iterator[Way]:
-    """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs.
-
-    Without a causal mask along the queries too.
-    """
-    query, key = call.tensors[0], call.tensors[1]
-    scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
-    draws = call.target is own.attention.default
-    splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.later,))
-    for split in sorted(
-        splits, key=lambda split: split.dim != rank - 3
-    ):  # heads first, as products have them
-        if draws and split.outer > 1:
-            continue
-        rest = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])
-        here = partial(_drawn_attention, call, split) if draws else None
-        if split.dim == rank - 2:
-            if not call["is_causal"]:
-                yield Way((split, REPLICATED, REPLICATED, *rest), split, run=here)
-        elif divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
-            yield Way((split, split, split, *rest), split, run=here)
-        elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
-            yield Way(
-                (split, REPLICATED, REPLICATED, *rest),
-                split,
-                run=partial(_shared_attention, call, take, here),
-            )
-
-
-def _heads_taken(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The heads of keys or values that a rank's queries share."""
-    dim, outer = split.dim, split.outer
-    heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
-    here, group = heads // outer // call.ranks, heads // shared
-    if heads % (outer * call.ranks) or group % here or shared % outer:
-        return None
-
-    def take(index: Tensor, x: Tensor) -> Tensor:
-        at = (index * here // group).reshape(1)
-        return x.unflatten(dim, (outer, -1)).index_select(dim + 1, at).flatten(dim, dim + 1)
-
-    return take
-
-
-def _shared_attention(
-    call: Call, take: Any, here: Any, index: Tensor, query: Tensor, *rest: Tensor
-) -> Tensor:
-    key, value, *rest = rest
-    tensors = [query, take(index, key), take(index, value), *rest]
-    return call.on(tensors) if here is None else here(index, *tensors)
-
-
-def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
-    """With the dropout of whole scores."""
-    *tensors, key = tensors
-    scores = (*call.tensors[0].shape[:-1], call.tensors[1].shape[-2])
-    key = key_at(key, first_drawn(call, index, split, scores))
-    return call.on([*tensors, key], strides=strides_of(call, scores))

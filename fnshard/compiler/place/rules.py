@@ -13,11 +13,29 @@ from typing import Any
 import torch
 
 from fnshard.compiler.ir.program import OpOverload
-from fnshard.compiler.place import draws, exchanged, lookups, products, reductions, views, windows
+from fnshard.compiler.place import (
+    attention,
+    draws,
+    exchanged,
+    lookups,
+    products,
+    reductions,
+    views,
+    windows,
+)
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.ways import RULES, Rule
 
-FAMILIES = (draws, exchanged, lookups, products, reductions, views, windows)  # whose rules `RULES` has
+FAMILIES = (
+    attention,
+    draws,
+    exchanged,
+    lookups,
+    products,
+    reductions,
+    views,
+    windows,
+)  # whose rules `RULES` has
 
 
 def rule_of(target: Any) -> Rule | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
@@ -21,13 +21,16 @@ from fnshard.compiler.place.placement import (
     local_shape,
 )
 
+ContextAttention = Literal["auto", "ulysses", "gather", "ring"]
+
 
 @dataclass(frozen=True)
 class Call:
     """A call of an op, on whole (fake) values.
 
     `current`: the placements that its tensors have now. `ranks`: along the axis. `later`: along the axes that
-    are placed after it: heads that are cut in so many runs can be split over these, too.
+    are placed after it: heads that are cut in so many runs can be split over these, too. `attention`: how it
+    runs over a sequence that `axis` splits. `place`: its line of the user's code, where that is known.
     """
 
     target: Any
@@ -37,6 +40,9 @@ class Call:
     current: tuple[Placement, ...]
     ranks: int
     later: int = 1
+    axis: str = ""
+    attention: ContextAttention = "auto"
+    place: str = ""
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

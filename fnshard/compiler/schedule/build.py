@@ -18,7 +18,6 @@ from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets, summed_whole, update_buckets, wire_dtype
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
-    Add,
     AllReduce,
     Cast,
     Gather,
@@ -36,6 +35,7 @@ from fnshard.compiler.schedule.instructions import (
     Zeros,
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
+from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.plan import Plan
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.layout.spec import LayoutSpec, summed_axes
@@ -265,12 +265,7 @@ class _Builder:
             kind = Kind.GRADIENT if of_leaf else Kind.TANGENT
             fresh = ValueName(kind, name.path, f"{self.version(micro)}@{segment.index}")
             writes.append(fresh)
-            if key in known:
-                total = fresh.of(f"{fresh.version}+")
-                owned = known[key].version.endswith("+")
-                adds.append(Add(unit, phase, (known[key], fresh), (total,), owned=owned))
-                fresh = total
-            known[key] = fresh
+            adds += added(known, key, fresh, unit, phase)
         self.lines.append(
             Run(
                 unit, phase, tuple(reads), tuple(writes),
@@ -285,8 +280,8 @@ class _Builder:
         """The dual: the cotangent of what was sent, of all ranks' cotangents of what was received."""
         if each.received in tangents and each.like.requires_grad:
             fresh = ValueName(Kind.TANGENT, each.sent.path, f"{self.version(micro)}@{each.received}")
-            known, tangents[each.sent] = tangents[each.received], fresh  # nobody else reads what was sent
-            self.lines += exchange(each, self.mesh, unit, phase, known, fresh, backward=True)
+            lines = exchange(each, self.mesh, unit, phase, tangents[each.received], fresh, backward=True)
+            self.lines += [*lines, *added(tangents, each.sent, fresh, unit, phase)]
 
     def tangent(
         self, segment: Segment, index: int, unit: str, phase: str, micro: int,

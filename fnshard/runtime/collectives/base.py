@@ -80,6 +80,10 @@ class Collectives(Protocol):
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         """[n * k] on each rank -> [n * k], this rank's row of each rank; the caller owns it. Any dtype."""
 
+    def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
+        """[k] on each rank -> [k], what the rank sent that lies `distance` places before it in the group; the
+        caller owns it. Any dtype."""
+
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
 
@@ -217,66 +221,6 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------ one rank; no ranks
-
-
-@dataclass(frozen=True)
-class SingleRank:
-    """The one rank of a mesh without a process group; also what every backend does with groups of one."""
-
-    mesh: Mesh
-
-    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        return empty(self.mesh, rows * numel, dtype)
-
-    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
-        return Done([flat])
-
-    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return Done(rows)
-
-    def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return Done(rows)
-
-    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        return Done(flat)
-
-    def gather_object(self, text: str) -> list[str]:
-        return [text]
-
-    def barrier(self) -> None:
-        pass
-
-    def transport_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Abstract:
-    """No ranks: everything is refused, with the way out."""
-
-    mesh: Mesh
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CollectiveError(
-            f"mesh {self.mesh} is abstract: it can be lowered on, not run.",
-            fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
-            "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
-        )
-
-    send_buffer = all_gather = reduce_scatter = all_to_all = all_reduce = _refuse
-    gather_object = barrier = _refuse
-
-    def transport_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
 # ------------------------------------------------------------------ torch.distributed
 
 
@@ -341,6 +285,25 @@ class Group:
             rows = _permuted(rows, _inverse(order))
             work = dist.all_to_all_single(as_bytes(out), as_bytes(rows), group=group, async_op=True)
         return self._pending([work], lambda: (rows, _permuted(out, order))[1], what)
+
+    def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
+        n = self.mesh.axes_size(axes)
+        if distance % n == 0:
+            return Done(flat)
+        what = self._what("permute", axes)
+        ranks = self.mesh.group_ranks(axes)
+        here = ranks.index(self.mesh.rank)
+        source, target = (here - distance) % n, (here + distance) % n
+        with failing(what, self._blame):
+            group, order = self.group(axes, "gather")
+            sent, out = as_bytes(flat), torch.empty_like(flat)
+            if self.peer_to_peer:
+                works = [dist.isend(sent, ranks[target], group=group)]
+                works.append(dist.irecv(as_bytes(out), ranks[source], group=group))
+            else:
+                to, come = ([len(sent) * (o == order[place]) for o in range(n)] for place in (target, source))
+                works = [dist.all_to_all_single(as_bytes(out), sent, come, to, group=group, async_op=True)]
+        return self._pending(works, lambda: (flat, out)[1], what)
 
     def _exchange(
         self, sent: Sequence[Tensor], axes: Axes, group: Any, into: Sequence[Tensor] | None = None

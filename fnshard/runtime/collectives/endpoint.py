@@ -110,6 +110,18 @@ class Endpoint:
         """See `Collectives`."""
         return self._scatter("all_to_all", rows, axes, torch.cat)
 
+    def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
+        """See `Collectives`."""
+        message, _ = self._send("permute", flat, axes)
+        source = (message.channel.here - distance) % len(message.channel.memories)
+
+        def take(message: Message) -> Tensor:
+            result = message.parts()[source].clone()
+            message.done()
+            return result
+
+        return InFlight(message, take)
+
     def _scatter(
         self, name: str, rows: Tensor, axes: Axes, make: Callable[[list[Tensor]], Tensor]
     ) -> Handle[Tensor]:

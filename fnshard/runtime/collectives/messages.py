@@ -35,7 +35,9 @@ OFFSET, KIND, REDUCED, DONE = range(4)  # words of a row
 ROWS = PAGE // 8 // 4 - 1  # messages of a page; its first row links the next page
 FIRST, PAST = 0, 1  # the two words of a group at the head of a memory
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "gather_object", "gather_leaves", "all_to_all")
+OPERATIONS = (
+    "all_gather", "reduce_scatter", "all_reduce", "gather_object", "gather_leaves", "all_to_all", "permute",
+)  # fmt: skip
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
 _one, _two = threading.Lock(), threading.Lock()

@@ -216,6 +216,11 @@ class Shared:
             return Done(rows)
         return self._carrier(axes).all_to_all(rows, axes)
 
+    def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(flat)
+        return self._carrier(axes).permute(flat, axes, distance)
+
     def reduce_pair(
         self,
         numel: int,

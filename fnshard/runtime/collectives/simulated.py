@@ -220,6 +220,11 @@ class Simulated:
             return Done(rows)
         return self._session().endpoint(self.mesh).all_to_all(rows, axes)
 
+    def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
+        if self.mesh.axes_size(axes) == 1:
+            return Done(flat)
+        return self._session().endpoint(self.mesh).permute(flat, axes, distance)
+
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:
             return Done(flat)

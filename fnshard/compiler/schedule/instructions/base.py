@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fnshard.compiler.ir.values import Kind, ValueName
@@ -74,6 +75,10 @@ class Instruction:
     def wire_bytes(self, schedule: Schedule) -> int:
         """Size of what a collective moves in all: all rows of a gather or scatter, the flat of a sum."""
         return 0
+
+    def sent_share(self, ranks: int) -> Fraction:
+        """How many times `wire_bytes` one of so many ranks sends."""
+        return Fraction(self.trips * (ranks - 1), ranks)
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
         """The mesh axes that it communicates over."""

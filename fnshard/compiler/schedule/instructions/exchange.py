@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +45,8 @@ class Exchange(Instruction):
     def of_kind(self) -> ExchangeKind:
         return KINDS[self.kind]
 
-    @property
-    def trips(self) -> int:
-        return self.of_kind.trips
+    def sent_share(self, ranks: int) -> Fraction:
+        return self.of_kind.sent_share(ranks)
 
     @property
     def detail(self) -> str:
@@ -98,6 +98,7 @@ class Exchange(Instruction):
         rows, shape = self._rows(context.schedule)
         numel, dtype = math.prod(shape), self.like.dtype
         issue: Callable[..., Any] = getattr(comm, self.of_kind.collective)
+        more = (dim,) if self.of_kind.permutes else ()
 
         def run(env: Env) -> None:
             value: Tensor = env[source]
@@ -106,7 +107,7 @@ class Exchange(Instruction):
                 flat.view(rows, *shape).copy_(value.unflatten(dim, (rows, -1)).movedim(dim, 0))
             else:
                 flat.view(value.shape).copy_(value)
-            env[flight] = issue(flat, axes)
+            env[flight] = issue(flat, axes, *more)
 
         return run
 
@@ -160,7 +161,9 @@ class Exchange(Instruction):
             live.release(tensor.storage)
 
     def price(self, pricer: Pricer) -> Price:
-        size = self.wire_bytes(pricer.schedule)
+        ranks, size = self._ranks(pricer.schedule), self.wire_bytes(pricer.schedule)
+        if self.of_kind.permutes:  # an all-to-all that sends as much
+            size = size * ranks / (ranks - 1)
         return pricer.copy(2 * self.sent_bytes, **pricer.collective(self.of_kind.rate, self.axes, size))
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -158,6 +158,16 @@ class Add(Instruction):
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.streamed(3 * pricer.bytes_of(self.reads[:1]))
+
+
+def added(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
+    """One more part of the gradient of `key`, and the line that adds it to those before."""
+    before = known.get(key)
+    known[key] = fresh if before is None else fresh.of(f"{fresh.version}+")
+    if before is None:
+        return []
+    owned = before.version.endswith("+")
+    return [Add(unit, phase, (before, fresh), (known[key],), owned=owned)]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from fnshard.compiler.schedule.passes.frees import insert_frees
 from fnshard.compiler.schedule.passes.graph import updates_last
 from fnshard.compiler.schedule.passes.offload import offload
-from fnshard.compiler.schedule.passes.overlap import overlap, wait_late
+from fnshard.compiler.schedule.passes.overlap import issue_early, overlap, wait_late
 from fnshard.compiler.schedule.passes.prefetch import prefetch
 from fnshard.compiler.schedule.passes.regather import regather
 from fnshard.compiler.schedule.passes.reshard import reshard
@@ -11,6 +11,7 @@ from fnshard.compiler.schedule.passes.updates import update_in_backward
 
 __all__ = [
     "insert_frees",
+    "issue_early",
     "offload",
     "overlap",
     "prefetch",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.schedule.instructions import Exchange, Instruction, Run, Wait
 from fnshard.compiler.schedule.schedule import Schedule
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
-    """Move the Wait of each reduction and each transfer to the host, and all that rests on it, below `depth`
-    more kernels.
+    """Move the Wait of each reduction, each permutation and each transfer to the host, and all that rests on
+    it, below `depth` more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
     buckets of full gradients are in flight. A kernel is never moved: what it reads is waited for in time,
     and no gather overtakes a kernel.
     """
-    queue = _Queue(depth)
+    permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
+    queue = _Queue(depth, permuted)
     for line in schedule.instructions:
         queue.feed(line)
     queue.flush()
@@ -35,9 +38,26 @@ def wait_late(schedule: Schedule) -> Schedule:
     return schedule.with_instructions([*out, *waiting.values()])
 
 
+def issue_early(schedule: Schedule) -> Schedule:
+    """Move each permutation of a backward above one kernel, if that does not make what it sends.
+
+    In a forward they stand where they travel beside a kernel.
+    """
+    out: list[Instruction] = []
+    for line in schedule.instructions:
+        place = len(out)
+        if isinstance(line, Exchange) and line.of_kind.permutes and line.phase.startswith("backward"):
+            while place and not set(line.reads) & set(out[place - 1].writes):
+                place -= 1
+                if isinstance(out[place], Run):
+                    break
+        out.insert(place, line)
+    return schedule.with_instructions(out)
+
+
 class _Queue:
-    def __init__(self, depth: int):
-        self.depth = depth
+    def __init__(self, depth: int, also: Collection[ValueName]):
+        self.depth, self.also = depth, also
         self.out: list[Instruction] = []
         self.waiting: list[tuple[int, list[Instruction]]] = []
 
@@ -47,7 +67,8 @@ class _Queue:
         if group := self.waited_for_by(line):
             group.append(line)
             return
-        if isinstance(line, Wait) and line.of.outgoing and self.depth:
+        outgoing = isinstance(line, Wait) and (line.of.outgoing or line.reads[0] in self.also)
+        if outgoing and self.depth:
             self.waiting.append((self.depth, [line]))
             return
         self.out.append(line)

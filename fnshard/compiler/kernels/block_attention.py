@@ -1,0 +1,310 @@
+"""Block attention: what queries make of one block of keys and values, added to what they have of others.
+
+Blocks are merged by their log-sum-exps (Milakov & Gimelshein 2018; Liu, Zaharia & Abbeel 2023). What is
+carried from block to block is a sum of weighted values and one of weights, scaled by the largest log-sum-exp
+so far. The result does not depend on that scale, which has no gradient, and the sums are linear in what comes
+before: the backward of a block needs the queries, the block and the scale, and computes probabilities again.
+Both ways are custom operators: taken apart, a compiler would keep scores, masks and copies of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard.losses.linear import wide
+
+aten = torch.ops.aten
+_NEVER = -torch.inf
+CHUNK_bytes = 1 << 28  # of scores at once, where no fused kernel runs
+
+_LIB = torch.library.Library("fnshard", "FRAGMENT")
+_LIB.define(
+    "attention_turn(Tensor q, Tensor kv, Tensor[] carry, Tensor source, Tensor? mask, int blocks, "
+    "bool is_causal, float scale) -> Tensor[]"
+)
+_LIB.define("attention_merged(Tensor sums, Tensor weights, ScalarType dtype) -> Tensor")
+
+
+def _turn(
+    q: Tensor, kv: Tensor, carry: list[Tensor], source: Tensor, mask: Tensor | None, blocks: int,
+    is_causal: bool, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """The carry with one more block: sums [..., T, V], weights and largest log-sum-exps [..., T], all fp32
+    (fp64 of fp64).
+
+    Args:
+        q: [..., H, T, D].
+        kv: [..., G, S, D + V], keys and values side by side; G divides H.
+        carry: of the blocks before; none for the first, which is the queries' own.
+        source: int64 0-d, the block's place in the sequence; one that is negative is counted from the end,
+            and lies behind the queries'.
+        mask: boolean or added, over the keys of all blocks.
+    """
+    return list(_Turn.apply((blocks, is_causal, scale), q, kv, source, mask, *carry))
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(form: tuple, q: Tensor, kv: Tensor, source: Tensor, mask: Tensor | None, *carry: Tensor):
+        blocks, is_causal, scale = form
+        out, top = block_attention(q, *_parts(q, kv), source, mask, blocks, is_causal and not carry, scale)
+        if not carry:
+            return out, (top > _NEVER).to(top.dtype), top
+        if is_causal:
+            top = torch.where(source >= 0, top, _NEVER)
+        sums, weights, before = carry
+        now = torch.maximum(before, top)
+        old, new = (torch.exp(t - _finite(now)) for t in (before, top))
+        return sums * old.unsqueeze(-1) + out * new.unsqueeze(-1), weights * old + new, now
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.form, q, kv, source, mask, *carry = inputs
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(q, kv, source, mask, output[2], *carry[2:])
+
+    @staticmethod
+    def backward(ctx: Any, of_sums: Tensor, of_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, source, mask, now, *before = ctx.saved_tensors
+        to_q, to_key, to_value, *of_carry = block_attention_backward(
+            q, *_parts(q, kv), of_sums, of_weights, now, before, source, mask, *ctx.form
+        )
+        return None, to_q, torch.cat([to_key, to_value], -1), None, None, *of_carry, *[None] * len(before)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """Zero for queries that have seen nothing."""
+    return torch.where(top == _NEVER, 0.0, top)
+
+
+def _parts(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values."""
+    return kv.split([q.shape[-1], kv.shape[-1] - q.shape[-1]], -1)
+
+
+class _Merged(torch.autograd.Function):
+    """The weighted mean of all blocks' values; zero for queries that see nothing."""
+
+    @staticmethod
+    def forward(sums: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        return (sums / torch.where(weights == 0, 1.0, weights).unsqueeze(-1)).to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, out = ctx.saved_tensors
+        of_sums = grad.to(weights.dtype) / torch.where(weights == 0, 1.0, weights).unsqueeze(-1)
+        return of_sums, -(of_sums * out).sum(-1), None
+
+
+_LIB.impl("attention_turn", _turn, "CompositeImplicitAutograd")
+_LIB.impl("attention_merged", lambda *args: _Merged.apply(*args), "CompositeImplicitAutograd")
+
+
+# ------------------------------------------------------------------ one block
+
+
+@torch.library.custom_op("fnshard::block_attention", mutates_args=())
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention to one block [..., T, V], and the log-sum-exp of each query's scores [..., T]; fp32 or fp64.
+
+    Args: as `_turn`'s; heads of keys and values may be fewer; `is_causal`: the mask has its diagonal here.
+    """
+    key, value = (_of_all_heads(query, t) for t in (key, value))
+    bias, size = _bias(query, key, mask, source, blocks), value.shape[-1]
+    kind = _fused(query, bias)
+    if not kind:
+        return _by_chunks(query, key, value, bias, is_causal, scale)
+    tensors = _padded(kind, query, key, value)
+    if kind == "cpu":
+        run = aten._scaled_dot_product_flash_attention_for_cpu
+        out, top = run(*tensors, 0.0, is_causal, attn_mask=bias, scale=scale)
+    else:
+        out, top = aten._scaled_dot_product_flash_attention(*tensors, 0.0, is_causal, False, scale=scale)[:2]
+    if bias is not None:  # the kernel gives 0 to queries that see nothing
+        top = torch.where((bias > _NEVER).any(-1), top, _NEVER)
+    out, top = out[..., :size].reshape(*query.shape[:-1], size), top.reshape(query.shape[:-1])
+    return out.to(wide(query.dtype)).contiguous(), top.contiguous()
+
+
+@block_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    made, rows = wide(query.dtype), query.shape[:-1]
+    return query.new_empty((*rows, value.shape[-1]), dtype=made), query.new_empty(rows, dtype=made)
+
+
+@torch.library.custom_op("fnshard::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    query: Tensor, key: Tensor, value: Tensor, of_sums: Tensor, of_weights: Tensor, now: Tensor,
+    before: list[Tensor], source: Tensor, mask: Tensor | None, blocks: int, is_causal: bool, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values, and of the sums and weights that came before.
+
+    Args:
+        of_sums, of_weights: of the sums and weights with this block, scaled by `now`.
+        before: their scale before; nothing of the first block.
+    """
+    top, first = _finite(now), not before
+    grads = _of_block(
+        query, key, value, of_sums, of_weights, top, source, mask, blocks, is_causal and first, scale
+    )
+    if first:
+        return grads
+    if is_causal:
+        grads = [torch.where(source >= 0, g, 0) for g in grads]
+    old = torch.exp(before[0] - top)
+    return [*grads, (of_sums * old.unsqueeze(-1)).contiguous(), (of_weights * old).contiguous()]
+
+
+@block_attention_backward.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, of_sums: Tensor, of_weights: Tensor, now: Tensor,
+    before: list[Tensor], *rest: Any, **more: Any,
+) -> list[Tensor]:  # fmt: skip
+    made = (query, key, value, *((of_sums, of_weights) if before else ()))
+    return [t.new_empty(t.shape) for t in made]
+
+
+def _of_block(
+    query: Tensor, key: Tensor, value: Tensor, of_sums: Tensor, of_weights: Tensor, top: Tensor,
+    source: Tensor, mask: Tensor | None, blocks: int, is_causal: bool, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values, where probabilities are exp(scores - top)."""
+    shapes = query.shape, key.shape, value.shape
+    key, value = (_of_all_heads(query, t) for t in (key, value))
+    bias = _bias(query, key, mask, source, blocks)
+    kind = _fused(query, bias)
+    if not kind:
+        grads = _by_chunks_backward(query, key, value, bias, is_causal, scale, of_sums, of_weights, top)
+    else:
+        sent = (t.to(query.dtype) for t in (of_sums, _stand_in(of_sums, of_weights)))
+        q, k, v, grad, result = _padded(kind, query, key, value, *sent)
+        top = top.reshape(q.shape[:-1]).contiguous()
+        if kind == "cpu":
+            run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            grads = run(grad, q, k, v, result, top, 0.0, is_causal, attn_mask=bias, scale=scale)
+        else:
+            run, rows = aten._scaled_dot_product_flash_attention_backward, (q.shape[-2], k.shape[-2])
+            none = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers
+            grads = run(
+                grad, q, k, v, result, top, None, None, *rows, 0.0, is_causal, none, none, scale=scale
+            )
+    return [
+        _of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
+        for g, shape in zip(grads, shapes, strict=True)
+    ]
+
+
+def _of_all_heads(query: Tensor, x: Tensor) -> Tensor:
+    """Keys or values once for each of the queries' heads."""
+    group = query.shape[-3] // x.shape[-3]
+    return x if group == 1 else x.repeat_interleave(group, -3)
+
+
+def _of_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Summed over the heads that share one."""
+    grad = grad.reshape(*shape[:-3], -1, *shape[-2:])
+    if grad.shape != shape:
+        grad = grad.unflatten(-3, (shape[-3], -1)).sum(-3)
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+def _bias(query: Tensor, key: Tensor, mask: Tensor | None, source: Tensor, blocks: int) -> Tensor | None:
+    """What is added to the scores of a block [.., .., T, S]."""
+    if mask is None:
+        return None
+    if mask.shape[-1] > 1:
+        place = (source % blocks).reshape(1)
+        mask = mask.unflatten(-1, (blocks, -1)).index_select(-2, place).squeeze(-2)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, _NEVER)
+    mask = mask.to(query.dtype).expand(*mask.shape[:-2], query.shape[-2], key.shape[-2])
+    return mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
+
+
+def _fused(query: Tensor, bias: Tensor | None) -> str:
+    """ "cpu" or "cuda" where torch has a fused kernel that returns the log-sum-exp; else ""."""
+    if query.device.type == "cpu":
+        return "cpu"
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return "cuda" if query.device.type == "cuda" and half and bias is None and query.shape[-1] <= 256 else ""
+
+
+def _padded(kind: str, *tensors: Tensor) -> list[Tensor]:
+    """Of four dims and one head size, padded by zeros."""
+    most = max(t.shape[-1] for t in tensors)
+    most += -most % 8 if kind == "cuda" else 0
+    return [F.pad(t, (0, most - t.shape[-1])).reshape(-1, *t.shape[-3:-1], most) for t in tensors]
+
+
+def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
+    """What fused kernels take for the result, of which they need the product with its gradient alone."""
+    largest = of_sums.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest == 0, 1.0, largest)
+    unit = of_sums / largest
+    return unit * (-of_weights.unsqueeze(-1) / largest / unit.square().sum(-1, keepdim=True).clamp_min(1.0))
+
+
+# ------------------------------------------------------------------ without a fused kernel
+
+
+def _chunks(
+    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of queries, and their scores."""
+    made = wide(query.dtype)
+    row = query.shape[:-2].numel() * key.shape[-2] * made.itemsize
+    step = max(1, CHUNK_bytes // max(row, 1))
+    columns = torch.arange(key.shape[-2], device=key.device)
+    for low in range(0, query.shape[-2], step):
+        rows = slice(low, low + step)
+        scores = (query[..., rows, :] @ key.mT).to(made) * scale
+        if is_causal:
+            seen = columns[rows].unsqueeze(1) >= columns
+            scores.masked_fill_(~seen, _NEVER)
+        if bias is not None:
+            here = bias[..., rows, :]
+            scores += here if scores.dim() == 4 else here.squeeze(0)
+        yield rows, scores
+
+
+def _by_chunks(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    made = wide(query.dtype)
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=made)
+    top = query.new_empty(query.shape[:-1], dtype=made)
+    for rows, scores in _chunks(query, key, bias, is_causal, scale):
+        top[..., rows] = torch.logsumexp(scores, -1)
+        shares = scores.sub_(_finite(top[..., rows]).unsqueeze(-1)).exp_()
+        out[..., rows, :] = shares.to(value.dtype) @ value
+    return out, top
+
+
+def _by_chunks_backward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
+    of_sums: Tensor, of_weights: Tensor, top: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    to_q, dtype = torch.empty_like(query), query.dtype
+    to_key, to_value = (torch.zeros_like(t, dtype=of_sums.dtype) for t in (key, value))
+    for rows, scores in _chunks(query, key, bias, is_causal, scale):
+        shares, grad = scores.sub_(top[..., rows].unsqueeze(-1)).exp_(), of_sums[..., rows, :].to(dtype)
+        to_value += shares.to(dtype).mT @ grad
+        slopes = (grad @ value.mT + of_weights[..., rows].unsqueeze(-1)).mul_(shares).mul_(scale).to(dtype)
+        to_q[..., rows, :] = slopes @ key
+        to_key += slopes.mT @ query[..., rows, :]
+    return to_q, to_key, to_value

@@ -1,0 +1,168 @@
+"""Rules of attention: along rows and heads, and over a sequence that is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.frontend.random import key_at
+from fnshard.compiler.place.draws import first_drawn, strides_of
+from fnshard.compiler.place.placement import REPLICATED, Split, divides
+from fnshard.compiler.place.ring import problem, ring
+from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+from fnshard.errors import TraceError
+
+aten, own = torch.ops.aten, torch.ops.fnshard
+
+
+@rule(aten.scaled_dot_product_attention.default, own.attention.default)
+def _attention(call: Call) -> Iterator[Way]:
+    """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs.
+
+    Without a causal mask along the queries too. Over a sequence that is split, as the step says.
+    """
+    at = call.current[0]
+    if call.attention == "auto" or not isinstance(at, Split) or at.dim != call.tensors[0].dim() - 2:
+        yield from _any_attention(call)
+    else:
+        yield from {"ulysses": _ulysses, "gather": _gathered, "ring": _ring}[call.attention](call)
+
+
+def _any_attention(call: Call) -> Iterator[Way]:
+    query, key = call.tensors[0], call.tensors[1]
+    scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
+    draws = call.target is own.attention.default
+    splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.later,))
+    for split in sorted(
+        splits, key=lambda split: split.dim != rank - 3
+    ):  # heads first, as products have them
+        if draws and split.outer > 1:
+            continue
+        rest = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])
+        here = partial(_drawn_attention, call, split) if draws else None
+        if split.dim == rank - 2:
+            if not call["is_causal"]:
+                yield Way((split, REPLICATED, REPLICATED, *rest), split, run=here)
+        elif divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
+            yield Way((split, split, split, *rest), split, run=here)
+        elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
+            yield Way(
+                (split, REPLICATED, REPLICATED, *rest),
+                split,
+                run=partial(_shared_attention, call, take, here),
+            )
+
+
+def _heads_taken(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The heads of keys or values that a rank's queries share."""
+    dim, outer = split.dim, split.outer
+    heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
+    here, group = heads // outer // call.ranks, heads // shared
+    if heads % (outer * call.ranks) or group % here or shared % outer:
+        return None
+
+    def take(index: Tensor, x: Tensor) -> Tensor:
+        at = (index * here // group).reshape(1)
+        return x.unflatten(dim, (outer, -1)).index_select(dim + 1, at).flatten(dim, dim + 1)
+
+    return take
+
+
+def _shared_attention(
+    call: Call, take: Any, here: Any, index: Tensor, query: Tensor, *rest: Tensor
+) -> Tensor:
+    key, value, *rest = rest
+    tensors = [query, take(index, key), take(index, value), *rest]
+    return call.on(tensors) if here is None else here(index, *tensors)
+
+
+def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, **changes: Any) -> Tensor:
+    """With the dropout of whole scores."""
+    *tensors, key = tensors
+    scores = (*call.tensors[0].shape[:-1], call.tensors[1].shape[-2])
+    key = key_at(key, first_drawn(call, index, split, scores))
+    return call.on([*tensors, key], strides=strides_of(call, scores), **changes)
+
+
+# ------------------------------------------------------------------ over a sequence that is split
+
+
+def _ulysses(call: Call) -> Iterator[Way]:
+    """Along the heads."""
+    heads = call.tensors[0].dim() - 3
+    ways = [way for way in _any_attention(call) if way.output.dim == heads]
+    if not ways:
+        raise _refused(call, f"its {call.shape[heads]} heads cannot be split", "'ring', 'gather' or 'auto'.")
+    yield from ways
+
+
+def _refused(call: Call, why: str, fix: str) -> TraceError:
+    how = f"context_attention={call.attention!r} over {call.axis!r}, {call.ranks} ranks"
+    error = TraceError(
+        f"{how}: an attention cannot run so.", [why + (call.place and f", at {call.place}")], fix
+    )
+    error.placed = bool(call.place)
+    return error
+
+
+def _along_queries(call: Call) -> tuple[Split, list[Any]]:
+    """A split of the queries' sequence, and what masks (and keys of random numbers) then are."""
+    query, key = call.tensors[:2]
+    split, scores = Split(query.dim() - 2), (*query.shape[:-1], key.shape[-2])
+    return split, [broadcast(t.shape, scores, split) for t in call.tensors[3:]]
+
+
+def _gathered(call: Call) -> Iterator[Way]:
+    """Along the queries; keys and values are whole."""
+    split, rest = _along_queries(call)
+    draws = call.target is own.attention.default
+    here = partial(_drawn_attention, call, split) if draws else None
+    run = partial(_causal_rows, call, split) if call["is_causal"] else here
+    yield Way((split, REPLICATED, REPLICATED, *rest), split, run=run)
+
+
+def _causal_rows(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
+    """The rows of a causal mask that are a rank's."""
+    rows, columns = call.part(call.tensors[0].shape, split), call.tensors[1].shape[-2]
+    at = torch.arange(rows, device=index.device) + index * rows
+    seen = at.unsqueeze(1) >= torch.arange(columns, device=index.device)
+    if call.target is own.attention.default:
+        return _drawn_attention(call, split, index, *tensors, mask=seen, is_causal=False)
+    return call.on(tensors, attn_mask=seen, is_causal=False)
+
+
+def _ring(call: Call) -> Iterator[Way]:
+    """Along the queries, and the keys."""
+    if why := problem(call):
+        raise _refused(call, why, "'auto', 'ulysses' or 'gather'.")
+    split, rest = _along_queries(call)
+    yield Way((split, split, split, *rest), split, run=partial(ring, call))
+
+
+@rule(own.attention_turn.default)
+def _attention_turn(call: Call) -> Iterator[Way]:
+    """Along the batch and the heads, as attention."""
+    query, block = call.tensors[:2]
+    scores, rank = (*query.shape[:-1], block.shape[-2]), query.dim()
+    for split in call.splits(query.shape, range(rank - 2), even=True):
+        carry = (split,) * len(call["carry"])
+        mask = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3 + len(carry) :])
+        more = (*carry, REPLICATED, *mask)
+        if divides(block.shape, split, call.ranks):
+            yield Way((split, split, *more), split)
+        elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
+            yield Way((split, REPLICATED, *more), split, run=partial(_shared_block, call, take))
+
+
+def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Tensor, *rest: Tensor) -> Any:
+    return call.on([query, take(index, block), *rest])
+
+
+@rule(own.attention_merged.default)
+def _attention_merged(call: Call) -> Iterator[Way]:
+    for split in call.splits(call.shape, range(len(call.shape) - 1)):
+        yield Way((split, split), split)

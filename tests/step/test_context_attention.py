@@ -1,0 +1,198 @@
+"""How attention runs over a sequence that the context axis splits: Ulysses, keys gathered, and ring."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from models import Model
+from sharded import as_float, assert_same, by_steps, make_step, specs_of, train
+from tensor_models import ROWS, WIDTH, T, decoder, loss
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.compiler.schedule.instructions import Exchange, Run
+
+ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
+TENSOR = {"shard": 2, "tensor": 2, "context": 2}
+
+
+def packed(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """The decoder on rows of several documents (token 0 ends one), whose attention does not cross."""
+    attend, document = F.scaled_dot_product_attention, (tokens == 0).cumsum(1)
+    seen = (document.unsqueeze(1) == document.unsqueeze(2)).tril().unsqueeze(1)  # [B, 1, T, T]
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+        return attend(q, k, v, attn_mask=seen, enable_gqa=enable_gqa)
+
+    F.scaled_dot_product_attention = masked
+    try:
+        return loss(params, tokens)
+    finally:
+        F.scaled_dot_product_attention = attend
+
+
+@cache
+def model_of(name: str) -> Model:
+    return replace(decoder(), loss=packed) if name == "packed" else decoder(layers=1 + (name != "one block"))
+
+
+@cache
+def truth(name: str) -> reference.Trained:
+    model = model_of(name)
+    return reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
+
+
+def step_on(mesh: fs.Mesh, model: Model, attention: str, preset: str = "full_shard", **options: Any) -> Any:
+    specs = specs_of(model, preset, mesh, tensor="tensor" if "tensor" in mesh.names else None)
+    return specs, make_step(mesh, model, specs, ADAMW, context_attention=attention, **options)
+
+
+CASES = [
+    *(({"context": 2}, a, {}) for a in ("ring", "ulysses", "gather")),
+    ({"context": 4}, "ring", {}),
+    ({"context": 4}, "ring", {"remat": "unit"}),
+    ({"context": 4}, "gather", {}),
+    (TENSOR, "ring", {}),
+    (TENSOR, "ring", {"remat": "unit", "residual": "whole", "accumulate": 2}),
+    ({"context": 2}, "ring", {"preset": "no_shard", "remat": "unit+offload"}),
+    ({"shard": 2, "context": 2}, "ring", {"preset": "zero2", "accumulate": 2, "accumulate_mode": "local"}),
+    ({"shard": 1, "context": 4}, "ring", {"preset": "zero1", "prefetch": 2, "overlap": 2}),
+    ({"context": 4}, "ring", {"overlap": 0, "remat": 0.5}),
+    ({"context": 4}, "ring", {"model": "packed"}),
+    (TENSOR, "gather", {"model": "packed"}),
+]
+
+
+@pytest.mark.parametrize(("axes", "attention", "options"), CASES, ids=str)
+def test_training_equals_one_process(axes: dict[str, int], attention: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    name = options.pop("model", "decoder")
+    mesh, model = fs.make_mesh(**axes, simulated=True), model_of(name)
+    specs, step = step_on(mesh, model, attention, **options)
+    for got in fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, ADAMW, step=step)):
+        assert_same(got, truth(name))
+
+
+def on_ranks(rank: int) -> list[reference.Trained]:
+    """Eager in fp64, and both backends in fp32."""
+    mesh = fs.make_mesh(context=2, device="cpu")
+    exact, narrow = model_of("one block"), as_float(model_of("one block"))
+    runs = []
+    for model, backend in ((exact, "eager"), (narrow, "eager"), (narrow, "inductor")):
+        specs, step = step_on(mesh, model, "ring", backend=backend)
+        runs.append(train(rank, mesh, model, specs, ADAMW, step=step))
+    return runs
+
+
+def test_processes_and_compiled_kernels(ranks: Any) -> None:
+    for exact, eager, compiled in ranks(2).run(on_ranks, timeout=300.0):
+        assert_same(exact, truth("one block"))
+        assert_same(compiled, eager, atol=2e-5)
+
+
+def test_bf16_follows_fp32() -> None:
+    runs = []
+    for dtype, axes in ((torch.float32, {"shard": 1}), (torch.bfloat16, {"context": 4})):
+        mesh, model = fs.make_mesh(**axes, simulated=True), as_float(model_of("decoder"))
+        specs = fs.presets.full_shard(model.params, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
+        step = make_step(mesh, model, specs, ADAMW, context_attention="ring")
+        run = lambda rank, m=mesh, s=specs, step=step, model=model: train(rank, m, model, s, ADAMW, step=step)  # noqa: E731
+        runs.append(fs.simulate(mesh, run)[0])
+    assert_same(runs[1], runs[0], atol=3e-2)
+
+
+# ------------------------------------------------------------------ counted
+
+
+def lowered(ranks: int, attention: str = "ring", model: Model | None = None, **options: Any) -> Any:
+    mesh, model = fs.make_mesh(context=ranks, abstract=True), model or model_of("decoder")
+    _, step = step_on(mesh, model, attention, "no_shard", **options)
+    return step.lower(model.params, *model.batch(0))
+
+
+@pytest.mark.parametrize("remat", ["none", "unit"])
+def test_blocks_go_round_once_forward_twice_backward(remat: str) -> None:
+    """Keys and values, again for the backward, and their gradients: as many bytes each."""
+    ranks, step = 4, lowered(4, remat=remat)
+    lines = [i for i in step.schedule.instructions if isinstance(i, Exchange) and i.unit == "layers.0"]
+    found = Counter((line.phase, line.kind, line.dim) for line in lines)
+    turns = range(1, ranks)
+    assert found == {
+        **{("forward", "permute", t): 1 for t in turns},
+        **{("backward", "permute", t): 1 for t in turns},
+        **{("backward", "permute", -t): 1 for t in turns},
+    }
+    block = ROWS * T // ranks * 2 * (WIDTH // 2) * 8  # keys and values of half as many heads, fp64
+    assert {line.sent_bytes for line in lines} == {block}
+    rows = [r for r in step.comm_analysis().rows if r.verb == "exchange" and r.unit == "layers.0"]
+    assert sum(r.bytes for r in rows) == sum(r.sent_bytes for r in rows) == 3 * (ranks - 1) * block
+
+
+def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
+    """And nothing of another rank's is kept between forward and backward."""
+    lines = lowered(4).schedule.instructions
+    issued = {i.writes[0]: n for n, i in enumerate(lines) if isinstance(i, Exchange)}
+    runs = [n for n, i in enumerate(lines) if isinstance(i, Run)]
+    waits = {n: issued[i.reads[0]] for n, i in enumerate(lines) if i.verb == "wait" and i.reads[0] in issued}
+    assert [n for n, first in waits.items() if not any(first < run < n for run in runs)] == []
+    read: dict[Any, set[str]] = {}
+    for line in lines:
+        for name in line.reads:
+            read.setdefault(name, set()).add(line.phase)
+    received = [lines[n].writes[0] for n in waits]
+    assert all(len(read[name]) == 1 for name in received)
+
+
+def test_turns_share_their_kernels() -> None:
+    """More ranks, or more blocks, are as many kernels."""
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        for w in p.values():
+            q, k, v = ((x @ w).unflatten(-1, (2, 4)).transpose(1, 2) for _ in range(3))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+    def kernels(ranks: int, layers: int) -> int:
+        mesh = fs.make_mesh(context=ranks, abstract=True)
+        params = {f"layers.{i}.w": torch.eye(8) for i in range(layers)}
+        step = fs.shard_step(loss, fs.presets.full_shard(params, mesh), mesh=mesh, context_attention="ring")
+        return len(step.lower(params, torch.ones(2, 64, 8)).schedule.kernels)
+
+    assert kernels(4, 3) == kernels(16, 3) == kernels(4, 6)
+
+
+def test_the_plain_schedule_of_auto_is_what_it_was() -> None:
+    assert str(lowered(2, "auto").schedule) == str(lowered(2, "ulysses").schedule)
+
+
+def dropped(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    x = params["embed.weight"][tokens].unsqueeze(1)
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3).square().mean()
+
+
+WRONG = {
+    "an unknown way": (
+        {"attention": "flash"},
+        "context_attention='flash': one of 'auto', 'ulysses', 'gather'",
+    ),
+    "uneven sequences": (
+        {"ranks": 3},
+        "'ring' over 'context', 3 ranks.*8 and 8 are not split evenly, at .*py",
+    ),
+    "dropout": ({"model": replace(decoder(), loss=dropped)}, "it has dropout, at .*py:.*Fix: 'auto'"),
+    "too few heads": ({"ranks": 8, "attention": "ulysses"}, "its 4 heads cannot be split.*Fix: 'ring'"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_one_error(mistake: str) -> None:
+    chosen, message = WRONG[mistake]
+    with pytest.raises(fs.FnshardError, match=f"(?s){message}"):
+        lowered(**{"ranks": 2, **chosen})
