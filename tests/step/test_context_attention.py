@@ -186,7 +186,7 @@ WRONG = {
         {"ranks": 3},
         "'ring' over 'context', 3 ranks.*8 and 8 are not split evenly, at .*py",
     ),
-    "dropout": ({"model": replace(decoder(), loss=dropped)}, "it has dropout, at .*py:.*Fix: 'auto'"),
+    "dropout": ({"model": replace(decoder(), loss=dropped)}, "'ring' over .*it has dropout.*Fix: 'auto'"),
     "too few heads": ({"ranks": 8, "attention": "ulysses"}, "its 4 heads cannot be split.*Fix: 'ring'"),
 }
 
