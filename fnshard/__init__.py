@@ -17,7 +17,8 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
                  over a schedule's instructions
     analysis/    memory (the ledger), cost, timeline, traffic, flops, hardware: before a step runs
-    step/        step (shard_step), buckets, lowered, runner, state, init, shards, agreement, fit
+    step/        step (shard_step), buckets, lowered, runner, state, init, shards, agreement, fit, saved
+                 (steps in files)
     checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
     debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
 
@@ -66,7 +67,7 @@ from fnshard.step.fit import fit
 from fnshard.step.forward import shard_forward
 from fnshard.step.lockstep import lockstep
 from fnshard.step.lowered import diff
-from fnshard.step.make_step import shard_step
+from fnshard.step.make_step import load_step, shard_step
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
 
@@ -109,6 +110,7 @@ __all__ = [
     "fit",
     "hf",
     "launch",
+    "load_step",
     "lockstep",
     "lora",
     "losses",

@@ -190,13 +190,15 @@ def is_same(then: Any, now: Any) -> bool:
     >>> is_same(frozenset([0, 8]), frozenset([8, 0])), is_same((1, 2), (1, 2.0))
     (True, False)
     """
-    return then is now or (type(then) is type(now) and is_constant(then) and _text(then) == _text(now))
+    return then is now or (
+        type(then) is type(now) and is_constant(then) and constant_text(then) == constant_text(now)
+    )
 
 
-def _text(constant: Any) -> str:
+def constant_text(constant: Any) -> str:
     """What is equal for the same constants: a set's own text depends on how it was made."""
     if isinstance(constant, tuple | frozenset):
-        texts = [_text(value) for value in constant]
+        texts = [constant_text(value) for value in constant]
         texts = sorted(texts) if isinstance(constant, frozenset) else texts
         return f"{type(constant).__name__}({', '.join(texts)})"
     return repr(constant)

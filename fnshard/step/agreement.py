@@ -10,7 +10,7 @@ import hashlib
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +22,34 @@ from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.collectives.base import Collectives
 
 
+class Agreement(NamedTuple):
+    """What ranks have told each other before their first step.
+
+    Args:
+        items: the largest guess of how many items a Mean counts, which its gradients are divided by before
+            they are summed.
+        alike: whether the steps of all ranks have one digest.
+        neighbours: the ranks on this rank's host, it among them.
+    """
+
+    items: float
+    alike: bool
+    neighbours: tuple[int, ...]
+
+
 def check_agreement(
-    comm: Collectives, schedule: Schedule, settings: Callable[[], Mapping[str, str]], items: float
-) -> float:
+    comm: Collectives,
+    schedule: Schedule,
+    settings: Callable[[], Mapping[str, str]],
+    items: float,
+    step_digest: str = "",
+) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
         settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items: this rank's guess of how many items a Mean counts.
-
-    Returns:
-        The largest guess of all ranks, which a Mean's gradients are divided by before they are summed.
+        step_digest: of all that this rank runs, or nothing.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -42,12 +59,20 @@ def check_agreement(
     if comm.mesh.size > 1:
         program |= settings()
     text = json.dumps(program)
-    mine = {"program": hashlib.sha256(text.encode()).hexdigest(), "items": items}
+    mine = {
+        "program": hashlib.sha256(text.encode()).hexdigest(), "items": items, "step": step_digest,
+        "host": socket.gethostname(),
+    }  # fmt: skip
     every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
     differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
     if differing:
         _refuse(comm, text, differing)
-    return max(each["items"] for each in every)
+    here = every[comm.mesh.rank]
+    return Agreement(
+        max(each["items"] for each in every),
+        all(each["step"] == here["step"] != "" for each in every),
+        tuple(r for r, each in enumerate(every) if each["host"] == here["host"]),
+    )
 
 
 _PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before
@@ -170,15 +195,14 @@ def _cut(text: str, same: int, length: int = 160) -> str:
     return f"{before}{text[start : start + length]}{after}"
 
 
-def compile_in_turn(comm: Collectives, compile: Callable[[], Any]) -> Any:
+def compile_in_turn(comm: Collectives, neighbours: Sequence[int], compile: Callable[[], Any]) -> Any:
     """Compile on the first rank of each host, then on the others, which find its disk cache.
 
     On accelerators on all at once: the cache knows each device apart.
     """
     if comm.mesh.kind != "group" or comm.mesh.device_type != "cpu":
         return compile()
-    hosts = comm.gather_object(socket.gethostname())
-    leads = hosts.index(hosts[comm.mesh.rank]) == comm.mesh.rank
+    leads = neighbours[0] == comm.mesh.rank
     result = compile() if leads else None
     comm.barrier()
     return result if leads else compile()

@@ -17,6 +17,7 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Backend, Options
 from fnshard.step.runner import Runner, default_mesh
+from fnshard.step.saved.cache import Made
 from fnshard.step.state import TrainState
 
 __all__ = ["Forward", "shard_forward"]
@@ -34,6 +35,7 @@ def shard_forward(
     deterministic: bool = False,
     shapes: Buckets | None = None,
     cache: int = 8,
+    cache_dir: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Forward:
     """Compile `fn(params, *batch) -> outputs` for sharded parameters.
@@ -54,6 +56,7 @@ def shard_forward(
         passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
         inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
         shapes=shapes,
+        cache_dir=cache_dir,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen)
 
@@ -65,6 +68,11 @@ class Forward:
         self.mesh, self.options = mesh, options
         self._lowering = Lowering(fn, specs, mesh, options, None)
         self._runner = Runner(self._lowering)
+
+    @property
+    def made(self) -> Made:
+        """How many programs were traced, or loaded from files, and kernels compiled."""
+        return self._lowering.made
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""

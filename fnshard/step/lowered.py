@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -26,9 +28,11 @@ from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.errors import SpecError
+from fnshard.errors import SpecError, StateError
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
+from fnshard.step.saved.encoding import NotSaved, digest_of
+from fnshard.step.saved.store import Request, save
 
 __all__ = ["Lowered", "diff"]
 
@@ -41,7 +45,8 @@ class Lowered:
 
     Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
     this rank's batch, by leaf. `shared`: the kernels of all lengths, and the length of this batch, in
-    multiples of its buckets. `moved`: bytes of transfers by instruction number, once a ledger was made.
+    multiples of its buckets. `request`: what it was lowered for; `loaded`: from a file. `moved`: bytes of
+    transfers by instruction number, once a ledger was made.
     """
 
     stages: Stages
@@ -50,6 +55,8 @@ class Lowered:
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     shared: tuple[SharedKernels, int] | None = None
+    request: Callable[[], Request] | None = field(default=None, repr=False)
+    loaded: bool = False
     moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -67,6 +74,14 @@ class Lowered:
         """Of batch leaves, random keys and axes on which ranks read their index ("batch", "key", "axis")."""
         inputs = self.program.inputs
         return {kind: [i.name for i in inputs if i.kind == kind] for kind in ("batch", "key", "axis")}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that it runs, constants and graphs; nothing where it holds what no file can."""
+        try:
+            return digest_of(self.stages)
+        except NotSaved:
+            return ""
 
     @property
     def segments(self) -> Segments:
@@ -193,6 +208,28 @@ class Lowered:
                     shared, length = self.shared
                     self.compiled = shared.compile(kernels, length, options=options.inductor)
         return self
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Compile, and write all of it to a file for `fs.load_step`: graphs, schedule and machine code.
+
+        Args:
+            path: in a folder that no other user may write to. Compiled code is code: whoever can put another
+                file there runs code as the user that loads it.
+
+        Raises:
+            StateError: others may write to the folder; the step depends on what no file can hold, such as an
+                environment variable that `fn` reads; an abstract mesh.
+        """
+        if self.request is None or self.schedule.mesh.kind == "abstract":
+            raise StateError(
+                "a step on an abstract mesh is not compiled, so it has no file.",
+                fix="lower it on the mesh that it will run on.",
+            )
+        self.compile()
+        try:
+            save(Path(path), self.request(), self.stages, self.compiled, self.batch_bytes)
+        except NotSaved as error:
+            raise StateError(f"the step cannot be saved: {error}.") from error
 
     def __str__(self) -> str:
         return self.as_text()

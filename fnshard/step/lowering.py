@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +45,10 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.numbers import Numbers
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, fits
+from fnshard.step.saved.cache import Made, find, keep
+from fnshard.step.saved.encoding import NotSaved
+from fnshard.step.saved.file import Refused
+from fnshard.step.saved.store import Request, Saved, load
 
 LENGTHS = 64  # of one step that are kept, at least
 
@@ -80,6 +87,7 @@ class Lowering:
         self.on_paper: tuple[BatchKey, Lowered] | None = None
         self.numbers = Numbers()
         self.lock = threading.RLock()
+        self.made = Made()
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
         """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
@@ -158,30 +166,78 @@ class Lowering:
             if known is not None:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
-                if self.options.shapes is None or not len(self.programs):
-                    compiles.announce(self, key)
-                if self.mesh.kind != "abstract":
-                    warm_up(self.mesh.device_type, self.options.backend)
-                keeping = Keeping(self.options.remat, self.options.save)
-                stages = lower(
-                    self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping,
-                    self.options.residual, self.options.context_attention,
-                )  # fmt: skip
-                if self.options.passes.graph:
-                    cuda_graph.check(stages.schedule, self.optimizer is not None)
-                warning = gathered_at_once(stages.segments, self.specs.stored, self.mesh)
-                if warning:
-                    warnings.warn(warning, stacklevel=4)
-                sizes = bytes_of_batch(batch)
-                lowered = Lowered(
-                    stages,
-                    self.options,
-                    optimizer=self.optimizer,
-                    batch_bytes=sizes,
-                    shared=self._shared(batch),
-                )
-                self.on_paper = key, lowered
+                request = self._request(key)
+                self.on_paper = key, self._loaded(request) or self._traced(key, batch, micro, request)
             return self.on_paper[1]
+
+    def _loaded(self, request: Callable[[], Request]) -> Lowered | None:
+        """Out of the options' cache, if it is there."""
+        if self.options.cache_dir is None or self.mesh.kind == "abstract":
+            return None
+        saved = find(self.options.cache_dir, request, self.made)
+        return None if saved is None else self._of(saved, request)
+
+    def _traced(
+        self, key: BatchKey, batch: Batch, micro: Arguments, request: Callable[[], Request]
+    ) -> Lowered:
+        if self.options.shapes is None or not len(self.programs):
+            compiles.announce(self, key)
+        self.made.traces += 1
+        if self.mesh.kind != "abstract":
+            warm_up(self.mesh.device_type, self.options.backend)
+        keeping = Keeping(self.options.remat, self.options.save)
+        stages = lower(
+            self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping,
+            self.options.residual, self.options.context_attention,
+        )  # fmt: skip
+        sizes = bytes_of_batch(batch)
+        shared = self._shared(batch)
+        return self._checked(Lowered(stages, self.options, None, self.optimizer, sizes, shared, request))
+
+    def _request(self, key: BatchKey) -> Callable[[], Request]:
+        return cache(lambda: Request.of(self.fn, self.specs, self.mesh, self.options, self.plan, key))
+
+    def _of(self, saved: Saved, request: Callable[[], Request]) -> Lowered:
+        sizes = saved.batch_bytes
+        return self._checked(
+            Lowered(saved.stages, self.options, saved.kernels, self.optimizer, sizes, None, request, True)
+        )
+
+    def _checked(self, lowered: Lowered) -> Lowered:
+        if self.options.passes.graph:
+            cuda_graph.check(lowered.schedule, self.optimizer is not None)
+        warning = gathered_at_once(lowered.segments, self.specs.stored, self.mesh)
+        if warning:
+            warnings.warn(warning, stacklevel=5)
+        return lowered
+
+    def load(self, path: str | os.PathLike, batch: Batch) -> None:
+        """Keep the step of a file, for such a batch.
+
+        Raises:
+            StateError: the file is not one for this step, with the reason.
+        """
+        check_arguments(self.fn, batch)
+        check_leaves(batch)
+        key = batch_key(batch)
+        with self.lock, without_autocast(), deterministic(self.options.deterministic):
+            try:
+                saved = load(Path(path), (request := self._request(key))())
+            except (FileNotFoundError, Refused, NotSaved) as error:
+                raise StateError(
+                    f"{path} is not loaded: {error}.",
+                    fix="lower it anew: step.lower(params, *batch).save(path); shard_step(cache_dir=) does "
+                    "so by itself.",
+                ) from error
+            self.made.loads += 1
+            self.programs.put(key, self._of(saved, request))
+
+    def keep(self, lowered: Lowered) -> None:
+        """Write it to the options' cache, if it is not there."""
+        if lowered.loaded or self.options.cache_dir is None:
+            return
+        saved = Saved(lowered.stages, lowered.compiled, lowered.batch_bytes)
+        keep(self.options.cache_dir, lowered.request(), saved, self.made)
 
     def compile(self, lowered: Lowered, batch: Batch) -> None:
         """Compile what is not compiled; kernels of a further length are announced, if it needs its own."""
@@ -247,7 +303,7 @@ class Lowering:
             known = self.programs.get(key)
             if known is not None:
                 return known
-            if self.on_paper is not None and fits(self.on_paper, key):
+            if self.on_paper is not None and fits(self.on_paper, key) and not self.on_paper[1].loaded:
                 compiles.announce(self, key, adopted=True)
             lowered, self.on_paper = self.lower(batch), None
             warning = self.programs.compare(key, lowered) if len(self.programs) else None

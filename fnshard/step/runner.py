@@ -33,7 +33,7 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
-from fnshard.step.agreement import check_agreement, compare_replicas, compile_in_turn
+from fnshard.step.agreement import Agreement, check_agreement, compare_replicas, compile_in_turn
 from fnshard.step.batches import Batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
@@ -74,13 +74,13 @@ class RankState:
     """What one rank holds beside the state: its collectives, its bound steps, its flags.
 
     `raised`: what this rank says with its next step; `before`, `last`: the numbers of the last two steps, the
-    flags of all ranks among them. `item_bound`: see `agreement.check_agreement`; None before the first step.
+    flags of all ranks among them. `agreement`: None before the first step.
     `bound`: by the identity of a lowered step, and who watches it.
     """
 
     comm: Collectives
     transfers: Transfers
-    item_bound: float | None = None
+    agreement: Agreement | None = None
     bound: dict[tuple[int, Watch | None], Bound] = field(default_factory=dict)
     observer: Watch | None = None
     raised: set[str] = field(default_factory=set)
@@ -161,25 +161,34 @@ class Runner:
         key = id(lowered), rank.observer
         if key in rank.bound:
             return rank.bound[key]
-        first = rank.item_bound is None
+        first, fresh = rank.agreement is None, lowered.compiled is None
         if first:
-            rank.item_bound = self._item_bound(rank, lowered, params, settings)
+            rank.agreement = self._agreement(rank, lowered, params, settings)
         if first and lowered.options.backend != "eager":
-            compile_in_turn(rank.comm, lowered.compile)
+            compile_in_turn(rank.comm, rank.agreement.neighbours, lowered.compile)
         self.lowering.compile(lowered, batch)
+        if fresh and lowered.options.backend != "eager":
+            self.lowering.made.compiles += sum(
+                f is not None for pair in lowered.compiled.values() for f in pair
+            )
+        # Of several ranks, one that runs what all run, and only what they have compared.
+        leads = first and rank.agreement.alike and rank.agreement.neighbours[0] == rank.comm.mesh.rank
+        if self.replayed is None and (leads or rank.comm.mesh.size == 1):
+            self.lowering.keep(lowered)
         bound = self._bind(lowered, rank, scalars(lowered))
         kept = {id(v) for v in self.lowering.programs.values()}
         rank.bound = {k: v for k, v in rank.bound.items() if k[0] in kept} | {key: bound}
         return bound
 
-    def _item_bound(
+    def _agreement(
         self, rank: RankState, lowered: Lowered, params: Any, settings: Callable[[], Mapping[str, str]]
-    ) -> float:
-        """What a Mean's gradients are divided by, once the ranks agree on the program. A collective."""
-        known = None if self.replayed is None else self.replayed.rank.item_bound
+    ) -> Agreement:
+        """What the ranks know of each other, once they agree on the program. A collective."""
+        known = None if self.replayed is None else self.replayed.rank.agreement
         if known is not None:
             return known
-        found = check_agreement(rank.comm, lowered.schedule, settings, items_of(lowered.program))
+        step = "" if self.lowering.options.cache_dir is None else lowered.digest
+        found = check_agreement(rank.comm, lowered.schedule, settings, items_of(lowered.program), step)
         if self.replayed is None:  # of a replay, one may hold the NaN that is looked for
             compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.paired)
         return found

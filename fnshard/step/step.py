@@ -37,6 +37,7 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Options
 from fnshard.step.runner import FLAGS, Bound, Runner
+from fnshard.step.saved.cache import Made
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
 
@@ -271,6 +272,11 @@ class Step(Generic[OptimizerT, LossT]):
         """
         return self._runner.watching(observer)
 
+    @property
+    def made(self) -> Made:
+        """How many programs were traced, or loaded from files, and kernels compiled."""
+        return self._lowering.made
+
     def front(self, *batch: Any, sources: bool = False, **keywords: Any) -> Front:
         """The program of this batch, cut into segments: all of a lowering that no layout or option changes.
 
@@ -384,7 +390,7 @@ class Step(Generic[OptimizerT, LossT]):
         if program.outputs.count is None:
             ranks = self.mesh.axes_size(summed_axes(self._paired.values(), self.mesh))
             return float(ranks * self.options.accumulate)
-        return float(self._runner.rank.item_bound)
+        return float(self._runner.rank.agreement.items)
 
     # -------------------------------------------------------------- checks
 

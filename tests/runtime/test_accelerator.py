@@ -117,7 +117,7 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
 
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: warmed.append("pool"))
     comm = SimpleNamespace(mesh=replace(CUDA, kind="group"))  # without a barrier to come to
-    assert agreement.compile_in_turn(comm, lambda: "compiled") == "compiled" and not warmed
+    assert agreement.compile_in_turn(comm, (0, 1), lambda: "compiled") == "compiled" and not warmed
     for device_type, backend in (("cpu", "inductor"), ("cuda", "eager"), ("cuda", "inductor")):
         kernels.warm_up(device_type, backend)
     assert warmed == ["pool"]

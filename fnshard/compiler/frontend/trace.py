@@ -109,8 +109,7 @@ def _trace(
     sources: bool,
     prepared: Callable[[Callable], Callable],
 ) -> Program:
-    functions = [v for _, v in structure.constants if callable(v)]
-    runs = partial(fn, *functions) if functions else fn  # what can run: `fn`, and functions in its tree
+    runs = with_functions(fn, structure)
     with (
         _lock,
         without_autocast(),
@@ -178,6 +177,12 @@ def _trace(
             rewrite(pure)
         guard = guard_of(runs, executed, computed, reached, copied)
         return replace(program, graph=pure, guard=guard, rows=_rows(batch))
+
+
+def with_functions(fn: Callable[..., Any], structure: tree.TreeDef) -> Callable[..., Any]:
+    """What can run: `fn`, and the functions in its parameter tree."""
+    functions = [v for _, v in structure.constants if callable(v)]
+    return partial(fn, *functions) if functions else fn
 
 
 @contextmanager

@@ -94,10 +94,15 @@ def _same_sizes(owners: Any, keys: Any, values: Any) -> bool:
 
 
 class Guard:
-    """The values that one program has baked in."""
+    """The values that one program has baked in. `executed`, `computed`: as `guard_of` took them."""
 
-    def __init__(self, entries: Iterable[Entry] = ()):
-        self.entries = tuple(entries)
+    def __init__(
+        self,
+        entries: Iterable[Entry] = (),
+        executed: Collection[CodeType] = (),
+        computed: Collection[str] = (),
+    ):
+        self.entries, self.executed, self.computed = tuple(entries), executed, computed
         groups: dict[Callable[..., bool], list[Entry]] = {}
         for entry in self.entries:
             if entry.key not in _REGISTRIES:
@@ -137,27 +142,31 @@ class Guard:
 
 def guard_of(
     fn: Any,
-    executed: set[CodeType],
-    computed: set[str],
-    before: Reachable,
+    executed: Collection[CodeType],
+    computed: Collection[str],
+    before: Reachable | None = None,
     copied: Sequence[Tensor] = (),
+    opaque: bool = False,
 ) -> Guard:
-    """The guard of a program, made right after its trace.
+    """The guard of a program, made right after its trace, or of one that is loaded.
 
     Args:
         executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
         computed: attributes that it read by names which it does not spell.
-        before: what `fn` could reach before it ran; what it has written there itself is its own.
+        before: what `fn` could reach before it ran; what it has written there itself is its own. None where
+            it has not run.
+        opaque: have entries too for objects that cannot be compared by what they hold.
         copied: tensors that the program has copies of; others it reads where they are.
     """
     reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=computed)
+    before = reached if before is None else before
     entries = []
     for container in reached.containers.values():
         known = before.containers.get(id(container.owner), container)
         owner = vars(container.owner) if isinstance(container.owner, ModuleType | type) else container.owner
         entries += [
             Entry(owner, key, value, _name(reached, container.owner, key), entered)
-            for key, value, entered in _values(container, reached)
+            for key, value, entered in _values(container, reached, opaque)
             if _before(known, key) is value or (key is _LENGTH and _before(known, key) == value)
         ]
     for each in copied:
@@ -168,7 +177,7 @@ def guard_of(
         if each.__code__ in executed and not library(each.__module__):
             name = f"{each.__name__}.{{}}"
             entries += [Entry(each, k, getattr(each, k), name.format(k), False) for k in _OF_FUNCTIONS]
-    return Guard(entries)
+    return Guard(entries, executed, computed)
 
 
 @contextmanager
@@ -228,7 +237,9 @@ def recorded() -> Iterator[set[CodeType]]:
 # ------------------------------------------------------------------ what counts
 
 
-def _values(container: Container, reached: Reachable) -> Iterator[tuple[Any, Any, bool]]:
+def _values(
+    container: Container, reached: Reachable, opaque: bool = False
+) -> Iterator[tuple[Any, Any, bool]]:
     """(key, value, whether it is entered) of what a container holds and a program depends on."""
     owner, values = container.owner, container.read()
     holder, role = reached.parents.get(id(owner), (None, None))  # of an object's own dict: (object, None)
@@ -247,7 +258,7 @@ def _values(container: Container, reached: Reachable) -> Iterator[tuple[Any, Any
         entered = not is_leaf and (
             id(value) in reached.containers or id(getattr(value, "__dict__", None)) in reached.containers
         )
-        if is_leaf or entered:
+        if is_leaf or entered or opaque:
             yield key, value, entered
     if isinstance(owner, dict) and role is None and holder is not None:
         yield from ((key, ABSENT, False) for key in _class_defaults(holder, owner, reached))

@@ -41,6 +41,7 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    module = _copy(module)  # Inductor rewrites what it compiles
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
@@ -55,6 +56,13 @@ def compile_graph(
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
     return compiled
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(module.graph, {}))
+    output.meta = dict(module.graph.output_node().meta)
+    return fx.GraphModule(module, graph)
 
 
 def _eager(module: fx.GraphModule) -> Boxed:

@@ -1,0 +1,143 @@
+"""Artifacts: a kernel that Inductor has compiled for the CPU, as data that another process loads.
+
+An artifact is the Python wrapper that Inductor generated, cut to what a call needs, the shared objects of its
+C++ kernels, and its constants. Loading it imports no part of Inductor unless the wrapper calls one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import os
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = "{}.kernel"  # the module that a shared object defines
+_count = itertools.count()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled kernel. `source` defines `call(args)`; `libraries`: shared objects, by the name that it
+    calls; `constants`: tensors, by the name that it reads."""
+
+    source: str
+    libraries: Mapping[str, bytes]
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedKernel:
+    """A boxed callable made from an artifact."""
+
+    artifact: Artifact
+    current_callable: Any  # as Inductor's own result names it; `analysis.footprint` reads it
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        return self.artifact.constants
+
+    def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
+        return self.current_callable(args)
+
+
+def artifact_of(compiled: Any) -> Artifact | None:
+    """What Inductor made, as data; None where it is more than a Python wrapper around C++ kernels."""
+    if isinstance(compiled, LoadedKernel):
+        return compiled.artifact
+    call = getattr(compiled, "current_callable", None)
+    function, runner = getattr(call, "__func__", call), getattr(call, "__self__", None)
+    if not isinstance(function, types.FunctionType) or getattr(runner, "partitions", None):
+        return None
+    made, path = function.__globals__, function.__globals__.get("__file__")
+    if path is None or "async_compile" not in (text := Path(path).read_text(encoding="utf-8")):
+        return None
+    cut = _cut(ast.parse(text), made)
+    if cut is None:
+        return None
+    body, kernels = cut
+    libraries = {}
+    for name in kernels:
+        module = getattr(made.get(name), "__self__", None)
+        spec = getattr(module, "__spec__", None)
+        if spec is None or not str(spec.origin).endswith(".so"):
+            return None
+        libraries[name] = Path(spec.origin).read_bytes()
+    constants = dict(getattr(compiled, "constants", None) or {})
+    if not all(isinstance(v, Tensor) and v.device.type == "cpu" for v in constants.values()):
+        return None
+    return Artifact(ast.unparse(ast.Module(body, [])), libraries, constants)
+
+
+def load_artifact(artifact: Artifact) -> LoadedKernel:
+    """The kernel, ready to run; `artifact` is trusted: this executes it."""
+    guards = torch._C._dynamo.guards
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        guards._torchinductor_pyobject_tensor_data_ptr
+    )
+    names: dict[str, Any] = {"__name__": "fnshard.kernel"}
+    with tempfile.TemporaryDirectory(prefix="fnshard-kernel-") as folder:
+        for name, data in artifact.libraries.items():
+            path = Path(folder) / f"{name}.so"
+            path.write_bytes(data)
+            spec = importlib.util.spec_from_file_location(_LIBRARY.format(f"{name}_{next(_count)}"), path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            names[name] = module.kernel
+    exec(compile(artifact.source, "<fnshard kernel>", "exec"), names)
+    names.update(artifact.constants)
+    return LoadedKernel(artifact, names["call"])
+
+
+def _cut(tree: ast.Module, made: Mapping[str, Any]) -> tuple[list[ast.stmt], list[str]] | None:
+    """The statements that `call` needs, and the names of C++ kernels; None for kernels of another kind."""
+    needed, kept, kernels = {"call"}, list[ast.stmt](), list[str]()
+    for statement in reversed(tree.body):
+        bound = _bound(statement)
+        if not bound & needed:
+            continue
+        value = getattr(statement, "value", None)
+        made_by = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        if made_by.startswith("async_compile."):
+            if made_by != "async_compile.cpp_pybinding":
+                return None
+            kernels += bound
+            continue
+        kept.append(_imported(statement, made, tree) if isinstance(statement, ast.ImportFrom) else statement)
+        needed |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    return kept[::-1], kernels
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """The names that a statement binds."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {(a.asname or a.name).partition(".")[0] for a in statement.names}
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+
+
+def _imported(statement: ast.ImportFrom, made: Mapping[str, Any], tree: ast.Module) -> ast.stmt:
+    """An import, or for `extern_kernels` that are torch's own functions a class of these."""
+    if [a.name for a in statement.names] != ["extern_kernels"]:
+        return statement
+    calls = {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "extern_kernels"
+    }
+    extern = made["extern_kernels"]
+    if not all(getattr(extern, name) is getattr(torch, name, None) for name in calls):
+        imports = "from torch._inductor import compile_fx\n"  # registers all of them
+        return ast.parse(f"if True:\n  {imports}  {ast.unparse(statement)}").body[0]
+    text = "".join(f"\n  {name} = staticmethod(torch.{name})" for name in sorted(calls))
+    return ast.parse(f"class extern_kernels:{text}").body[0]

@@ -1,0 +1,1 @@
+"""Saved steps: lowered and compiled steps as files that another process loads."""

@@ -1,0 +1,348 @@
+"""Dependencies: all that a lowered step was made from, as text that another process compares.
+
+A step is loaded in place of a trace only where nothing is left that could make the trace another one: this
+machine and its libraries, the source of every module, the arguments of `shard_step`, the batch's shapes, and
+each value that `fn` reads beside its arguments (`compiler.ir.guard`). As in ccache's direct mode, a key of
+what is known at once finds the file, and the file names what else has to be as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.compiler.ir.guard import Entry, Guard, guard_of
+from fnshard.compiler.ir.reachable import ABSENT, is_plain
+from fnshard.errors import stable_repr
+from fnshard.step.saved.encoding import NotSaved
+
+_VARIABLES = (
+    "TORCH", "PYTORCH", "TRITON", "OMP_", "MKL_", "KMP_", "GOMP_", "CXX", "CC", "CUDA", "CUBLAS", "NVIDIA",
+    "ATEN", "DNNL", "ONEDNN", "LD_PRELOAD",
+)  # fmt: skip
+_OF_A_RANK = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE")
+_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# What `fn` may call that no value tells: a trace that has run such code is made anew in every process.
+_READERS = frozenset({
+    "environ", "getenv", "open", "read_text", "read_bytes", "get_rank", "get_local_rank", "getpid",
+    "gethostname", "urandom", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "input",
+})  # fmt: skip
+
+
+def digest(text: str | bytes) -> str:
+    """SHA-256, in hex."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+# ------------------------------------------------------------------ the machine and its libraries
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What compiled code and traces depend on of this process, by name."""
+    b = torch.backends
+    flags = [
+        torch.get_default_dtype(), torch.get_float32_matmul_precision(), b.cudnn.enabled, b.cudnn.benchmark,
+        b.cudnn.deterministic, b.cudnn.allow_tf32, b.cuda.matmul.allow_tf32, b.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(), torch.get_default_device(),
+        b.cuda.flash_sdp_enabled(), b.cuda.math_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled(),
+        b.cuda.cudnn_sdp_enabled(), sys.flags.optimize,
+    ]  # fmt: skip
+    named = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_VARIABLES)}
+    named = {n: v for n, v in named.items() if n not in _PLACES and not n.startswith(_OF_A_RANK)}
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version} {torch.version.cuda} {torch.version.hip}",
+        "Python": sys.version,
+        "processor": _processor(),
+        "device": _device(device),
+        "threads": str(torch.get_num_threads()),
+        "flags of torch": repr(flags),
+        "variables of the environment": repr(named),
+        "settings of torch.compile": repr([_settings(n) for n in ("_inductor", "_functorch", "_dynamo")]),
+    }
+
+
+def _settings(name: str) -> dict[str, str]:
+    """What a module of settings has that is not the default; nothing of one that nobody has imported."""
+    config = sys.modules.get(f"torch.{name}.config")
+    if config is None:
+        return {}
+    entries = config._config
+    now = config.get_config_copy()
+    return {n: stable_repr(v) for n, v in now.items() if n in entries and v != entries[n].default}
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.node()}"
+    kept = ("model name", "flags", "Features", "CPU part", "vendor_id")
+    told = [line for line in lines if line.startswith(kept)]
+    return f"{platform.machine()} {platform.libc_ver()} {digest(chr(10).join(told))}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} {torch.cuda.get_device_properties(device)}"
+
+
+# ------------------------------------------------------------------ source files
+
+
+def sources() -> dict[str, str]:
+    """By path, what each file was that a loaded module came from.
+
+    Files of installed packages by size and time, others by what they hold.
+
+    Raises:
+        NotSaved: a file was changed after this process began: what runs may not be what it holds.
+    """
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "\0")
+    found, changed = dict[str, str](), list[str]()
+    for path in sorted({*_files(), *map(str, torch.ops.loaded_libraries)}):
+        if path.startswith(generated):
+            continue
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue  # in an archive, or gone
+        if max(status.st_mtime_ns, status.st_ctime_ns) > _BEGAN_ns:
+            changed.append(path)
+        found[path] = _version(path, status)
+    if changed:
+        raise NotSaved(f"source files that changed after the process had begun: {', '.join(changed[:3])}")
+    return found
+
+
+def changed_sources(known: Mapping[str, str]) -> list[str]:
+    """The files that are no longer what they were."""
+    return [path for path, version in known.items() if _now(path) != version]
+
+
+def _now(path: str) -> str:
+    try:
+        return _version(path, os.stat(path))
+    except OSError:
+        return ""
+
+
+def _version(path: str, status: os.stat_result) -> str:
+    if path.startswith(_INSTALLED):
+        return f"{status.st_size} {status.st_mtime_ns}"
+    return digest(Path(path).read_bytes())
+
+
+def _files() -> Iterator[str]:
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        made = name.startswith("torch._inductor.runtime.compile_tasks") or name.endswith(".kernel")
+        if isinstance(path, str) and not made:  # by Inductor
+            yield os.path.abspath(path)
+
+
+_INSTALLED = tuple(
+    {f"{sysconfig.get_path(n)}{os.sep}" for n in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def _began_ns() -> int:
+    """When this process began, on the file systems' clock; 0 where nobody knows."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+    running = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(running * 1e9)
+
+
+_BEGAN_ns = _began_ns()  # a fork has its parent's: what that had imported is as old
+
+
+# ------------------------------------------------------------------ values that `fn` reads
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What `fn` read beside its arguments when it was traced.
+
+    Args:
+        executed: digests of the code that ran; computed: attributes that it read by computed names.
+        values: texts of what was read, by name.
+        written: names of what the trace has written, which it will write again.
+    """
+
+    executed: tuple[str, ...]
+    computed: tuple[str, ...]
+    values: Mapping[str, tuple[str, ...]]
+    written: tuple[str, ...]
+
+
+def reading_of(fn: Callable[..., Any], guard: Guard) -> Reading:
+    """Of a program's guard, right behind its trace.
+
+    Raises:
+        NotSaved: the trace read what cannot be compared in another process.
+    """
+    if not guard.executed:
+        raise NotSaved("what `fn` runs is not known under a profiler")
+    for code in guard.executed:
+        told = sorted(_READERS & set(code.co_names))
+        if told and not _of_library(code):
+            raise NotSaved(f"{code.co_name} in `fn` calls {', '.join(told)}")
+    again = guard_of(fn, guard.executed, guard.computed, opaque=True)
+    known = {_identity(e) for e in guard.entries}
+    comparable = {_identity(e) for e in guard_of(fn, guard.executed, guard.computed).entries}
+    written = {e.name for e in again.entries if _identity(e) in comparable and _identity(e) not in known}
+    values = _texts(e for e in again.entries if e.name not in written)
+    executed = tuple(sorted(map(_code_digest, guard.executed)))
+    return Reading(executed, tuple(sorted(guard.computed)), values, tuple(sorted(written)))
+
+
+def guard_for(
+    fn: Callable[..., Any], reading: Reading, constants: Iterable[Tensor]
+) -> tuple[Guard, list[str]]:
+    """The guard of a program that is loaded, and what `fn` reads otherwise than the trace did.
+
+    Args:
+        constants: the program's own copies; a tensor of `fn` that is written to later makes it trace anew.
+    """
+    executed = _Executed(frozenset(reading.executed))
+    again = guard_of(fn, executed, reading.computed, opaque=True)
+    try:
+        now = _texts(e for e in again.entries if e.name not in reading.written)
+    except NotSaved as error:
+        return again, [str(error)]
+    names = sorted(n for n in {*now, *reading.values} if now.get(n) != reading.values.get(n))
+    like = [c for c in constants if c.device.type == "cpu"]
+    tensors = [e.value for e in again.entries if isinstance(e.value, Tensor) and is_plain(e.value)]
+    copied = [t for t in tensors if not t.is_meta and any(_equal(t, c) for c in like)]
+    return guard_of(fn, executed, reading.computed, copied=copied), names
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def _identity(entry: Entry) -> tuple[int, str, str]:
+    return id(entry.owner), repr(entry.key), entry.name
+
+
+def _texts(entries: Iterable[Entry]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.name.endswith("._version"):
+            continue
+        value = entry.owner if isinstance(entry.owner, np.ndarray) else entry.value
+        found.setdefault(entry.name, []).append(_text(value, entry))
+    return {name: tuple(sorted(texts)) for name, texts in found.items()}
+
+
+def text_of(value: Any, name: str) -> str:
+    """A value as text that is the same in every process, and another for every other value.
+
+    Raises:
+        NotSaved: it has none.
+    """
+    if tree.is_constant(value):
+        return f"{type(value).__qualname__} {tree.constant_text(value)}"
+    if isinstance(value, Tensor):
+        return _tensor_text(value, name)
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise NotSaved(f"`fn` reads {name}, an array of objects")
+        return f"array {value.dtype} {value.shape} {digest(np.ascontiguousarray(value).tobytes())}"
+    if isinstance(value, type | types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__} {_code_digest(value.__code__)}"
+    if isinstance(value, CodeType):
+        return _code_digest(value)
+    if isinstance(value, types.MethodType):
+        return f"method {text_of(value.__func__, name)} of {_kind(value.__self__)}"
+    if isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+        texts = [text_of(v, name) if callable(v) or tree.is_constant(v) else _kind(v) for v in held]
+        return f"partial {texts} {list(value.keywords)}"
+    if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
+        inner = [getattr(value, n, None) for n in ("fget", "__func__", "func")]
+        return f"{_kind(value)} {[text_of(f, name) for f in inner if f is not None]}"
+    if isinstance(value, tuple | frozenset):  # what else is in it was met on the way
+        return f"{_kind(value)} {sorted(_kind(v) for v in value)}"
+    text = stable_repr(value)
+    if text != repr(value):
+        raise NotSaved(f"`fn` reads {name}, a {_kind(value)}, which cannot be compared")
+    return f"{_kind(value)} {text}"
+
+
+def _text(value: Any, entry: Entry) -> str:
+    if value is ABSENT:
+        return "absent"
+    return _kind(value) if entry.entered else text_of(value, entry.name)
+
+
+def _tensor_text(value: Tensor, name: str) -> str:
+    about = f"{_kind(value)} {value.dtype} {tuple(value.shape)} {value.device} {value.requires_grad}"
+    if value.is_meta:
+        return about
+    if not is_plain(value):
+        raise NotSaved(f"`fn` reads {name}, a {_kind(value)} without plain numbers")
+    data = value.detach().cpu().contiguous()
+    return f"{about} {digest(data.view(-1).view(torch.uint8).numpy().tobytes())}"
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Executed(Collection[CodeType]):
+    """The code that ran in another process."""
+
+    digests: frozenset[str]
+
+    def __contains__(self, code: object) -> bool:
+        return isinstance(code, CodeType) and _code_digest(code) in self.digests
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def __iter__(self) -> Iterator[CodeType]:
+        return iter(())
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _code_digest(code: CodeType) -> str:
+    """Of what it does and where it stands; code objects that are equal are the same."""
+    inner = [_code_digest(c) if isinstance(c, CodeType) else tree.constant_text(c) for c in code.co_consts]
+    parts = [
+        code.co_filename, code.co_qualname, code.co_firstlineno, code.co_code.hex(), inner, code.co_names,
+        code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags, code.co_argcount,
+        code.co_kwonlyargcount, code.co_posonlyargcount,
+    ]  # fmt: skip
+    return digest(repr(parts))[:16]
+
+
+def _of_library(code: CodeType) -> bool:
+    """Whether it is of Python, of torch or of fnshard, or of any other installed package."""
+    return code.co_filename.startswith((*_INSTALLED, _OWN, "<frozen"))
+
+
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"

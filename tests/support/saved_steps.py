@@ -1,0 +1,42 @@
+"""A small step that reads what is no argument, for tests of saved steps; and one rank of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnshard as fs
+
+PARAMS = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}
+BATCH = (torch.randn(6, 4),)
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])
+
+
+class Settings:
+    """What a function reads beside its arguments."""
+
+    def __init__(self) -> None:
+        self.scale, self.table, self.mask = 2.0, {"power": 2}, MASK.clone()
+
+
+def loss_of(settings: Any) -> Callable[..., Any]:
+    def loss_fn(params: Any, x: Tensor) -> Any:
+        y = torch.relu(x @ params["up"].T) @ params["down"].T * settings.scale * settings.mask
+        return (y ** settings.table["power"]).mean(), {"mean": y.mean()}
+
+    return loss_fn
+
+
+def on_ranks(rank: int, folder: str) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    params, x = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}, torch.randn(4, 4)[rank * 2 :][:2]
+    mesh = fs.make_mesh(shard=2)
+    step = fs.shard_step(
+        loss_of(Settings()), fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.adamw(1e-2),
+        backend="inductor", cache_dir=folder,
+    )  # fmt: skip
+    state, metrics = step(step.init(params), x)
+    return metrics.numbers()["loss"], state.params["up"], vars(step.made)
