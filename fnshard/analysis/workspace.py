@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.compiler.kernels.block_attention import CHUNK_bytes, fused_kernel
 from fnshard.losses.linear import chunk_of, logit_bytes, run_of, sums_wide, wide
 
 Args = Sequence[Any]
@@ -164,6 +165,38 @@ def _token_losses_backward(device: str, at: int, args: Args, kwargs: Mapping[str
     return numbers * logit_bytes(hidden.dtype) + own
 
 
+def _block_attention(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Keys and values of all heads, what is added to scores; the kernel's scratch, or its narrow result."""
+    query, key, value, _, mask = args[:5]
+    heads, bias = _of_heads(query, key, value), _bias(query, key, mask)
+    if fused_kernel(device, query.dtype, mask is not None, query.shape[-1]) == "":
+        scores = query.numel() // query.shape[-1] * key.shape[-2] * wide(query.dtype).itemsize
+        return heads + bias + 2 * min(CHUNK_bytes, scores)
+    seen = bias // query.dtype.itemsize
+    narrow = query.numel() // query.shape[-1] * value.shape[-1] * 2 if query.dtype in HALVES else 0
+    return heads + bias + max(seen, narrow, _flash((query, key), kwargs, out) if device == "cpu" else 0)
+
+
+def _block_attention_backward(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """The same, and all heads' gradients as the kernel makes them; less what is returned later."""
+    query, key, value, of_sums, _, _, before, _, mask = args[:9]
+    group = query.shape[-3] // key.shape[-3]
+    raw = (query.numel() + group * (key.numel() + value.numel())) * query.dtype.itemsize
+    raw += raw // 2 if query.dtype in HALVES else 0  # what is cast for the kernel
+    size = _of_heads(query, key, value) + _bias(query, key, mask) + raw
+    size += key.numel() * key.dtype.itemsize if group > 1 else 0
+    return size if before else size + of_sums.numel() * query.dtype.itemsize
+
+
+def _of_heads(query: Tensor, key: Tensor, value: Tensor) -> int:
+    group = query.shape[-3] // key.shape[-3]
+    return 0 if group == 1 else group * (key.numel() + value.numel()) * query.dtype.itemsize
+
+
+def _bias(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
+    return 0 if mask is None else mask.numel() // mask.shape[-1] * key.shape[-2] * query.dtype.itemsize
+
+
 # ------------------------------------------------------------------ CUDA
 
 
@@ -215,6 +248,11 @@ _RULES: dict[tuple[str, str], Rule] = {
             ("parts", _token_losses, 3),  # of a rank, which has one part
             ("parts_backward", _token_losses_backward, 3),
         )
+    },
+    **{
+        (device, f"block_attention{name}"): functools.partial(rule, device)
+        for device in ("cpu", "cuda")
+        for name, rule in (("", _block_attention), ("_backward", _block_attention_backward))
     },
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,

@@ -17,6 +17,8 @@ from tensor_models import ROWS, WIDTH, T, decoder, loss
 from torch import Tensor
 
 import fnshard as fs
+from experiments.bench.memory import live_bytes
+from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard.compiler.schedule.instructions import Exchange, Run
 
 ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
@@ -170,6 +172,67 @@ def test_turns_share_their_kernels() -> None:
 
 def test_the_plain_schedule_of_auto_is_what_it_was() -> None:
     assert str(lowered(2, "auto").schedule) == str(lowered(2, "ulysses").schedule)
+
+
+# ------------------------------------------------------------------ long sequences
+
+
+def long_step(mesh: fs.Mesh, length: int, attention: str) -> tuple[Any, dict[str, Tensor], Tensor]:
+    torch.manual_seed(0)
+    apply, params = fs.make_functional(
+        Decoder(DecoderConfig(width=64, layers=2, heads=8, kv_heads=8, context=length))
+    )
+    step = fs.shard_step(
+        lambda p, x, y: next_token_loss(apply(p, x), y), fs.presets.full_shard(params, mesh), mesh=mesh,
+        backend="eager", optimizer=fs.optim.adamw(1e-2), context_attention=attention,
+    )  # fmt: skip
+    return step, {p: v.detach() for p, v in params.items()}, torch.arange(length).unsqueeze(0) % 61
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize("length", [2048, pytest.param(8192, marks=pytest.mark.long)])
+def test_a_long_sequence_trains_within_its_predicted_bytes(length: int, attention: str) -> None:
+    mesh = fs.make_mesh(context=4, simulated=True)
+    step, params, tokens = long_step(mesh, length, attention)
+    losses: list[float] = []
+
+    def run(rank: int) -> int:
+        def make() -> Any:
+            state = step.init(params)
+
+            def once() -> None:
+                nonlocal state
+                state, metrics = step(state, tokens, tokens)
+                losses.append(metrics["loss"])
+
+            return once
+
+        if rank == 0:  # the profiler follows one thread, which is one rank
+            return live_bytes(make, torch.device("cpu"), steps=1).peak
+        once = make()
+        once()
+        once()
+        return 0
+
+    real, *_ = fs.simulate(mesh, run)
+    predicted = step.lower(params, tokens, tokens).memory_analysis(transport="simulated").peak_bytes
+    assert predicted == pytest.approx(real, rel=0.03, abs=1 << 17)
+    assert float(losses[-1]) < float(losses[0])
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> None:
+    def activations(ranks: int) -> int:
+        mesh = fs.make_mesh(context=ranks, abstract=True)
+        step, params, tokens = long_step(mesh, 1 << 16, attention)
+        analysis = step.lower(params, tokens, tokens).memory_analysis()
+        return analysis.peak_bytes - analysis.resident_bytes
+
+    whole, four, eight = map(activations, (1, 4, 8))
+    assert four < 0.3 * whole and eight < 0.52 * four
+
+
+# ------------------------------------------------------------------ mistakes
 
 
 def dropped(params: dict[str, Tensor], tokens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from fnshard.compiler.kernels import block_attention  # noqa: F401  (its operators)
 from fnshard.compiler.kernels.canonical import Source
 
 _lock = threading.RLock()  # the switch is the process's
@@ -26,6 +27,7 @@ _FUSED = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_efficient_attention": "efficient",
     "_scaled_dot_product_flash_attention_for_cpu": "flash on the CPU",
+    "block_attention": "by blocks",
 }
 
 
@@ -38,7 +40,9 @@ def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
     """
     names = [getattr(n.target, "__name__", "").partition(".")[0] for n in forward.nodes]
     found = Counter(_FUSED[n] for n in names if n in _FUSED)
-    math = sum(n.target in (_ATTENTION, torch.ops.fnshard.attention.default) for n in source.nodes)
+    own = torch.ops.fnshard
+    all_of_them = (_ATTENTION, own.attention.default, own.attention_turn.default)
+    math = sum(n.target in all_of_them for n in source.nodes)
     return found + Counter(math=math - found.total())
 
 

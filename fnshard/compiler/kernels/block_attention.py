@@ -236,19 +236,24 @@ def _bias(query: Tensor, key: Tensor, mask: Tensor | None, source: Tensor, block
     return mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
 
 
-def _fused(query: Tensor, bias: Tensor | None) -> str:
+def fused_kernel(device: str, dtype: torch.dtype, masked: bool, head: int) -> str:
     """ "cpu" or "cuda" where torch has a fused kernel that returns the log-sum-exp; else ""."""
-    if query.device.type == "cpu":
+    if device == "cpu":
         return "cpu"
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return "cuda" if query.device.type == "cuda" and half and bias is None and query.shape[-1] <= 256 else ""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return "cuda" if device == "cuda" and half and not masked and head <= 256 else ""
+
+
+def _fused(query: Tensor, bias: Tensor | None) -> str:
+    return fused_kernel(query.device.type, query.dtype, bias is not None, query.shape[-1])
 
 
 def _padded(kind: str, *tensors: Tensor) -> list[Tensor]:
     """Of four dims and one head size, padded by zeros."""
     most = max(t.shape[-1] for t in tensors)
     most += -most % 8 if kind == "cuda" else 0
-    return [F.pad(t, (0, most - t.shape[-1])).reshape(-1, *t.shape[-3:-1], most) for t in tensors]
+    wider = (t if t.shape[-1] == most else F.pad(t, (0, most - t.shape[-1])) for t in tensors)
+    return [t.reshape(-1, *t.shape[-3:]) for t in wider]
 
 
 def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
-from fnshard.compiler.kernels import block_attention  # noqa: F401  (its operators)
 from fnshard.compiler.place.placement import Split, divides
 from fnshard.compiler.place.ways import Call
 
