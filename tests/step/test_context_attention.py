@@ -67,6 +67,7 @@ CASES = [
     ({"shard": 2, "context": 2}, "ring", {"preset": "zero2", "accumulate": 2, "accumulate_mode": "local"}),
     ({"shard": 1, "context": 4}, "ring", {"preset": "zero1", "prefetch": 2, "overlap": 2}),
     ({"context": 4}, "ring", {"overlap": 0, "remat": 0.5}),
+    ({"context": 3}, "ring", {}),
     ({"context": 4}, "ring", {"model": "packed"}),
     (TENSOR, "gather", {"model": "packed"}),
 ]
@@ -240,15 +241,17 @@ def dropped(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3).square().mean()
 
 
+def biased(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    x, bias = params["embed.weight"][tokens].unsqueeze(1), params["pos"] @ params["pos"].T
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=bias).square().mean()
+
+
 WRONG = {
     "an unknown way": (
         {"attention": "flash"},
         "context_attention='flash': one of 'auto', 'ulysses', 'gather'",
     ),
-    "uneven sequences": (
-        {"ranks": 3},
-        "'ring' over 'context', 3 ranks.*8 and 8 are not split evenly, at .*py",
-    ),
+    "a bias that trains": ({"model": replace(decoder(), loss=biased)}, "its mask has a gradient, at .*py:"),
     "dropout": ({"model": replace(decoder(), loss=dropped)}, "'ring' over .*it has dropout.*Fix: 'auto'"),
     "too few heads": ({"ranks": 8, "attention": "ulysses"}, "its 4 heads cannot be split.*Fix: 'ring'"),
 }

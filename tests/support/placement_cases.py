@@ -247,6 +247,10 @@ SPLIT_ATTENTION = {
     "causal, scaled, narrow values": (
         f(2, 12, 12, 4), f(2, 12, 12, 4), f(2, 12, 12, 3), None, 0.0, True, {"scale": 0.9},
     ),
+    "uneven, causal": (f(2, 12, 11, 2), f(2, 6, 11, 2), f(2, 6, 11, 2), None, 0.0, True, GQA),
+    "uneven": (f(2, 12, 11, 2), f(2, 12, 17, 2), f(2, 12, 17, 2)),
+    "uneven, documents": (f(2, 12, 11, 2), f(2, 12, 11, 2), f(2, 12, 11, 2), b(2, 1, 11, 11)),
+    "uneven, three dims, added": (f(6, 11, 2), f(6, 11, 2), f(6, 11, 2), Draw("fixed", (11, 1))),
     "three dims, causal": (f(12, 12, 2), f(12, 12, 2), f(12, 12, 2), None, 0.0, True),
     "padding": (f(2, 12, 12, 2), f(2, 6, 12, 2), f(2, 6, 12, 2), b(2, 1, 1, 12), GQA),
     "documents": (f(2, 12, 12, 2), f(2, 12, 12, 2), f(2, 12, 12, 2), b(1, 1, 12, 12)),
