@@ -40,6 +40,7 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
 PlanOf = Callable[[Program], Plan]
+Rewrite = Callable[[Program], Program]
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,13 @@ def trace_and_split(
     sources: bool = False,
     residual: Residual = "split",
     attention: ContextAttention = "auto",
+    rewrite: Rewrite | None = None,
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
         residual, attention: see `compiler.place`.
+        rewrite: of the placed program; see `compiler.place.chunks`.
         batch: one micro-batch of this rank.
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
         sources: keep where in the user's code each node comes from.
@@ -110,10 +113,15 @@ def trace_and_split(
             device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
         program = place_axes(program, stored, mesh, residual, sequence_dims(batch), attention)
-        local = {p: s.local(mesh) for p, s in stored.items()}
-        cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
-        plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
-        return Front(program, split(program, stored, cuts, mesh.ordered(mesh.data_axes)), plan)
+        return cut(program if rewrite is None else rewrite(program), stored, mesh, plan_of)
+
+
+def cut(program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, plan_of: PlanOf | None) -> Front:
+    """The stage behind: a placed program in segments."""
+    local = {p: s.local(mesh) for p, s in specs.items()}
+    cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
+    plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
+    return Front(program, split(program, specs, cuts, mesh.ordered(mesh.data_axes)), plan)
 
 
 def schedule_for(
@@ -155,6 +163,7 @@ def lower(
     keeping: Keeping = Keeping(),
     residual: Residual = "split",
     attention: ContextAttention = "auto",
+    rewrite: Rewrite | None = None,
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 
@@ -162,7 +171,7 @@ def lower(
     """
     placing = {"residual": residual, "attention": attention}
     try:
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, **placing)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, **placing, rewrite=rewrite)
     except TraceError as error:
         if getattr(error, "placed", True):
             raise

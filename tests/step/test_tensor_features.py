@@ -106,6 +106,14 @@ ROWS = {
     "nothing is split": Row(options={}, tensor=None),
     "fused": Row("fused", options={"accumulate": 2, "remat": "unit"}, clip=True),
     "fused, zero1": Row("fused", "zero1", {"optimizer_memory": "host"}),
+    "chunks": Row(options={"async_tensor": 2}),
+    "chunks, remat": Row("untied", options={"async_tensor": 4, "remat": "unit"}, clip=True),
+    "chunks, context": Row("fused", options={"async_tensor": 2}, axes={"tensor": 2, "context": 2}),
+    "chunks, accumulate": Row(
+        "fused", "zero1", HOST, {"async_tensor": 2, "accumulate": 2, "prefetch": 2, "overlap": 0}
+    ),
+    "chunks, whole": Row("lora", options={"async_tensor": 2, "residual": "whole"}, clip=False),
+    "chunks, uneven vocabulary": Row("uneven vocabulary", "zero2", options={"async_tensor": 2}, clip=True),
     "fused, zero2": Row("fused", "zero2", axes={"shard": 1, "tensor": 4}),
 }  # fmt: skip
 LONG = (
@@ -248,13 +256,14 @@ def on_ranks(rank: int) -> list[reference.Trained]:
     """Eager in fp64, and both backends in fp32."""
     mesh = fs.make_mesh(tensor=2, device="cpu")
     runs = []
-    for model, backend in (
-        (decoder(layers=1, fused=True), "eager"),
-        (narrow := as_float(decoder(layers=1)), "eager"),
-        (narrow, "inductor"),
+    chunks = {"async_tensor": 2, "overlap": 1}
+    for model, options in (
+        (decoder(layers=1, fused=True), chunks),
+        (narrow := as_float(decoder(layers=1)), {}),
+        (narrow, {"backend": "inductor", **chunks}),
     ):
         specs = specs_of(model, "full_shard", mesh, tensor="tensor")
-        runs.append(train(rank, mesh, model, specs, CLIPPED, backend=backend))
+        runs.append(train(rank, mesh, model, specs, CLIPPED, **options))
     return runs
 
 

@@ -28,7 +28,7 @@ def decoder(
         }  # fmt: skip
         if fused:
             block = {n: s for n, s in block.items() if n[:6] not in ("q_proj", "k_proj", "v_proj")}
-            block |= {"c_attn.weight": (WIDTH, 3 * WIDTH), "c_attn.bias": (3 * WIDTH,)}
+            block |= {"qkv_proj.weight": (3 * WIDTH, WIDTH), "qkv_proj.bias": (3 * WIDTH,)}
         shapes |= {f"layers.{i}.{n}": s for n, s in block.items()}
     params = {p: torch.randn(s, dtype=torch.float64, generator=draw) * 0.3 for p, s in shapes.items()}
     return Model(params, loss, batch)
@@ -52,8 +52,8 @@ def logits(p: dict[str, Tensor], tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, 
 def block(p: dict[str, Tensor], x: Tensor, i: int) -> Tensor:
     of = lambda name: p[f"layers.{i}.{name}"]  # noqa: E731
     h = F.layer_norm(x, (WIDTH,), of("norm1"))
-    if f"layers.{i}.c_attn.weight" in p:
-        made = (h @ of("c_attn.weight") + of("c_attn.bias")).chunk(3, dim=-1)
+    if f"layers.{i}.qkv_proj.weight" in p:
+        made = F.linear(h, of("qkv_proj.weight"), of("qkv_proj.bias")).chunk(3, dim=-1)
     else:
         made = (F.linear(h, of(f"{n}_proj.weight")) for n in "qkv")
     q, k, v = (x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for x in made)
