@@ -309,6 +309,9 @@ class RunConfig:
     (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
     what SIGTERM leaves the ranks to finish a step and save.
 
+    `cache`: where compiled steps are kept for later runs: "auto" is `~/.cache/fnshard`, a path a folder of
+    one's own, "off" keeps none. What is there is machine code: nobody else may write to it.
+
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
     and says where it arose, "stop" only ends it, "off" does nothing, and reports no spikes and slow ranks.
     """
@@ -333,6 +336,7 @@ class RunConfig:
     keep_every: int | None = None
     keep_best: int = 0
     resume: str = AUTO
+    cache: str = AUTO
     max_restarts: int = 2
     stop_grace_s: float = 120.0
     profile: int = 0
@@ -344,6 +348,8 @@ class RunConfig:
         at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile")
         if not self.resume:
             raise ValueError("run.resume='': must be auto, never, or a path.")
+        if not self.cache:
+            raise ValueError("run.cache='': must be auto, off, or a path.")
         above(0, self, "timeout_s")
         one_of(("inductor", "eager"), self, "backend")
         one_of(("hunt", "stop", "off"), self, "watch")

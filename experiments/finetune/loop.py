@@ -150,7 +150,10 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     objective = OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
     step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=chosen.optimizer, **plan.options)
-    how = {"mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s}
+    how = {
+        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        "cache_dir": plan.options["cache_dir"],
+    }  # fmt: skip
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), plan.specs, **how)
 
     def logprobs(params: Any, batch: Any) -> Any:
@@ -162,7 +165,7 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     examples = examples_of(run, data.tokenizer, held_out_examples, lm.context, chat)
     generator = Generator.of(
         lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
-        wrap=tuning.policy, timeout=run.timeout_s,
+        wrap=tuning.policy, timeout=run.timeout_s, cache_dir=plan.options["cache_dir"],
     )  # fmt: skip
     shown = Shown(generator, data.tokenizer, examples, run.sample_tokens)
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, choosing, shown)

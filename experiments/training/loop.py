@@ -130,7 +130,10 @@ def prepare(config: TrainConfig) -> TrainSetup:
         hardware=config.hardware.name,
     )  # fmt: skip
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
-    how = {"mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s}
+    how = {
+        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        "cache_dir": plan.options["cache_dir"],
+    }  # fmt: skip
     forward = fs.shard_forward(loss_fn, plan.specs, **how)
     dataset = open_dataset(config)
     sampler = Sampler(

@@ -171,6 +171,7 @@ def one_step(
     training.unread.append(Launched(number, metrics, seconds))
     training.watch.after(here, seconds, waited)
     if tells:
+        report.say(f"programs: {step.made}")
         with spent.on("compile"):
             append_compiled(lowered, folder)
     if watched and mesh.rank == 0:

@@ -318,6 +318,21 @@ def test_auto_plans_within_its_budget_and_trains(tmp_path: Path, warm: Warm):
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 2, 3]
 
 
+def test_a_second_run_traces_and_compiles_nothing(tmp_path: Path, warm: Warm):
+    overrides = [*SMALL, "run.steps=1", "run.sample_tokens=1", "mesh.shard=2", "run.resume=never"]
+    made = []
+    for cache in (str(tmp_path / "cache"), str(tmp_path / "cache"), "off"):
+        done = warm.run(["experiments.train", *overrides, f"run.cache={cache}"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        made.append(re.findall(r"programs: (.*)", done.stdout + done.stderr))
+    assert made == [
+        ["0 loaded, 1 traced, 0 kernels compiled"],
+        ["1 loaded, 0 traced, 0 kernels compiled"],
+        ["0 loaded, 1 traced, 0 kernels compiled"],
+    ]
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # the step, held-out losses, samples
+
+
 def test_a_mistake_is_told_from_a_bug():
     for error in (ConfigError("x"), hydra.errors.HydraException("x")):
         assert is_mistake(error)

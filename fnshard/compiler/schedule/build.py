@@ -423,7 +423,7 @@ class _Builder:
             outputs.append(SCALARS)
         if self.plan.differentiate and not self.plan.update:
             outputs += self.reduced.values()
-        named = {n for line in self.lines for n in line.reads}
+        named = dict.fromkeys(n for line in self.lines for n in line.reads)
         made = {n for line in self.lines for n in line.writes}
         inputs = [
             *stored(self.specs),
