@@ -148,6 +148,7 @@ class Campaign:
             f"data.root={self.folder / 'text'}", f"mesh.shard={c.ranks}", f"run.steps={c.steps}",
             f"run.save_every={c.save_every}", f"run.held_out_every={c.held_out_every}",
             f"run.async_save={str(c.async_save).lower()}", f"run.max_restarts={c.max_restarts}",
+            f"run.replicas={c.replicas}",
         ]  # fmt: skip
         self.jobs.append(MonitoredRun.start(place, [*TINY, *own], number, c.patience_s))
         return self.jobs[-1]

@@ -20,6 +20,7 @@ class ChaosConfig:
         async_save: whether runs save in the background.
         steps, save_every, held_out_every: of every run.
         max_restarts: how many deaths of ranks a run mends by itself before it has to be started again.
+        replicas: `run.replicas`: then at most one finished step may be made again.
         modes: SIGKILL one rank, all ranks, or the launcher; SIGTERM the launcher, or a rank.
         moments: before the first step, in a step, or in a save.
         patience_s: how long anything may take.
@@ -33,6 +34,7 @@ class ChaosConfig:
     save_every: int = 5
     held_out_every: int = 15
     max_restarts: int = 2
+    replicas: int = 0
     modes: tuple[str, ...] = MODES
     moments: tuple[str, ...] = MOMENTS
     patience_s: float = 120.0
@@ -41,6 +43,7 @@ class ChaosConfig:
 def complete(config: ChaosConfig) -> ChaosConfig:
     """Check the values."""
     least = {"kills": 1, "ranks": 1, "steps": 2, "save_every": 1, "held_out_every": 1, "max_restarts": 0}
+    least |= {"replicas": 0}
     if problems := out_of_range(config, {"modes": MODES, "moments": MOMENTS}, least):
         raise refusal(problems)
     return config
@@ -52,12 +55,14 @@ HELP = Help(
         "kills": "how many, in as many runs as it takes",
         "ranks": "of every run",
         "async_save": "whether runs save in the background",
+        "replicas": "copies in memory: at most one finished step may be made again",
         "modes": "who is killed, and how",
         "moments": "when",
     },
     examples={
         "python -m experiments.chaos kills=5": "a short campaign",
         "python -m experiments.chaos kills=200 async_save=true": "a long one",
+        "python -m experiments.chaos kills=200 replicas=1 max_restarts=1000": "with copies in memory",
         "python -m experiments.chaos modes=[kill_rank] moments=[save]": "one way to die",
     },
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,21 +37,28 @@ def table(found: Mapping[str, Any]) -> str:
     problems += [f"- run {n}: {text}" for n, run in enumerate(found["runs"], 1) for text in run]
     unequal = sum(bool(run) for run in found["runs"])
     unreadable = sum("unreadable" in text for k in kills for text in k["problems"])
+    again = sorted(_again(kills)) or [0]
     closing = (
         f"{found['starts']} starts, {len(found['runs'])} runs finished, {unequal} unlike the unbroken one; "
         f"checkpoints that could not be read: {unreadable}; other problems: {len(problems) - unreadable}; "
-        f"{found['seconds']:.0f} s."
+        f"steps made again: median {statistics.median(again):g}, worst {again[-1]}; {found['seconds']:.0f} s."
     )
     return "\n".join([markdown(rows), "", closing, *problems])
 
 
 def failed(found: Mapping[str, Any]) -> bool:
     """Whether anything was lost, unreadable, unequal, or otherwise not as it should be."""
-    return any(found["runs"]) or any(k["problems"] or k["lost"] for k in found["kills"])
+    repeated = found.get("config", {}).get("replicas", 0) and max(_again(found["kills"]), default=0) > 1
+    return repeated or any(found["runs"]) or any(k["problems"] or k["lost"] for k in found["kills"])
+
+
+def _again(kills: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Steps that were made a second time, of each kill that was gone on from."""
+    return [max(0, k["step"] - k["resumed"]) for k in kills if k["resumed"] is not None]
 
 
 def _row(name: str, kills: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    again = [max(0, k["step"] - k["resumed"]) for k in kills if k["resumed"] is not None]
+    again = _again(kills)
     mean = f"{sum(again) / len(again):.1f}" if again else "-"
     numbers = (
         len(kills),

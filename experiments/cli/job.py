@@ -35,7 +35,7 @@ from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.ranks import python_path
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
-from experiments.training.resume import claimed, claimed_sweep, finished
+from experiments.training.resume import claimed, claimed_sweep, finished, memory_name
 from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.nodes import Nodes, under_slurm
 from fnshard.launcher.rank import end_with_parent
@@ -216,6 +216,7 @@ def _launch(
         max_restarts=config.run.max_restarts,
         grace_s=config.run.stop_grace_s,
         nodes=nodes,
+        memory=memory_name(logs.parent) if config.run.replicas else None,
     )
 
 

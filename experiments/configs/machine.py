@@ -14,6 +14,7 @@ import fnshard as fs
 from experiments.configs.train import AUTO, ConfigError
 from experiments.trackers.registry import check_installed
 from fnshard.analysis.measure import memory_bytes
+from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import report
 
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
@@ -29,7 +30,8 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
 
     Raises:
         ConfigError: a tracker that is not installed; more ranks than devices, axes that do not multiply to
-            the ranks there are, or do not divide over the machines, a batch that does not divide over ranks
+            the ranks there are, or do not divide over the machines, more replicas than nodes
+            can hold, a batch that does not divide over ranks
             and micro-batches, a `run.disk_dir` that is not there.
     """
     check_installed(config.tracker)
@@ -63,6 +65,11 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
     if ranks % nodes:
         raise ConfigError(
             f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={max(1, there // fixed)}."
+        )
+    if config.run.replicas > most_copies(nodes) and not world:
+        raise ConfigError(
+            f"run.replicas={config.run.replicas}: {_count(nodes, 'node')} can hold {most_copies(nodes)}. "
+            f"Fix: run.replicas={most_copies(nodes)}, or more nodes."
         )
     _check_rows(config, mesh.data_ranks)
     return replace(
@@ -128,6 +135,9 @@ def state_bytes(config: Any) -> dict[str, tuple[str, int]]:
     }
     parts = _parts(strategy.name, mesh)
     found = {name: (tier, bytes_ // parts[name]) for name, (tier, bytes_) in total.items()}
+    if config.run.replicas:  # two slots, of a rank's own blocks and of those of its partners
+        held = sum(bytes_ for name, (_, bytes_) in found.items() if name != "gradients")
+        found["replicas"] = "host", held * 2 * (1 + config.run.replicas)
     tokens = config.data.rows * config.model.context // mesh.data_ranks
     return found | {"batch": ("device", 2 * torch.int64.itemsize * tokens)}
 

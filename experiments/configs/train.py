@@ -307,7 +307,8 @@ class RunConfig:
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
     `resume`: "auto" resumes the unfinished run of the same configuration, "never" begins anew, a path
     (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
-    what SIGTERM leaves the ranks to finish a step and save.
+    what SIGTERM leaves the ranks to finish a step and save. `replicas`: nodes that hold a copy of each rank's
+    blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0: none.
 
     `cache`: where compiled steps are kept for later runs: "auto" is `~/.cache/fnshard`, a path a folder of
     one's own, "off" keeps none. What is there is machine code: nobody else may write to it.
@@ -339,13 +340,17 @@ class RunConfig:
     cache: str = AUTO
     max_restarts: int = 2
     stop_grace_s: float = 120.0
+    replicas: int = 0
+    replica_every: int = 1
     profile: int = 0
     watch: str = "hunt"
 
     def __post_init__(self) -> None:
-        at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every")
+        at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every", "replica_every")
         above(0, self, "device_gb", "stop_grace_s")
-        at_least(0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile")
+        at_least(
+            0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile", "replicas"
+        )
         if not self.resume:
             raise ValueError("run.resume='': must be auto, never, or a path.")
         if not self.cache:

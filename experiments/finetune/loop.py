@@ -28,7 +28,7 @@ from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
-from experiments.training.checkpoints import Saver, restored
+from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.report import Report, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
@@ -68,7 +68,8 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
     with spent.on("start"):
         setup = prepare(config)
         folder, mesh = Path(run.folder), setup.mesh
-        state, loader, found = begin(setup, run)
+        replicas = replicas_of(config.run, setup.step)
+        state, loader, found = begin(setup, run, replicas)
         if mesh.rank == 0:
             print_resume(config.run, state, found)
         sides = 2 if setup.data.train.kind == "pairs" else 1
@@ -90,7 +91,7 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
         before = baseline(setup, state, folder, spent)
         training = Training.of(
             config, setup.planned.plan, setup.step, lambda params: held_out_loss(setup, params)[0], loader,
-            lambda: begin(setup, run)[:2], report, folder, spent,
+            lambda: begin(setup, run)[:2], report, folder, spent, replicas,
         )  # fmt: skip
         state, held_out = run_steps(training, state, report, saver, stop)
         report.close()
@@ -106,11 +107,13 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
             tell_end(report, setup, run, overrides, before, after, written)
 
 
-def begin(setup: FinetuneSetup, run: RunFolder) -> tuple[fs.TrainState, Any, str]:
+def begin(
+    setup: FinetuneSetup, run: RunFolder, replicas: fs.checkpoint.Replicas | None = None
+) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
     config, mesh = setup.config, setup.mesh
     loader = StepArguments(setup.data.loader(config, mesh))
-    state, found = restored(run.root, run.source, setup.step, mesh, loader)
+    state, found = restored(run.root, run.source, setup.step, mesh, loader, replicas)
     if state is None:
         specs = setup.planned.plan.specs
         state = first_state(setup.tuning, setup.step, specs, mesh, config.model, config.run.seed)

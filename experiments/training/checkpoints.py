@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,22 +75,39 @@ class Saver:
                 print(f"not saved, training goes on: {error}", file=sys.stderr, flush=True)
 
 
+def replicas_of(run: Any, step: Any) -> fs.checkpoint.Replicas | None:
+    """What `run.replicas` asks for."""
+    return fs.checkpoint.Replicas(step, copies=run.replicas, timeout=run.timeout_s) if run.replicas else None
+
+
 def restored(
-    root: Path, source: str | None, step: Any, mesh: fs.Mesh, loader: Any
+    root: Path,
+    source: str | None,
+    step: Any,
+    mesh: fs.Mesh,
+    loader: Any,
+    replicas: fs.checkpoint.Replicas | None = None,
 ) -> tuple[fs.TrainState | None, str]:
     """The state to go on from, and the directory it was found in; None where there is no checkpoint.
 
-    The newest of `root`, else of `source`. The loader goes where it stood.
+    The newest of memory and `root`, else of `source`. The loader goes where it stood.
 
     Raises:
         CheckpointError: none there is whole, or fits the model and the optimizer.
         ConfigError: what was saved has seen other batches.
     """
-    own = root if fs.checkpoint.latest(root) is not None else None
-    found = step.gather_text(str(own or source or ""))[0]  # what rank 0 sees counts
-    if not found:
+    steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
+    found = str(root if steps else source or "")
+    newest, found = json.loads(step.gather_text(json.dumps([max(steps, default=-1), found]))[0])
+    state = None if replicas is None else replicas.restore(newer_than=newest)
+    if replicas is not None and replicas.lost and mesh.rank == 0:
+        print(f"replicas: no step is complete in memory, going on from {found or 'the start'}", flush=True)
+    if state is not None:
+        found = str(replicas.memory)
+    elif found:
+        state = fs.checkpoint.restore(found, step, mesh)
+    if state is None:
         return None, ""
-    state = fs.checkpoint.restore(found, step, mesh)
     try:
         loader.load_state_dict(state.data or {**loader.state_dict(), "step": int(state.step)})
     except ValueError as error:

@@ -15,7 +15,7 @@ import fnshard as fs
 from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis, write_plan
 from experiments.configs.train import TrainConfig
 from experiments.data.files import read_json, write_json, write_text
-from experiments.training.checkpoints import Saver, restored
+from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.report import Report, comparison, plot_losses
@@ -56,7 +56,8 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
     with spent.on("start"):
         setup = prepare(config)
         folder, mesh = Path(run.folder), setup.mesh
-        state, loader, found = begin(setup, run)
+        replicas = replicas_of(config.run, setup.step)
+        state, loader, found = begin(setup, run, replicas)
         if mesh.rank == 0:
             print_resume(config.run, state, found)
         report = begin_report(
@@ -68,7 +69,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
     saver = Saver(config, run.root, mesh.rank)
     training = Training.of(
         config, setup.plan, setup.step, lambda params: evaluate(setup, params), loader,
-        lambda: begin(setup, run)[:2], report, folder, spent,
+        lambda: begin(setup, run)[:2], report, folder, spent, replicas,
     )  # fmt: skip
     with report:
         state, held_out = run_steps(training, state, report, saver, stop)
@@ -86,10 +87,12 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
             tell_end(report, setup, run, overrides, held_out, sampled)
 
 
-def begin(setup: TrainSetup, run: RunFolder) -> tuple[fs.TrainState, Any, str]:
+def begin(
+    setup: TrainSetup, run: RunFolder, replicas: fs.checkpoint.Replicas | None = None
+) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
     loader = setup.dataset.loader(setup.mesh)
-    state, found = restored(run.root, run.source, setup.step, setup.mesh, loader)
+    state, found = restored(run.root, run.source, setup.step, setup.mesh, loader, replicas)
     if state is None:
         state = setup.step.init(setup.model, seed=setup.config.run.seed)
     return state, loader, found

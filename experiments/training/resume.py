@@ -28,14 +28,14 @@ from experiments.configs.train import AUTO, NEVER, ConfigError
 from experiments.data.files import read_json, write_json
 from experiments.training.result import read_result
 from fnshard.errors import report
-from fnshard.runtime.files.folder import make_directory
+from fnshard.runtime.files.folder import in_memory, make_directory
 
 CHECKPOINTS, IDENTITY, LOCK = "checkpoints", "identity.json", "run.lock"
 UNFINISHED, SWEEPS = Path("outputs", "unfinished"), Path("multirun")
 # Options of `run` that may change between two starts of one run: they do not change its results.
 FREE = (
     "timeout_s", "save_every", "async_save", "keep", "keep_every", "keep_best", "resume", "max_restarts",
-    "stop_grace_s", "profile", "watch", "cache",
+    "stop_grace_s", "profile", "watch", "cache", "replicas", "replica_every",
 )  # fmt: skip
 
 
@@ -115,6 +115,11 @@ def identity_of(requested: Any, source: str | None = None) -> dict[str, Any]:
     return json.loads(json.dumps(values | {"starts_from": source}))
 
 
+def memory_name(folder: Path) -> str:
+    """What a run's folder in memory is called: another run in a folder made anew has another name."""
+    return hashlib.sha256(f"{folder}:{folder.stat().st_ino}".encode()).hexdigest()[:16]
+
+
 def finished(folder: Path, requested: Any) -> bool:
     """Whether a run of this configuration has left its result there."""
     before, here = read_json(folder / IDENTITY), identity_of(requested)
@@ -174,12 +179,12 @@ def note_of(identity: Any) -> Path:
 def unfinished(note: Path, stack: ExitStack, *, has: str = CHECKPOINTS) -> Path | None:
     """The folder that a note names, locked until the stack unwinds; `Path()` if another process works there.
 
-    None where there is no such folder, or, of a run, no checkpoint in it.
+    None where there is no such folder, or, of a run, no checkpoint in it and nothing of it in memory.
     """
     folder = _noted(note)
     if folder is None or not folder.is_dir():
         return None
-    if has and fs.checkpoint.latest(folder / has) is None:
+    if has and fs.checkpoint.latest(folder / has) is None and not in_memory(memory_name(folder)):
         return None
     if stack.enter_context(locked(folder)):
         return folder

@@ -55,6 +55,7 @@ class Training:
         planned: whose hardware the step was planned for, if it was.
         spent: where this process's time goes.
         unread: the step that was launched last, until its numbers are read.
+        replicas: what keeps states in memory, if anything does.
     """
 
     run: RunConfig
@@ -67,6 +68,7 @@ class Training:
     planned: Plan
     spent: TimeSpent = field(default_factory=TimeSpent)
     unread: list[Launched] = field(default_factory=list)
+    replicas: fs.checkpoint.Replicas | None = None
 
     @staticmethod
     def of(
@@ -79,12 +81,13 @@ class Training:
         report: Report | Silent,
         folder: Path,
         spent: TimeSpent,
+        replicas: fs.checkpoint.Replicas | None = None,
     ) -> Training:
         """As a job's configuration says."""  # fmt: skip
         run = config.run
         tracer = Tracer(step, run.profile, folder, report.say, spent)
         watch = Watchdog(step, run.watch, begin, report.say, tracer.range)
-        return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent)
+        return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent, replicas=replicas)
 
 
 def run_steps(
@@ -100,6 +103,8 @@ def run_steps(
     """
     run, first = training.run, int(state.step) + 1
     training.step.forget("stop")
+    if training.replicas is not None:
+        training.replicas.start(state)
     held_out = None
     if first > 1:  # it may have been killed before it had measured, or after
         held_out = _held_out(training, state, report, first - 1)
@@ -109,7 +114,8 @@ def run_steps(
                 training.step.tell("stop")
             state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
             stops, saves = training.step.heard("stop"), saver.due(number)
-            if stops or saves or _measures(training, number):
+            copies = training.replicas is not None and number % run.replica_every == 0
+            if stops or saves or copies or _measures(training, number):
                 report_rows(training, report, read(training))
             if (stops or saves) and not training.watch.fault:
                 with training.spent.on("saves"):
@@ -122,6 +128,9 @@ def run_steps(
                     report.sync()
                     saver.save_last(number, state, training.loader, None)
                 return state, None
+            if copies:
+                with training.spent.on("saves"):
+                    training.replicas.save(state, training.loader)
             held_out = _held_out(training, state, report, number)
             if saves:
                 with training.spent.on("saves"):
@@ -130,6 +139,8 @@ def run_steps(
     finally:  # a run that breaks off has a row for every step whose numbers have arrived
         with suppress(RuntimeError, OSError):
             report_rows(training, report, read(training, wait=False))
+    if training.replicas is not None:
+        training.replicas.wait()
     training.tracer.close()
     return state, held_out
 
@@ -174,6 +185,10 @@ def one_step(
         report.say(f"programs: {step.made}")
         with spent.on("compile"):
             append_compiled(lowered, folder)
+        if training.replicas is not None:
+            text = f"replicas: {training.replicas.node_bytes / 1e6:.1f} MB of each node's host memory"
+            append(folder / MEMORY, f"\n{text}\n")
+            print(text, flush=True)
     if watched and mesh.rank == 0:
         _tell_peak(torch.cuda.max_memory_allocated(), folder)
     return state

@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fnshard import tree
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
-from fnshard.checkpoint.loader_state import decode
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.read_blocks import load_blocks, verify_file
+from fnshard.checkpoint.replicas import Replicas
+from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
 from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints
 from fnshard.checkpoint.saving import Saving, save_job, wait, wait_for_save
 from fnshard.checkpoint.state_leaves import (
@@ -29,21 +28,18 @@ from fnshard.checkpoint.state_leaves import (
     checked_param_leaves,
     resolved_as_saved,
     restore_targets,
-    saved_slots,
-    state_leaves,
 )
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.tensorfile import PASSING, STATE_DTYPES, Corrupt
-from fnshard.step.init import blank_params, blank_slots
-from fnshard.step.runner import default_mesh
+from fnshard.runtime.files.tensorfile import PASSING, Corrupt
+from fnshard.step.init import blank_params
 from fnshard.step.state import TrainState
-from fnshard.step.step import Step
 
 __all__ = [
     "Keep",
     "Manifest",
+    "Replicas",
     "Saving",
     "all_steps",
     "latest",
@@ -94,7 +90,7 @@ def save(
         CheckpointError: it could not be written (no room, no permission); what was there is as it was. Or the
             save in the background before it failed: that is raised when this one is complete.
 
-    >>> import tempfile, fnshard as fs
+    >>> import tempfile, torch, fnshard as fs
     >>> params = {"w": torch.ones(3)}
     >>> specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
     >>> sgd = fs.optim.sgd(0.1)
@@ -220,38 +216,7 @@ def restore(
         CheckpointError: there is none, or none that is complete, or it is of another model or optimizer.
     """
 
-    resolved, on = _where(step_or_specs, mesh)
-
-    def blank(found: Manifest) -> TrainState:
-        specs = resolved_as_saved(resolved, found.leaves)
-        if isinstance(step_or_specs, Step):
-            return step_or_specs.blank(specs.tree)
-        named = specs.stored
-        slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
-        params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
-        scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
-        loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
-        zero = torch.zeros((), dtype=torch.int64)
-        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs.tree, on))
-
-    def made(found: Manifest) -> tuple[TrainState, dict[str, Any]]:
-        check_codecs_alike(resolved.leaves, found.leaves)
-        state = blank(found)
-        specs = ResolvedSpecs.of(state.where[0])
-        leaves = state_leaves(state, specs.stored, on)
-        # A scale that was not saved begins anew.
-        scaled = any(n.startswith("loss_scale/") for n in found.leaves)
-        leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}
-        return state, restore_targets(leaves, found.leaves, set(specs.trainable))
-
-    def fill(folder: Path, found: Manifest, group: Any) -> TrainState:
-        state, targets = agreed(group, f"restoring {folder}", lambda: made(found))
-        load_blocks(folder, found, targets, on, group)
-        state.step.fill_(found.step)
-        state.seed.fill_(found.seed)
-        state.data = _position(found, on)
-        return state
-
+    on, fill = state_filler(step_or_specs, mesh, disk_dir)
     return _newest(Path(path), fill, on, timeout)
 
 
@@ -278,7 +243,7 @@ def restore_params(
     if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
         raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
-    resolved, on = _where(step_or_specs, mesh)
+    resolved, on = specs_and_mesh(step_or_specs, mesh)
 
     def made(found: Manifest) -> tuple[Any, dict[str, Any]]:
         saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
@@ -357,27 +322,6 @@ def _candidates_of(text: str) -> list[Path]:
     if wrong:
         raise CheckpointError("cannot look for checkpoints:", [wrong])
     return list(map(Path, folders))
-
-
-def _where(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs, Mesh]:
-    if isinstance(step_or_specs, Step):
-        return step_or_specs.resolved, step_or_specs.mesh
-    return ResolvedSpecs.of(step_or_specs), mesh or default_mesh()
-
-
-def _position(found: Manifest, mesh: Mesh) -> Any:
-    """This rank's position in the data, as it was saved."""
-    if len(found.data) < 2:
-        return decode(found.data[0]) if found.data else None
-    if len(found.data) == mesh.size:
-        return decode(found.data[mesh.rank])
-    warnings.warn(
-        f"step {found.step} was saved with a position in the data for each of {len(found.data)} ranks, here "
-        f"are {mesh.size}: state.data is None. A loader whose state is alike on all ranks fits any mesh.",
-        CheckpointWarning,
-        stacklevel=5,
-    )
-    return None
 
 
 def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:

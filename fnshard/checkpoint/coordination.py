@@ -44,8 +44,8 @@ class Failed(Exception):
         return [f"rank {rank}: {cause.message}" for rank, cause in self.causes.items()]
 
 
-def group_of(mesh: Mesh, timeout: float | None) -> Any:
-    """A gloo group of all ranks for checkpoints alone, apart from those of a step.
+def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Any:
+    """A gloo group of all ranks for this purpose alone, apart from those of a step.
 
     None in a process of one. A collective call at first.
 
@@ -59,11 +59,11 @@ def group_of(mesh: Mesh, timeout: float | None) -> Any:
         )
     if not dist.is_initialized():
         return None
-    return _gloo(dist.group.WORLD, timeout or next(iter(mesh.connections), DEFAULT_TIMEOUT))
+    return _gloo(dist.group.WORLD, timeout or next(iter(mesh.connections), DEFAULT_TIMEOUT), purpose)
 
 
 @functools.lru_cache(maxsize=8)
-def _gloo(world: Any, timeout: float) -> Any:
+def _gloo(world: Any, timeout: float, purpose: str) -> Any:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
 

@@ -66,14 +66,19 @@ class SaveJob:
             texts(self.group, "")  # all ranks return to the same directory
 
 
-def copies_on_host(blocks: Sequence[Tensor], piece_bytes: int = 64 << 20) -> list[Tensor]:
-    """Copies of tensors in pageable memory, there when this returns.
+def copies_on_host(blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors in pageable memory, there when this returns."""
+    copies = [torch.empty(b.shape, dtype=b.dtype) for b in blocks]
+    copy_to_host(list(zip(copies, blocks, strict=True)))
+    return copies
+
+
+def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]], piece_bytes: int = 64 << 20) -> None:
+    """Copy each second tensor to the first, which lies on the host; done when this returns.
 
     Tensors on a device are copied through two pinned buffers, so that no more than these is pinned however
     large a state is: the device fills one while the host empties the other.
     """
-    copies = [torch.empty(b.shape, dtype=b.dtype) for b in blocks]
-    pairs = list(zip(copies, blocks, strict=True))
     for copy, block in pairs:
         if block.device.type == "cpu":
             copy.copy_(block)
@@ -83,7 +88,6 @@ def copies_on_host(blocks: Sequence[Tensor], piece_bytes: int = 64 << 20) -> lis
         size = min(piece_bytes, max(block.nbytes for _, block in away))
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         copy_through(away, buffers, lambda: torch.Event(device))
-    return copies
 
 
 def copy_through(

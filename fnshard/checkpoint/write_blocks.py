@@ -5,7 +5,7 @@ Which rank writes what follows from layouts and mesh, so that no rank has to ask
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,15 +68,38 @@ def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf
     >>> list(assigned(leaves, make_mesh(replicate=2, abstract=True)))
     ['a', 'c']
     """
-    loads: dict[tuple[int, ...], list[int]] = {}  # bytes of each rank of a group
+    return {name: leaves[name] for name in writers(leaves, mesh, [0] * mesh.size, 0)}
+
+
+def writers(
+    leaves: Mapping[str, LocalLeaf], mesh: Mesh, nodes: Sequence[int], copies: int
+) -> dict[str, bool]:
+    """The leaves whose block this rank writes, and of each whether ranks on `copies` other nodes, which have
+    the block too, write it as well.
+
+    Args:
+        nodes: of each rank, the node it runs on.
+
+    >>> import torch
+    >>> from fnshard import P, make_mesh
+    >>> leaves = {"a": LocalLeaf((4,), P(), torch.ones(4)), "b": LocalLeaf((4,), P("shard"), torch.ones(2))}
+    >>> writers(leaves, make_mesh(shard=2, abstract=True), nodes=[0, 1], copies=1)
+    {'a': True, 'b': False}
+    """
+    loads: dict[tuple[int, ...], dict[int, int]] = {}  # bytes of each rank of a group
     mine = {}
     for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
-        copies = mesh.group_ranks([axis for axis in mesh.names if axis not in leaf.layout.axes])
-        load = loads.setdefault(copies, [0] * len(copies))
-        least = load.index(min(load))
-        load[least] += leaf.block.nbytes
-        if copies[least] == mesh.rank and leaf.parts(mesh):
-            mine[name] = leaf
+        holders = mesh.group_ranks([axis for axis in mesh.names if axis not in leaf.layout.axes])
+        load = loads.setdefault(holders, dict.fromkeys(holders, 0))
+        on_node: dict[int, int] = {}
+        for rank in sorted(holders, key=load.__getitem__):
+            on_node.setdefault(nodes[rank], rank)
+        spread = len(on_node) > copies
+        chosen = list(on_node.values())[: copies + 1 if spread else 1]
+        for rank in chosen:
+            load[rank] += leaf.block.nbytes
+        if mesh.rank in chosen and leaf.parts(mesh):
+            mine[name] = spread and copies > 0
     return mine
 
 

@@ -21,12 +21,13 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fnshard.checkpoint.replicas import MEMORY
 from fnshard.errors import LaunchError
 from fnshard.launcher.nodes import Ending, Nodes, Peers, meet
 from fnshard.launcher.post_mortem import HostMemory, describe_failure, echo_level
 from fnshard.launcher.rank import ERRORS, LAUNCHER, LOGS, import_command, run_rank
 from fnshard.mesh.process_group import ATTEMPT, RENDEZVOUS, under_launcher
-from fnshard.runtime.files.folder import scratch_directory
+from fnshard.runtime.files.folder import MEMORY_PREFIX, memory_directory, scratch_directory
 
 __all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank", "under_launcher"]
 
@@ -54,6 +55,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     grace_s: float = GRACE_S,
     nodes: Nodes | None = None,
+    memory: str | None = None,
 ) -> None:
     """Run a function, or a command, in `ranks` processes on this machine and wait until all have ended well.
 
@@ -81,6 +83,9 @@ def launch(
         grace_s: seconds between SIGTERM and the end of who has not ended by itself.
         nodes: the machines of the job, where there are several: each calls this, with as many `ranks`. They
             restart, and end, together.
+        memory: a name for a folder in this machine's memory (tmpfs), where `fs.checkpoint.Replicas` keeps
+            states through restarts. It is removed when this ends; where this is killed, the next launch of
+            that name goes on with it, any other one removes it.
 
     Raises:
         LaunchError: the rank that failed first, its traceback or last line, and where its log lies; a
@@ -103,13 +108,29 @@ def launch(
             run_rank(program)
         program = import_command(program)
     temporary = scratch_directory("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
-    with temporary as folder, scratch_directory("fnshard-ranks-") as meeting:
+    held = nullcontext() if memory is None else _memory(memory, 0 if nodes is None else nodes.number)
+    with temporary as folder, scratch_directory("fnshard-ranks-") as meeting, held as in_memory:
+        env = {**(env or {}), **({} if in_memory is None else {MEMORY: str(in_memory)})}
         folder = Path(folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if nodes is None or nodes.number == 0:
             for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
                 old.unlink()
-        _run(program, ranks, folder, meeting, max_restarts, env or {}, grace_s, nodes)
+        _run(program, ranks, folder, meeting, max_restarts, env, grace_s, nodes)
+
+
+@contextmanager
+def _memory(name: str, node: int) -> Iterator[Path]:
+    try:
+        with memory_directory(name, node) as folder:
+            yield folder
+    except OSError as error:
+        if MEMORY_PREFIX not in str(error.filename):
+            raise
+        raise LaunchError(
+            f"memory={name!r}: {error.filename}: {error.strerror}.",
+            fix="a Linux machine with /dev/shm, and a name that no other job has.",
+        ) from None
 
 
 def _run(

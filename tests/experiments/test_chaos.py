@@ -28,10 +28,11 @@ SEED = 4467
 
 
 @pytest.mark.long  # `test_resume` and `test_finetune` kill, too
-def test_a_short_campaign(tmp_path):
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_short_campaign(replicas, tmp_path):
     """The only rank is killed, then its launcher: nothing is lost. SEED draws these."""
     told = {"kills": 2, "seed": SEED, "ranks": 1, "steps": 40, "async_save": "true", "moments": "[step,save]",
-            "hydra.run.dir": tmp_path / "out"}  # fmt: skip
+            "replicas": replicas, "hydra.run.dir": tmp_path / "out"}  # fmt: skip
     drawn = [k.mode for k in islice(plan(ChaosConfig(seed=SEED, ranks=1, moments=("step", "save"))), 2)]
     assert drawn == ["kill_rank", "kill_launcher"]
     done = subprocess.run(
@@ -126,6 +127,7 @@ def test_the_table_tells_what_went_wrong():
     for bad in (
         {"kills": [{**done, "lost": 1}]},
         {"kills": [{**done, "problems": ["exit code 7"]}]},
+        {"config": {"replicas": 1}},
         {"runs": [["params/w differs"]]},
     ):
         assert failed({**found, **bad})

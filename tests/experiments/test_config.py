@@ -122,6 +122,8 @@ WRONG_TRAIN = {
     "strategy.memory=nvme": r"strategy\.memory='nvme': must be one of device, host, disk",
     "strategy.optimizer_memory=ram": r"strategy\.optimizer_memory='ram': must be one of device, host",
     "strategy.update_on=disk": r"strategy\.update_on='disk': must be one of device, host",
+    "run.replica_every=0": r"run\.replica_every=0: must be 1 or more",
+    "run.replicas=2": r"run\.replicas=2: 1 node can hold 1 .*Fix: run\.replicas=1, or more nodes",
     "strategy=auto run.device_gb=0": r"run\.device_gb=0\.0: must be above 0",
     "strategy=auto run.device_gb=1 hardware.name=tpu": r"hardware\.name='tpu': must be one of auto",
     "run.prompt=''": r"run\.prompt='': a sample needs at least one byte",

@@ -36,8 +36,10 @@ from experiments.training.resume import (
     claimed,
     source_of,
 )
+from fnshard.checkpoint.replicas import MEMORY
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
+from fnshard.mesh.process_group import ATTEMPT
 
 pytestmark = pytest.mark.usefixtures("lowered_once")
 
@@ -96,6 +98,30 @@ def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
     for _ in range(2):  # finished, it stays as it is
         loop.train(config_of(), run_in(tmp_path), [], Stop())
         assert differences(unbroken, tmp_path) == []
+
+
+def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, capfd):
+    """Killed, it goes on from memory; with memory lost from disk, and says so in one line."""
+    memory, run = tmp_path / "memory", run_in(tmp_path / "run")
+    memory.mkdir()
+    monkeypatch.setenv(MEMORY, str(memory))
+    for at in (3, 7, 8, STEPS):
+        with monkeypatch.context() as patch:
+            killed_at(patch, at)
+            with pytest.raises(KilledError, match=r"^$"):
+                loop.train(config_of("run.replicas=1"), run, [], Stop())
+    assert re.findall(r"resume: step (\d+) of (.*)", capfd.readouterr().out) == [
+        (at, str(memory)) for at in ("2", "6", "7")
+    ]
+    for part in memory.glob("*/*.json"):
+        part.write_bytes(part.read_bytes()[:-20])
+    monkeypatch.setenv(ATTEMPT, "1")
+    loop.train(config_of("run.replicas=1"), run, [], Stop())
+    told = capfd.readouterr().out
+    assert f"replicas: no step is complete in memory, going on from {run.root}\n" in told
+    assert f"resume: step 12 of {run.root}\n" in told
+    assert "of each node's host memory" in Path(run.folder, "memory.txt").read_text()
+    assert differences(unbroken, Path(run.folder)) == []
 
 
 @pytest.mark.parametrize("at", [1, 6, STEPS - 1])

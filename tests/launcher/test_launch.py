@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from launched import (
@@ -194,6 +195,39 @@ def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {
         kept.name, "fnshard-logs-1", "fnshard-x-link", "elsewhere"
     }  # fmt: skip
+
+
+def test_memory_outlives_a_rank_and_not_the_job(tmp_path):
+    """A restarted rank finds what a dead one wrote; what a killed launcher left is kept, or cleared."""
+    body = """
+    def main():
+        memory = os.environ["FNSHARD_MEMORY"]
+        if attempt() == 0:
+            open(f"{memory}/kept", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        open(f"{out}/found", "w").write(" ".join([memory, oct(os.stat(memory).st_mode), *os.listdir(memory)]))
+    """
+    job = f"test{os.getpid()}"
+    left, other = (Path(f"/dev/shm/fnshard-memory-{name}.0") for name in (job, f"{job}x"))
+    for path in (left, other):
+        path.mkdir(mode=0o700)
+        (path / "left").touch()
+    run(tmp_path, body, ranks=1, max_restarts=1, memory=job)
+    memory, mode, *names = (tmp_path / "found").read_text().split()
+    assert (memory, mode, set(names)) == (str(left), "0o40700", {"left", "kept"})
+    assert not left.exists() and not other.exists()
+
+
+def test_memory_that_others_may_enter_is_refused(tmp_path):
+    job = f"test{os.getpid()}"
+    open_to_all = Path(f"/dev/shm/fnshard-memory-{job}.0")
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    try:
+        with pytest.raises(LaunchError, match=r"fnshard-memory-test.*it is in use, or open to others"):
+            run(tmp_path, "def main(): pass", ranks=1, memory=job)
+    finally:
+        open_to_all.rmdir()
 
 
 def test_a_folder_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):

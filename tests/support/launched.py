@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import OUTPUT, Forking, Started, Warm
@@ -46,7 +47,9 @@ def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool =
     return program
 
 
-def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60) -> None:
+def run(
+    tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60, **options: Any
+) -> None:
     """`body` defines `main()`; each rank runs it."""
     program = program_of(tmp_path, body, timeout_s=timeout_s)
     launcher.launch(
@@ -55,6 +58,7 @@ def run(tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, tim
         logs=tmp_path / "ranks",
         max_restarts=max_restarts,
         env={"PYTHONPATH": str(ROOT)},
+        **options,
     )
 
 

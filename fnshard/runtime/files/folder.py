@@ -14,11 +14,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors")
+SHARED_MEMORY, MEMORY_PREFIX = Path("/dev/shm"), "fnshard-memory-"
 KEPT = ".kept"  # a file in a temporary directory that is the user's
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
 
@@ -111,6 +112,44 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
         if not (folder / KEPT).exists():
             shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
+
+
+@contextmanager
+def memory_directory(job: str, node: int, root: Path = SHARED_MEMORY) -> Iterator[Path]:
+    """A directory in this machine's memory, for this user alone, locked by this process and gone behind the
+    block.
+
+    What a killed process of the same job and node left there is still in it; what those of other jobs left
+    is cleared away.
+
+    Raises:
+        OSError: the machine has no such memory, another user has the name, or another process the directory.
+    """
+    folder = root / f"{MEMORY_PREFIX}{job}.{node}"
+    while True:  # until a lock is faster than another process, which may take the directory for a leftover
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077 or not _lock(fd, fcntl.LOCK_NB):
+            os.close(fd)
+            raise FileExistsError(errno.EEXIST, "it is in use, or open to others", str(folder))
+        if folder.exists():
+            break
+        os.close(fd)
+    try:
+        for left in sorted(root.glob(f"{MEMORY_PREFIX}*")):
+            if not left.name.startswith(f"{MEMORY_PREFIX}{job}."):
+                _clear(left)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+
+
+def in_memory(job: str, root: Path = SHARED_MEMORY) -> bool:
+    """Whether a killed process of this job has left such a directory here."""
+    return any(root.glob(f"{MEMORY_PREFIX}{job}.*"))
 
 
 def _clear(left: Path) -> None:

@@ -1,0 +1,295 @@
+"""Replicas: copies of a training state in host memory, so that a run goes on where it was when ranks die.
+
+A replica is a checkpoint whose files lie in memory that outlives a rank, a folder that the node's agent owns.
+Each rank copies the blocks that are its own to a mapped file there, in two slots in turn; checksums, and the
+copy on a partner's node, are made in the background while the next step runs. Beside each file its part is
+written last, so no step is taken for complete that is not. Blocks that ranks on other nodes hold anyway, on
+an axis that replicates, are not sent. Gemini (Wang et al., SOSP 2023) has the same placement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fnshard.analysis.measure import control_groups
+from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
+from fnshard.checkpoint.loader_state import encode
+from fnshard.checkpoint.read_blocks import chunk_reads
+from fnshard.checkpoint.replica_files import (
+    PART,
+    SLOTS,
+    Replica,
+    ReplicaFile,
+    mapped_file,
+    parts_in,
+    replicas_of,
+    write_part,
+)
+from fnshard.checkpoint.restoring import Targets, state_filler
+from fnshard.checkpoint.saving import copy_to_host
+from fnshard.checkpoint.state_leaves import state_leaves
+from fnshard.checkpoint.write_blocks import writers
+from fnshard.errors import CheckpointError
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh.process_group import attempt
+from fnshard.runtime.collectives.base import failing
+from fnshard.runtime.files.folder import data_file
+from fnshard.step.state import TrainState
+from fnshard.step.step import Step
+
+MEMORY = "FNSHARD_MEMORY"  # the node's folder, which its agent names
+
+
+def most_copies(nodes: int) -> int:
+    """How many copies nodes hold: one node's memory outlives its ranks, not the node."""
+    return max(1, nodes - 1)
+
+
+class Replicas:
+    """The replicas of one run, as one rank keeps them; all ranks call its methods together.
+
+    Args:
+        step: compiled, on a mesh of processes.
+        memory: a folder of this node, in memory, the same for all ranks of the node; default the one that
+            `fs.launch(..., memory=)` made.
+        copies: nodes that hold a block beside the one whose rank has it; on a single node, its memory.
+        timeout: seconds after which a silent peer is an error.
+
+    `lost`: whether `restore` found parts of states, or ranks that were started anew, and no complete state.
+
+    Raises:
+        CheckpointError: no such folder; more copies than nodes can hold.
+    """
+
+    def __init__(
+        self, step: Step, memory: str | Path | None = None, *, copies: int = 1, timeout: float | None = None
+    ):
+        memory = memory or os.environ.get(MEMORY)
+        if memory is None:
+            raise CheckpointError(
+                "replicas need memory that outlives a rank, and no agent of ours has made any.",
+                fix="start the ranks by fs.launch(..., memory=NAME); without replicas under torchrun.",
+            )
+        self.step, self.mesh, self.memory = step, step.mesh, Path(memory)
+        self._group = group_of(self.mesh, timeout, "replicas")
+        hosts = texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
+        names = list(dict.fromkeys(hosts))
+        self._nodes = [names.index(host) for host in hosts]  # by rank
+        self._node = self._nodes[self.mesh.rank]
+        self._copies = copies if len(names) > 1 else 0
+        if not 1 <= copies <= most_copies(len(names)):
+            raise CheckpointError(
+                f"replicas={copies}: {len(names)} node{'s' * (len(names) > 1)} can hold "
+                f"1 to {most_copies(len(names))}.",
+                fix="one copy needs the node alone, n copies need n + 1 nodes.",
+            )
+        self._token = texts(self._group, uuid.uuid4().hex)[0]
+        self.lost, self.node_bytes = False, 0
+        self._next, self._slots = 0, dict[int, dict[str, Tensor]]()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._files: list[ReplicaFile] = []
+
+    # -------------------------------------------------------------- before the first step
+
+    def restore(self, newer_than: int = -1) -> TrainState | None:
+        """The newest state that is complete in the memory of all nodes together; None if none is that new."""
+        first = self._local[0] == self.mesh.rank
+        mine = [[slot, text.decode()] for slot, text in (parts_in(self.memory) if first else ())]
+        found = [
+            (self._nodes[rank], slot, text.encode())
+            for rank, listed in enumerate(texts(self._group, json.dumps(mine)))
+            for slot, text in json.loads(listed)
+        ]
+        _, fill = state_filler(self.step, None)
+        self.lost = bool(found) or attempt() > 0
+        for replica in replicas_of(found, self._node):
+            if replica.manifest.step <= newer_than:
+                self.lost = False
+                break
+            folder = self.memory / replica.slot
+            try:
+                state = fill(folder, replica.manifest, self._group, partial(self._fetch, folder, replica))
+            except Failed as error:
+                if not error.corrupt:
+                    raise CheckpointError(f"cannot restore from {folder}:", error.lines()) from error
+                continue
+            self._next, self.lost = 1 - SLOTS.index(replica.slot), False
+            return state
+        return None
+
+    def start(self, state: TrainState) -> None:
+        """Plan the files and see that they fit: `node_bytes` of this node's memory.
+
+        Raises:
+            CheckpointError: they do not fit into the memory that is free.
+        """
+        self._specs = ResolvedSpecs.of(state.where[0]).stored
+        leaves = state_leaves(state, self._specs, self.mesh)
+        self._count, rank, world = len(leaves), self.mesh.rank, self.mesh.size
+        spread = writers(leaves, self.mesh, self._nodes, self._copies)
+        sent = {name: leaves[name] for name, there in spread.items() if not there}
+        kept = {name: leaves[name] for name, there in spread.items() if there}
+        self._files = [ReplicaFile(data_file(rank), sent, self.mesh)]
+        self._files += [ReplicaFile(data_file(world + rank), kept, self.mesh)] * bool(kept)
+        sizes = [int(text) for text in texts(self._group, str(self._files[0].bytes))]
+        shifts = range(1, self._copies + 1)
+        self._targets = [self._partner(rank, shift) for shift in shifts]
+        self._sources = [[r for r in range(world) if self._partner(r, s) == rank] for s in shifts]
+        self._sizes = {data_file(r): sizes[r] for sources in self._sources for r in sources}
+        own = {file.name: file.bytes for file in self._files} | self._sizes
+        listed = [json.loads(text) for text in texts(self._group, json.dumps(own))]
+        on_node = {name: size for r in self._local for name, size in listed[r].items()}
+        self._names = {name + end for name in on_node for end in ("", PART)}
+        self.node_bytes = len(SLOTS) * sum(on_node.values())
+        agreed(self._group, "replicas", self._check_room)
+
+    def _check_room(self) -> None:
+        for slot in SLOTS:
+            (self.memory / slot).mkdir(mode=0o700, exist_ok=True)
+        there = os.statvfs(self.memory)
+        free = [there.f_bavail * there.f_frsize, *(max(0, limit - used) for limit, used in control_groups())]
+        taken = sum(path.stat().st_size for slot in SLOTS for path in (self.memory / slot).iterdir())
+        if self.node_bytes > min(free) + taken:
+            raise CheckpointError(
+                f"replicas take {self.node_bytes / 1e9:.3g} GB of this node's memory, in {self.memory} "
+                f"{(min(free) + taken) / 1e9:.3g} GB are free.",
+                fix="fewer copies, more nodes, or a larger /dev/shm.",
+            )
+
+    @property
+    def _local(self) -> list[int]:
+        return [rank for rank, node in enumerate(self._nodes) if node == self._node]
+
+    def _partner(self, rank: int, shift: int) -> int:
+        """Who holds this rank's blocks: the rank in its place on the node that is `shift` further."""
+        count = max(self._nodes) + 1
+        by_node = [[r for r, n in enumerate(self._nodes) if n == node] for node in range(count)]
+        there = by_node[(self._nodes[rank] + shift) % count]
+        return there[by_node[self._nodes[rank]].index(rank) % len(there)]
+
+    def _fetch(self, folder: Path, replica: Replica, targets: Targets) -> None:
+        """Bring the files that this node's ranks read and that lie on other nodes alone."""
+        needed = {read.chunk.file for read in chunk_reads(targets, replica.manifest, self.mesh)}
+        missing = set()
+        for rank, text in enumerate(texts(self._group, json.dumps(sorted(needed)))):
+            node = self._nodes[rank]
+            missing |= {(node, name) for name in json.loads(text) if node not in replica.nodes[name]}
+        for node, name in sorted(missing):
+            source = self._nodes.index(replica.nodes[name][0])
+            target, size = self._nodes.index(node), replica.manifest.files[name].bytes
+            with failing(lambda: "fetching a replica"):
+                if self.mesh.rank == source:
+                    dist.send(mapped_file(folder / name, size), target, group=self._group)
+                elif self.mesh.rank == target:
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                    dist.recv(mapped_file(folder / name, size, new=True), source, group=self._group)
+        texts(self._group, "")  # they are there for all ranks of a node
+
+    # -------------------------------------------------------------- behind a step
+
+    def save(self, state: TrainState, data: Any = None) -> None:
+        """Copy a state; returns when it is on the host, so that the next step may have it.
+
+        Raises:
+            CheckpointError: the save before failed.
+        """
+        self.wait()
+        mapped, folder = self._mapped(), self.memory / SLOTS[self._next]
+        for name in mapped:
+            (folder / f"{name}{PART}").unlink(missing_ok=True)
+        leaves = state_leaves(state, self._specs, self.mesh)
+        blocks = {name: leaf.block for name, leaf in leaves.items()}
+        copy_to_host([pair for file in self._files for pair in file.copies(mapped[file.name], blocks)])
+        mesh = self.mesh
+        axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+        fields = {
+            "step": int(state.step), "seed": int(state.seed), "token": self._token, "rank": mesh.rank,
+            "data": encode(data.state_dict() if hasattr(data, "state_dict") else data),
+            "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)}, "count": self._count,
+        }  # fmt: skip
+        self._thread = threading.Thread(target=self._run, args=(folder, mapped, fields), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CheckpointError: it failed; on all ranks.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _mapped(self) -> dict[str, Tensor]:
+        if self._next not in self._slots:
+            folder = self.memory / SLOTS[self._next]
+            sizes = {file.name: file.bytes for file in self._files} | self._sizes
+            made = {name: mapped_file(folder / name, size, new=True) for name, size in sizes.items()}
+            self._slots[self._next] = made
+            if self.mesh.rank == self._local[0]:  # what another mesh left there
+                for path in folder.iterdir():
+                    if path.name not in self._names and not path.name.startswith("."):
+                        path.unlink(missing_ok=True)
+        return self._slots[self._next]
+
+    def _run(self, folder: Path, mapped: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+        try:
+            failed, text = None, b""
+            try:
+                for file in reversed(self._files):  # the first is the one that is sent
+                    text = file.part(mapped[file.name], fields).encode()
+                    write_part(folder, file.name, text)
+            except OSError as error:
+                failed = error
+            self._exchange(folder, mapped, text)
+            said = agreed_failure(self._group, failed)
+            if said:
+                raise CheckpointError(f"a replica of step {fields['step']} was not written: {said}")
+            self._next = 1 - self._next
+        except Exception as error:
+            self._error = error
+
+    def _exchange(self, folder: Path, mapped: Mapping[str, Tensor], text: bytes) -> None:
+        """Send the first file and its part to the partners, and write those of whose partner this rank is."""
+        mine = mapped[self._files[0].name]
+        head = torch.tensor([len(text)])
+        body = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
+        for target, sources in zip(self._targets, self._sources, strict=True):
+            sends = [
+                dist.isend(t, target, group=self._group, tag=n) for n, t in enumerate((head, body, mine))
+            ]
+            for source in sources:
+                name, length = data_file(source), torch.zeros(1, dtype=torch.int64)
+                dist.recv(length, source, group=self._group, tag=0)
+                part = torch.empty(max(1, int(length)), dtype=torch.uint8)
+                dist.recv(part, source, group=self._group, tag=1)
+                dist.recv(mapped[name], source, group=self._group, tag=2)
+                if int(length):
+                    write_part(folder, name, part.numpy().tobytes())
+            for each in sends:
+                each.wait()
+
+
+def agreed_failure(group: Any, failed: OSError | None) -> str:
+    """What failed on any rank; nothing where all is well, which costs one exchange of one number."""
+    if group is None:
+        return str(failed or "")
+    count = torch.tensor([int(failed is not None)])
+    dist.all_reduce(count, group=group)
+    return "; ".join(filter(None, texts(group, str(failed or "")))) if int(count) else ""

@@ -1,0 +1,102 @@
+"""Restoring: the state of a step, blank at first, filled with what a manifest names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnshard import tree
+from fnshard.checkpoint.coordination import agreed
+from fnshard.checkpoint.loader_state import decode
+from fnshard.checkpoint.manifest_file import Manifest
+from fnshard.checkpoint.read_blocks import load_blocks
+from fnshard.checkpoint.state_leaves import (
+    RestoreTarget,
+    check_codecs_alike,
+    resolved_as_saved,
+    restore_targets,
+    saved_slots,
+    state_leaves,
+)
+from fnshard.errors import CheckpointWarning
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh import Mesh
+from fnshard.runtime.files.tensorfile import STATE_DTYPES
+from fnshard.step.init import blank_params, blank_slots
+from fnshard.step.runner import default_mesh
+from fnshard.step.state import TrainState
+from fnshard.step.step import Step
+
+Targets = Mapping[str, RestoreTarget]
+
+
+def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs, Mesh]:
+    """Of a step; or of a spec tree, on this mesh or the default one."""
+    if isinstance(step_or_specs, Step):
+        return step_or_specs.resolved, step_or_specs.mesh
+    return ResolvedSpecs.of(step_or_specs), mesh or default_mesh()
+
+
+def state_filler(
+    step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None
+) -> tuple[Mesh, Callable[..., TrainState]]:
+    """The mesh, and what makes a state of it from (folder, manifest, group, fetch): a collective.
+
+    `fetch(targets)`, if any, is called before files are opened. See `fnshard.checkpoint.restore`.
+    """
+    resolved, on = specs_and_mesh(step_or_specs, mesh)
+
+    def blank(found: Manifest) -> TrainState:
+        specs = resolved_as_saved(resolved, found.leaves)
+        if isinstance(step_or_specs, Step):
+            return step_or_specs.blank(specs.tree)
+        named = specs.stored
+        slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
+        params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
+        scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
+        loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
+        zero = torch.zeros((), dtype=torch.int64)
+        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs.tree, on))
+
+    def made(found: Manifest) -> tuple[TrainState, Targets]:
+        check_codecs_alike(resolved.leaves, found.leaves)
+        state = blank(found)
+        specs = ResolvedSpecs.of(state.where[0])
+        leaves = state_leaves(state, specs.stored, on)
+        # A scale that was not saved begins anew.
+        scaled = any(n.startswith("loss_scale/") for n in found.leaves)
+        leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}
+        return state, restore_targets(leaves, found.leaves, set(specs.trainable))
+
+    def fill(
+        folder: Path, found: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None
+    ) -> TrainState:
+        state, targets = agreed(group, f"restoring {folder}", lambda: made(found))
+        if fetch is not None:
+            fetch(targets)
+        load_blocks(folder, found, targets, on, group)
+        state.step.fill_(found.step)
+        state.seed.fill_(found.seed)
+        state.data = _position(found, on)
+        return state
+
+    return on, fill
+
+
+def _position(found: Manifest, mesh: Mesh) -> Any:
+    """This rank's position in the data, as it was saved."""
+    if len(found.data) < 2:
+        return decode(found.data[0]) if found.data else None
+    if len(found.data) == mesh.size:
+        return decode(found.data[mesh.rank])
+    warnings.warn(
+        f"step {found.step} was saved with a position in the data for each of {len(found.data)} ranks, here "
+        f"are {mesh.size}: state.data is None. A loader whose state is alike on all ranks fits any mesh.",
+        CheckpointWarning,
+        stacklevel=5,
+    )
+    return None

@@ -1,0 +1,140 @@
+"""Replicas: a state in the memory of two nodes: ranks and nodes that die, other meshes, flipped bytes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saved
+import torch.distributed as dist
+
+import fnshard as fs
+from fnshard.checkpoint import replicas
+from fnshard.errors import CheckpointError
+
+PRESETS = list(saved.MESHES)
+
+
+def memory_of(root: str, rank: int, world: int, nodes: int) -> Path:
+    """The folder of the node that a rank of equal nodes runs on."""
+    folder = Path(root, f"node{rank * nodes // world}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def keep(rank: int, world: int, root: str, nodes: int, presets: Sequence[str], copies: int = 1) -> list[int]:
+    """Steps 6 and 7 of the known state, in every preset; the bytes that each takes of this node."""
+    taken = []
+    for preset in presets:
+        step = saved.step_of(preset, "fp32", saved.mesh_of(preset, world))
+        memory = memory_of(f"{root}/{preset}", rank, world, nodes)
+        kept = fs.checkpoint.Replicas(step, memory, copies=copies)
+        kept.start(saved.known(step))
+        taken.append(kept.node_bytes)
+        for number in (5, 6, 7):
+            kept.save(saved.known(step, number), data={"position": number})
+        kept.wait()
+    return taken
+
+
+def found(
+    rank: int, world: int, root: str, nodes: int, kept: Sequence[str], presets: Sequence[str]
+) -> list[str]:
+    """What is restored of each kept preset in each preset here: its step, and what is not as it must be."""
+    out = []
+    for name in kept:
+        for preset in presets:
+            step = saved.step_of(preset, "fp32", saved.mesh_of(preset, world))
+            state = fs.checkpoint.Replicas(step, memory_of(f"{root}/{name}", rank, world, nodes)).restore()
+            dist.barrier()
+            if state is None:
+                out.append("nothing")
+                continue
+            wrong = saved.differences(state)
+            number = int(state.step)
+            out.append(
+                f"{number} {' '.join(wrong)}".strip() if state.data == {"position": number} else "data"
+            )
+    return out
+
+
+def test_every_preset_restores_every_other_when_a_node_is_lost(ranks: Any, tmp_path: Path) -> None:
+    """Four ranks on two nodes, then on two, three and four: also what was nowhere but at the partner's."""
+    ranks(4).run(keep, 4, str(tmp_path), 2, PRESETS)
+    for preset in PRESETS:
+        shutil.rmtree(tmp_path / preset / "node0")
+    for world in (4, 3, 2):
+        here = PRESETS if world != 3 else PRESETS[:3]
+        nodes = {4: 2, 3: 3, 2: 2}[world]
+        for told in ranks(world).run(found, world, str(tmp_path), nodes, PRESETS, here):
+            assert set(told) == {"7"}, told
+
+
+def test_what_a_replicated_axis_holds_is_not_sent(ranks: Any, tmp_path: Path) -> None:
+    """Memory of both nodes together: of a hybrid mesh no more than of a full shard, whose blocks are sent."""
+    full, hybrid = ranks(4).run(keep, 4, str(tmp_path), 2, ["full_shard", "hybrid_shard"])[0]
+    assert hybrid < 1.2 * full
+    files = sorted(p.name for p in (tmp_path / "hybrid_shard" / "node0" / "0").glob("*.safetensors"))
+    assert [int(name[5:10]) for name in files] == [0, 1, 2, 3, 4, 5]
+    leaves = {p: p.stat().st_size for p in (tmp_path / "hybrid_shard" / "node0" / "0").glob("*.safetensors")}
+    assert max(leaves, key=leaves.get).name in ("rank-00004.safetensors", "rank-00005.safetensors")
+
+
+def test_what_is_lost_torn_or_flipped_is_not_restored(ranks: Any, tmp_path: Path) -> None:
+    """A part that is missing, a byte that differs: the step before; nothing left: nothing."""
+
+    def restored() -> set[str]:
+        told = ranks(2).run(found, 2, str(tmp_path), 1, ["zero1"], ["zero1"])
+        return {text for of_rank in told for text in of_rank}
+
+    ranks(2).run(keep, 2, str(tmp_path), 1, ["zero1"])
+    memory = tmp_path / "zero1" / "node0"
+    assert restored() == {"7"}
+    data = memory / "0" / "rank-00001.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert restored() == {"6"}
+    data.with_name("rank-00001.safetensors.json").unlink()
+    assert restored() == {"6"}
+    torn = memory / "1" / "rank-00000.safetensors.json"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    assert restored() == {"nothing"}
+
+
+def refused(rank: int, root: str, nodes: int, copies: int) -> str:
+    step = saved.step_of("zero1", "fp32", saved.mesh_of("zero1", 2))
+    try:
+        fs.checkpoint.Replicas(step, memory_of(root, rank, 2, nodes), copies=copies)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies", "message"),
+    [
+        (1, 2, r"replicas=2: 1 node can hold 1 to 1"),
+        (2, 2, r"replicas=2: 2 nodes can hold 1 to 1"),
+        (2, 0, r"replicas=0"),
+        (2, 1, r"^$"),
+    ],
+)
+def test_more_copies_than_nodes_can_hold(
+    ranks: Any, tmp_path: Path, nodes: int, copies: int, message: str
+) -> None:
+    for told in ranks(2).run(refused, str(tmp_path), nodes, copies):
+        assert re.search(message, told)
+
+
+def test_memory_that_is_not_there_or_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = saved.step_of("zero1", "fp32", fs.make_mesh(shard=1))
+    with pytest.raises(CheckpointError, match=r"no agent of ours has made any.\s*Fix: start the ranks by fs"):
+        fs.checkpoint.Replicas(step)
+    monkeypatch.setattr(replicas, "control_groups", lambda: [(1000, 900)])
+    with pytest.raises(CheckpointError, match=r"replicas take .* GB of this node's memory, .* are free"):
+        fs.checkpoint.Replicas(step, tmp_path).start(saved.known(step))
