@@ -99,6 +99,7 @@ def explain(config: ExplainConfig) -> Paper:
     options = {
         "accumulate": config.run.accumulate, "remat": strategy.remat,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
+        "async_tensor": hardware if strategy.async_tensor == "auto" else strategy.async_tensor,
     }  # fmt: skip
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
     paper = _paper(config, hardware, mesh, specs, options, step.lower(params, tokens, tokens))
