@@ -29,11 +29,13 @@ class Agreement(NamedTuple):
         items: the largest guess of how many items a Mean counts, which its gradients are divided by before
             they are summed.
         alike: whether the steps of all ranks have one digest.
+        compiled: whether all have their kernels.
         neighbours: the ranks on this rank's host, it among them.
     """
 
     items: float
     alike: bool
+    compiled: bool
     neighbours: tuple[int, ...]
 
 
@@ -43,13 +45,14 @@ def check_agreement(
     settings: Callable[[], Mapping[str, str]],
     items: float,
     step_digest: str = "",
+    compiled: bool = False,
 ) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
         settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items: this rank's guess of how many items a Mean counts.
-        step_digest: of all that this rank runs, or nothing.
+        step_digest: of all that this rank runs, or nothing; `compiled`: whether it has its kernels.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -61,7 +64,7 @@ def check_agreement(
     text = json.dumps(program)
     mine = {
         "program": hashlib.sha256(text.encode()).hexdigest(), "items": items, "step": step_digest,
-        "host": socket.gethostname(),
+        "host": socket.gethostname(), "compiled": compiled,
     }  # fmt: skip
     every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
     differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
@@ -71,6 +74,7 @@ def check_agreement(
     return Agreement(
         max(each["items"] for each in every),
         all(each["step"] == here["step"] != "" for each in every),
+        all(each["compiled"] for each in every),
         tuple(r for r, each in enumerate(every) if each["host"] == here["host"]),
     )
 
@@ -195,14 +199,11 @@ def _cut(text: str, same: int, length: int = 160) -> str:
     return f"{before}{text[start : start + length]}{after}"
 
 
-def compile_in_turn(comm: Collectives, neighbours: Sequence[int], compile: Callable[[], Any]) -> Any:
-    """Compile on the first rank of each host, then on the others, which find its disk cache.
-
-    On accelerators on all at once: the cache knows each device apart.
-    """
-    if comm.mesh.kind != "group" or comm.mesh.device_type != "cpu":
-        return compile()
+def compile_in_turn(comm: Collectives, neighbours: Sequence[int], compile: Callable[[], Any]) -> None:
+    """Compile on the first rank of each host, then on the others, which find its disk cache. A collective."""
     leads = neighbours[0] == comm.mesh.rank
-    result = compile() if leads else None
+    if leads:
+        compile()
     comm.barrier()
-    return result if leads else compile()
+    if not leads:
+        compile()

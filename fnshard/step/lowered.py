@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -195,14 +196,22 @@ class Lowered:
         counts = {self.batch_bytes[n] // 8 for n in rows & set(self.batch_bytes)}
         return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
 
-    def compile(self) -> Lowered:
-        """Compile the kernels on the options' backend, once; returns itself."""
+    def settings(self) -> AbstractContextManager[None]:
+        """What its kernels are compiled under."""
+        return deterministic(self.options.deterministic)
+
+    def compile(self, known: Mapping[tuple[str, bool], Boxed] | None = None) -> Lowered:
+        """Compile the kernels on the options' backend, once; returns itself.
+
+        Args:
+            known: kernels that are compiled already, by name and whether it is the backward.
+        """
         if self.compiled is None:
             kernels, options = self.stages.kernels.values(), self.options
-            with deterministic(options.deterministic):
+            with self.settings():
                 if self.shared is None:
                     self.compiled = compile_kernels(
-                        kernels, backend=options.backend, options=options.inductor
+                        kernels, backend=options.backend, options=options.inductor, known=known
                     )
                 else:
                     shared, length = self.shared

@@ -18,6 +18,7 @@ from fnshard.compiler.frontend.trace import deterministic, flatten_batch, withou
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Limit, Program
 from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.inductor import graphs_of
 from fnshard.compiler.schedule.passes.graph import graph_length
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
@@ -37,6 +38,7 @@ from fnshard.step.agreement import Agreement, check_agreement, compare_replicas,
 from fnshard.step.batches import Batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
+from fnshard.step.saved.together import compile_together
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
@@ -161,16 +163,10 @@ class Runner:
         key = id(lowered), rank.observer
         if key in rank.bound:
             return rank.bound[key]
-        first, fresh = rank.agreement is None, lowered.compiled is None
+        first = rank.agreement is None
         if first:
             rank.agreement = self._agreement(rank, lowered, params, settings)
-        if first and lowered.options.backend != "eager":
-            compile_in_turn(rank.comm, rank.agreement.neighbours, lowered.compile)
-        self.lowering.compile(lowered, batch)
-        if fresh and lowered.options.backend != "eager":
-            self.lowering.made.compiles += sum(
-                f is not None for pair in lowered.compiled.values() for f in pair
-            )
+        self._compile(rank, lowered, batch, first)
         # Of several ranks, one that runs what all run, and only what they have compared.
         leads = first and rank.agreement.alike and rank.agreement.neighbours[0] == rank.comm.mesh.rank
         if self.replayed is None and (leads or rank.comm.mesh.size == 1):
@@ -187,11 +183,33 @@ class Runner:
         known = None if self.replayed is None else self.replayed.rank.agreement
         if known is not None:
             return known
-        step = "" if self.lowering.options.cache_dir is None else lowered.digest
-        found = check_agreement(rank.comm, lowered.schedule, settings, items_of(lowered.program), step)
+        compared = self.lowering.options.cache_dir is not None or self._in_processes
+        found = check_agreement(
+            rank.comm, lowered.schedule, settings, items_of(lowered.program),
+            lowered.digest if compared else "", lowered.compiled is not None,
+        )  # fmt: skip
         if self.replayed is None:  # of a replay, one may hold the NaN that is looked for
             compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.paired)
         return found
+
+    def _compile(self, rank: RankState, lowered: Lowered, batch: Batch, first: bool) -> None:
+        """Compile what is not compiled. At the first step a collective: ranks of a host share the work."""
+        agreement, made = rank.agreement, self.lowering.made
+        fresh = lowered.compiled is None and lowered.options.backend != "eager"
+        if first and self._in_processes and not agreement.compiled:
+            if agreement.alike and lowered.shared is None and self.replayed is None:
+                made.compiles += compile_together(lowered, rank.comm, agreement.neighbours)
+                return
+            compile_in_turn(rank.comm, agreement.neighbours, lowered.compile)
+        self.lowering.compile(lowered, batch)
+        made.compiles += len(graphs_of(lowered.kernels.values())) if fresh else 0
+
+    @property
+    def _in_processes(self) -> bool:
+        """Whether ranks are processes of hosts, and share a disk cache. Accelerators do not: it knows each
+        device apart."""
+        mesh, backend = self.lowering.mesh, self.lowering.options.backend
+        return mesh.kind == "group" and mesh.device_type == "cpu" and backend != "eager"
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:

@@ -39,4 +39,5 @@ def on_ranks(rank: int, folder: str) -> tuple[Any, ...]:
         backend="inductor", cache_dir=folder,
     )  # fmt: skip
     state, metrics = step(step.init(params), x)
-    return metrics.numbers()["loss"], state.params["up"], vars(step.made)
+    graphs = [g for k in step.lower(state, x).kernels.values() for g in (k.forward, k.backward) if g]
+    return len(graphs), metrics.numbers()["loss"], state.params["up"], vars(step.made)

@@ -87,22 +87,52 @@ def warm_up(device_type: str, backend: str) -> None:
         async_compile.maybe_warm_pool()
 
 
-def compile_kernels(
-    kernels: Iterable[Kernel], *, backend: str, options: Mapping[str, Any]
-) -> dict[str, tuple[Boxed, Boxed | None]]:
-    """Forward and backward of each kernel, by name; the logger "fnshard" is told how far it is (INFO)."""
-    kernels = list(kernels)
-    graphs = [(k.name, g) for k in kernels for g in (k.forward, k.backward) if g is not None]
+Graphs = dict[tuple[str, bool], fx.GraphModule]  # by kernel, and whether it is its backward
+
+
+def graphs_of(kernels: Iterable[Kernel]) -> Graphs:
+    """All that is to be compiled."""
+    named = {(k.name, back): g for k in kernels for back, g in ((False, k.forward), (True, k.backward))}
+    return {key: graph for key, graph in named.items() if graph is not None}
+
+
+def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
+    """One of `parts` shares that take about equally long."""
+    sizes, shares = [0] * parts, [Graphs() for _ in range(parts)]
+    for key in sorted(graphs, key=lambda k: -len(graphs[k].graph.nodes)):
+        least = sizes.index(min(sizes))
+        sizes[least] += len(graphs[key].graph.nodes)
+        shares[least][key] = graphs[key]
+    return shares[place]
+
+
+def compile_graphs(
+    graphs: Graphs, *, backend: str, options: Mapping[str, Any]
+) -> dict[tuple[str, bool], Boxed]:
+    """Each as a boxed callable; the logger "fnshard" is told how far it is (INFO)."""
     done: dict[tuple[str, bool], Boxed] = {}
-    for number, (name, graph) in enumerate(graphs, 1):
+    for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
         if backend != "eager":
             _say(f"compiling {number} of {len(graphs)} kernels")
-        is_backward = (name, False) in done
         done[name, is_backward] = compile_graph(
             graph, backend=backend, options=options, is_backward=is_backward
         )
-    if backend != "eager":
+    if backend != "eager" and graphs:
         _say(f"compiled {len(graphs)} kernels", end="\n")
+    return done
+
+
+def compile_kernels(
+    kernels: Iterable[Kernel],
+    *,
+    backend: str,
+    options: Mapping[str, Any],
+    known: Mapping[tuple[str, bool], Boxed] | None = None,
+) -> dict[str, tuple[Boxed, Boxed | None]]:
+    """Forward and backward of each kernel, by name; those that are not `known` are compiled."""
+    kernels, done = list(kernels), dict(known or {})
+    left = {key: graph for key, graph in graphs_of(kernels).items() if key not in done}
+    done |= compile_graphs(left, backend=backend, options=options)
     return {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -211,6 +212,25 @@ def load(path: Path, request: Request) -> Saved:
         return Saved(stages, _load_kernels(content, stages, members, request.options), content.batch_bytes)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OSError, ImportError) as error:
         raise Refused(f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
+def write_kernels(path: Path, kernels: Mapping[tuple[str, bool], Boxed], options: Options) -> None:
+    """Write compiled kernels for another process of this job; what has no form in a file is left out."""
+    members: dict[str, Tensor] = {}
+    written = []
+    for (name, is_backward), each in kernels.items():
+        with suppress(NotSaved):
+            kernel = _write_kernel(each, options, members)
+            written += [] if kernel is None else [[name, is_backward, vars(kernel)]]
+    members[_JSON] = torch.frombuffer(bytearray(json.dumps(written).encode()), dtype=torch.uint8)
+    file.write(path, members)
+
+
+def read_kernels(path: Path) -> dict[tuple[str, bool], Boxed]:
+    """What `write_kernels` wrote."""
+    members = file.read(path)
+    written = json.loads(members.pop(_JSON).numpy().tobytes())
+    return {(name, back): _read_kernel(from_json(_Kernel, kernel), members) for name, back, kernel in written}
 
 
 def _load_kernels(
