@@ -29,6 +29,9 @@ class Fused:
     axis: str
     count: int
 
+    def __repr__(self) -> str:
+        return f"Fused({self.axis!r}, {self.count})"
+
 
 Axis = str | Fused
 Axes = Axis | tuple[Axis, ...] | None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from fnshard.errors import SpecError
-from fnshard.layout.partition import P, block_shape
+from fnshard.layout.partition import P, block_shape, boxes
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
@@ -26,7 +27,7 @@ class Grid:
         dims: which of its dims goes down, and which across; None where it has none left.
         rows: (start, stop) of each block down, padding left out: empty where a block is nothing else.
         columns: the same across.
-        block: rows and columns of a block, padding counted.
+        block: rows and columns of a block, padding counted; of its pieces, where it is `Fused`.
         ranks: by row and column, who holds the block.
         hidden: further dims that are cut; the ranks of a block hold pieces of it.
     """
@@ -54,10 +55,13 @@ class Grid:
 def grid_of(layout: P, shape: Sequence[int], mesh: Mesh) -> Grid:
     """Compute the blocks into which a layout splits a shape, and the ranks that hold each.
 
+    >>> from fnshard.layout.partition import Fused
     >>> from fnshard.mesh import make_mesh
     >>> grid = grid_of(P("shard"), (10, 4), make_mesh(shard=4, abstract=True))
     >>> grid.rows, grid.ranks[1, 0]
     (((0, 3), (3, 6), (6, 9), (9, 10)), (1,))
+    >>> list(grid_of(P(Fused("shard", 2)), (8, 1), make_mesh(shard=2, abstract=True)).ranks.values())
+    [(0,), (0,), (1,), (1,)]
 
     Raises:
         SpecError: an axis that the mesh does not have, or more dims than the leaf has.
@@ -75,23 +79,39 @@ def grid_of(layout: P, shape: Sequence[int], mesh: Mesh) -> Grid:
     if down is not None and across is not None and across < down:  # as a matrix is written
         down, across = across, down
     hidden = tuple(dim for dim in cut if dim not in (down, across))
-    blocks = block_shape(shape, layout, mesh)
+    blocks = tuple(_block(d, shape, layout, mesh) for d in range(len(shape)))
     holders: dict[tuple[int, int], list[int]] = {}
     for rank in range(mesh.size):
         here = mesh.coordinate(rank)
-        place = tuple(0 if d is None else _index(layout.of(d), here, mesh) for d in (down, across))
-        holders.setdefault(place, []).append(rank)
+        places = [_indices(d, shape, blocks, layout, mesh, here) for d in (down, across)]
+        for place in product(*places):
+            holders.setdefault(place, []).append(rank)
     spans = [_spans(d, shape, blocks, layout, mesh) for d in (down, across)]
     block = tuple(1 if d is None else blocks[d] for d in (down, across))
     ranks = {place: tuple(found) for place, found in holders.items()}
     return Grid(layout, shape, (down, across), *spans, block, ranks, hidden)
 
 
-def _index(axes: Sequence[str], here: Mapping[str, int], mesh: Mesh) -> int:
+def _block(dim: int, shape: tuple[int, ...], layout: P, mesh: Mesh) -> int:
+    """The length of a dim's blocks; of pieces that all of them are made of, where it is `Fused`."""
+    block, count = block_shape(shape, layout, mesh)[dim], layout.fused(dim)
+    return math.gcd(block, shape[dim] // count // mesh.axis_size(layout.of(dim)[0])) if count > 1 else block
+
+
+def _indices(
+    dim: int | None, shape: tuple[int, ...], blocks: tuple[int, ...], layout: P, mesh: Mesh,
+    here: Mapping[str, int],
+) -> list[int]:  # fmt: skip
+    """Which of a dim's blocks a rank has; several pieces where they are `Fused`."""
+    if dim is None:
+        return [0]
+    if layout.fused(dim) > 1:
+        runs = {full[dim].start: full[dim].stop for full, _ in boxes(shape, layout, mesh, here)}
+        return [i // blocks[dim] for first, last in runs.items() for i in range(first, last, blocks[dim])]
     index = 0
-    for axis in axes:
+    for axis in layout.of(dim):
         index = index * mesh.axis_size(axis) + here[axis]
-    return index
+    return [index]
 
 
 def _spans(
@@ -100,7 +120,8 @@ def _spans(
     """(start, stop) of every block of a dim."""
     if dim is None:
         return ((0, 1),)
-    size, block, ways = shape[dim], blocks[dim], mesh.axes_size(layout.of(dim))
+    size, block = shape[dim], blocks[dim]
+    ways = mesh.axes_size(layout.of(dim)) if layout.fused(dim) == 1 else size // block
     return tuple((min(i * block, size), min((i + 1) * block, size)) for i in range(ways))
 
 
