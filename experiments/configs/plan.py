@@ -61,6 +61,7 @@ def plan_of(
     batch: tuple[Any, ...],
     specs: Callable[..., Any],
     hardware: str = AUTO,
+    attention: str = "auto",
 ) -> Plan:
     """A strategy as specs and options of the step; the same on every rank, as its inputs are.
 
@@ -68,6 +69,7 @@ def plan_of(
         batch: this rank's of one step; may be meta.
         specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
         hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
+        attention: `shard_step`'s `context_attention`.
 
     Raises:
         BudgetError: `strategy=auto`, and nothing fits.
@@ -75,7 +77,7 @@ def plan_of(
     """
     options = {
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
-        "grad_norm": True, "context_attention": run.context_attention,
+        "grad_norm": True, "context_attention": attention,
     }  # fmt: skip
     exact = {"deterministic": run.deterministic, "cache_dir": cache_of(run)}
     if strategy.name == AUTO:

@@ -110,16 +110,18 @@ class MeshConfig:
     """Ranks by axis; `shard: null` means all that are left.
 
     Ranks along `replicate` and `shard` take other rows; those along `tensor` and `context` split the matrices
-    and the sequences of the same rows.
+    and the sequences of the same rows; attention over these runs as `context_attention` says (`shard_step`).
     """
 
     replicate: int = 1
     shard: int | None = None
     tensor: int = 1
     context: int = 1
+    context_attention: str = "auto"
 
     def __post_init__(self) -> None:
         at_least(1, self, "replicate", "shard", "tensor", "context")
+        one_of(("auto", "ulysses", "gather", "ring"), self, "context_attention")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -304,7 +306,6 @@ class RunConfig:
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
     on disk. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
-    `context_attention`: how attention runs over sequences that `mesh.context` splits; see `shard_step`.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
@@ -323,7 +324,6 @@ class RunConfig:
     steps: int = 600
     accumulate: int = 1
     accumulate_mode: str = "reduce"
-    context_attention: str = "auto"
     seed: int = 0
     backend: str = "inductor"
     device: str = "auto"
@@ -362,7 +362,6 @@ class RunConfig:
         one_of(("inductor", "eager"), self, "backend")
         one_of(("hunt", "stop", "off"), self, "watch")
         one_of(("reduce", "local"), self, "accumulate_mode")
-        one_of(("auto", "ulysses", "gather", "ring"), self, "context_attention")
 
 
 @configuration

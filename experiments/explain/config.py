@@ -115,6 +115,7 @@ HELP = Help(
         "mesh.replicate": "copies of the model",
         "mesh.tensor": "ranks that split the matrices",
         "mesh.context": "ranks that split the sequences",
+        "mesh.context_attention": "how attention runs over these: auto, ulysses, gather, ring",
         "data.rows": "rows of the global batch; null: one for each rank and micro-batch",
         "run.accumulate": "micro-batches of a step",
         "run.device_gb": "what a step may take of a device, in 1e9 bytes; null: all of it",

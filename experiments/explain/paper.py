@@ -100,6 +100,7 @@ def explain(config: ExplainConfig) -> Paper:
         "accumulate": config.run.accumulate, "remat": strategy.remat,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
         "async_tensor": hardware if strategy.async_tensor == "auto" else strategy.async_tensor,
+        "context_attention": config.mesh.context_attention,
     }  # fmt: skip
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
     paper = _paper(config, hardware, mesh, specs, options, step.lower(params, tokens, tokens))
@@ -123,6 +124,7 @@ class _Task:
         return fs.fit(
             self.fn, self.params, self.mesh, batch=self.batch, device_bytes=_budget(config, hardware),
             hardware=hardware, optimizer=self.optimizer, specs=specs, grad_norm=True,
+            context_attention=config.mesh.context_attention,
         )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any,
     specs = partial(tuning.specs, mesh, config.precision)
     return plan_of(
         config.strategy, config.run, loss, tuning.params, mesh, optimizer,
-        batch=(batch,), specs=specs, hardware=config.hardware.name,
+        batch=(batch,), specs=specs, hardware=config.hardware.name, attention=config.mesh.context_attention,
     )  # fmt: skip
 
 

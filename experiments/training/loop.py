@@ -130,12 +130,12 @@ def prepare(config: TrainConfig) -> TrainSetup:
         config.strategy, run, loss_fn, params, mesh, optimizer,
         batch=(tokens, tokens),
         specs=lambda preset, **policy: preset(params, mesh, tensor=tensor_axis(mesh), **dtypes, **policy),
-        hardware=config.hardware.name,
+        hardware=config.hardware.name, attention=config.mesh.context_attention,
     )  # fmt: skip
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        "cache_dir": plan.options["cache_dir"],
+        "cache_dir": plan.options["cache_dir"], "context_attention": config.mesh.context_attention,
     }  # fmt: skip
     forward = fs.shard_forward(loss_fn, plan.specs, **how)
     dataset = open_dataset(config)

@@ -28,7 +28,8 @@ class Work:
 
     `kind`: "matmul", "attention", "scatter" or "memory". `flops`: of matmuls and attention. `cheap`,
     `costly`: elementwise operations, transcendental ones apart. `launches`: operators that are started.
-    `size`: what the rate goes by: a matmul's FLOPs, an attention's length; `head`: its heads'.
+    `size`: what the rate goes by: a matmul's FLOPs, an attention's length; `head`: its heads'. `unseen`: of
+    `flops`, those of blocks that a causal mask hides, half of all.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Work:
     launches: int = 1
     size: float = 0.0
     head: float = 0.0
+    unseen: float = 0.0
 
     @property
     def moved_bytes(self) -> float:
@@ -72,6 +74,11 @@ class GraphCost:
     def flops(self) -> float:
         """Of matmuls, convolutions and attention."""
         return sum(w.flops for w in self.work)
+
+    @property
+    def model_flops(self) -> float:
+        """Without those that no query sees."""
+        return sum(w.flops - w.unseen for w in self.work)
 
     def flops_by_dtype(self) -> dict[str, float]:
         """The same, by the dtype that is multiplied."""
@@ -152,7 +159,13 @@ def _attention(node: fx.Node) -> float:
     tensors = tuple(_value(_named(node, n, None)) for n in ("query", "key", "value"))
     if any(t is None for t in tensors):
         tensors = tuple(_value(n) for n in node.args[:3])
-    return _flops_of_attention(tensors, bool(_named(node, "is_causal", False)), 5 if backward else 2)
+    causal = bool(_named(node, "is_causal", False)) and not _is_other_block(node)
+    return _flops_of_attention(tensors, causal, 5 if backward else 2)
+
+
+def _is_other_block(node: fx.Node) -> bool:
+    """Whether it is attention to a block that is not the queries' own, which a causal mask shows or hides."""
+    return not _named(node, "first", True) or bool(_named(node, "before", ()))
 
 
 def flops_of(node: fx.Node) -> float:
@@ -289,9 +302,10 @@ class _Counter:
             return Work(kind, dtype, flops, read, _bytes(value), size=flops)
         if kind == "attention":
             length, head = _tensors(_value(node.all_input_nodes[0]))[0].shape[-2:]
-            return Work(
-                kind, dtype, flops_of(node), read, _bytes(value), size=float(length), head=float(head)
-            )
+            flops, causal = flops_of(node), bool(_named(node, "is_causal", False))
+            unseen = flops / 2 if causal and _is_other_block(node) else 0.0
+            size = {"size": float(length), "head": float(head), "unseen": unseen}
+            return Work(kind, dtype, flops, read, _bytes(value), **size)
         if kind == "scatter":
             return Work(kind, dtype, 0.0, read, read + _bytes(value))
         cheap, costly = _operations(node, kind)

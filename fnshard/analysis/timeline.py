@@ -157,7 +157,8 @@ def _flops(schedule: Schedule, pricer: Pricer) -> tuple[float, float, str]:
         if not line.backward:
             micro = line.phase.rpartition(".")[2]
             other = back.get((line.segment, micro if "." in line.phase else "backward"))
-            model += cost.flops + (min(2 * cost.flops, pricer.counted(other).flops) if other else 0.0)
+            forward = cost.model_flops
+            model += forward + (min(2 * forward, pricer.counted(other).model_flops) if other else 0.0)
     return model, spent, max(dtypes, key=dtypes.__getitem__, default="f32")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fnshard import tree
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.lower import Passes
+from fnshard.compiler.place.ways import ContextAttention
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
@@ -33,6 +34,7 @@ def shard_forward(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
+    context_attention: ContextAttention = "auto",
     shapes: Buckets | None = None,
     cache: int = 8,
     cache_dir: str | None = None,
@@ -55,8 +57,7 @@ def shard_forward(
     chosen = Options(
         passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
         inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
-        shapes=shapes,
-        cache_dir=cache_dir,
+        context_attention=context_attention, shapes=shapes, cache_dir=cache_dir,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen)
 

@@ -171,6 +171,12 @@ def test_turns_share_their_kernels() -> None:
     assert kernels(4, 3) == kernels(16, 3) == kernels(4, 6)
 
 
+def test_what_no_query_sees_is_no_work_of_the_model() -> None:
+    """Of a causal mask's blocks the half is computed in vain."""
+    ring, ulysses = (lowered(2, a).timeline("h100") for a in ("ring", "ulysses"))
+    assert ring.model_flops == ulysses.model_flops < ulysses.hardware_flops < ring.hardware_flops
+
+
 def test_the_plain_schedule_of_auto_is_what_it_was() -> None:
     assert str(lowered(2, "auto").schedule) == str(lowered(2, "ulysses").schedule)
 

@@ -52,11 +52,9 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(form: tuple, q: Tensor, kv: Tensor, source: Tensor, mask: Tensor | None, *carry: Tensor):
         blocks, is_causal, scale = form
-        out, top = block_attention(q, *_parts(q, kv), source, mask, blocks, is_causal and not carry, scale)
+        out, top = block_attention(q, *_parts(q, kv), source, mask, blocks, is_causal, scale, not carry)
         if not carry:
             return out, (top > _NEVER).to(top.dtype), top
-        if is_causal:
-            top = torch.where(source >= 0, top, _NEVER)
         sums, weights, before = carry
         now = torch.maximum(before, top)
         old, new = (torch.exp(t - _finite(now)) for t in (before, top))
@@ -115,33 +113,40 @@ _LIB.impl("attention_merged", lambda *args: _Merged.apply(*args), "CompositeImpl
 @torch.library.custom_op("fnshard::block_attention", mutates_args=())
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
-    is_causal: bool, scale: float,
+    is_causal: bool, scale: float, first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention to one block [..., T, V], and the log-sum-exp of each query's scores [..., T]; fp32 or fp64.
 
-    Args: as `_turn`'s; heads of keys and values may be fewer; `is_causal`: the mask has its diagonal here.
+    Args: as `_turn`'s; heads of keys and values may be fewer; `first`: it is the queries' own block.
     """
+    diagonal = is_causal and first
     key, value = (_of_all_heads(query, t) for t in (key, value))
     bias, size = _bias(query, key, mask, source, blocks), value.shape[-1]
     kind = _fused(query, bias)
     if not kind:
-        return _by_chunks(query, key, value, bias, is_causal, scale)
+        out, top = _by_chunks(query, key, value, bias, diagonal, scale)
+        return out, _seen(top, source, is_causal, first)
     tensors = _padded(kind, query, key, value)
     if kind == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
-        out, top = run(*tensors, 0.0, is_causal, attn_mask=bias, scale=scale)
+        out, top = run(*tensors, 0.0, diagonal, attn_mask=bias, scale=scale)
     else:
-        out, top = aten._scaled_dot_product_flash_attention(*tensors, 0.0, is_causal, False, scale=scale)[:2]
+        out, top = aten._scaled_dot_product_flash_attention(*tensors, 0.0, diagonal, False, scale=scale)[:2]
     if bias is not None:  # the kernel gives 0 to queries that see nothing
         top = torch.where((bias > _NEVER).any(-1), top, _NEVER)
     out, top = out[..., :size].reshape(*query.shape[:-1], size), top.reshape(query.shape[:-1])
-    return out.to(wide(query.dtype)).contiguous(), top.contiguous()
+    return out.to(wide(query.dtype)).contiguous(), _seen(top, source, is_causal, first).contiguous()
+
+
+def _seen(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
+    """With a causal mask queries see all of another block, or nothing of one that lies behind."""
+    return torch.where(source >= 0, top, _NEVER) if is_causal and not first else top
 
 
 @block_attention.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
-    is_causal: bool, scale: float,
+    is_causal: bool, scale: float, first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     made, rows = wide(query.dtype), query.shape[:-1]
     return query.new_empty((*rows, value.shape[-1]), dtype=made), query.new_empty(rows, dtype=made)
