@@ -181,6 +181,13 @@ def test_optimizers_see_each_element_once(name: str) -> None:
         assert_same(got, expected)
 
 
+def test_an_optimizer_that_gathers_sees_fused_leaves_in_their_order() -> None:
+    model, optimizer = model_of("fused"), optimizers.ALL["row_sgd"]
+    expected = trained(model, {"shard": 1}, "full_shard", optimizer)[0]
+    for got in trained(model, AXES, "full_shard", optimizer):
+        assert_same(got, expected)
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, AXES], ids=str)
 @pytest.mark.parametrize("residual", ["split", "whole"])
 def test_a_mean_counts_items_once(axes: dict[str, int], residual: str) -> None:

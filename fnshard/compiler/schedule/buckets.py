@@ -140,6 +140,8 @@ def update_buckets(
 ) -> list[Bucket]:
     """What is gathered for the update of a bucket's leaves, in order: a leaf's second rests on its first.
 
+    Of a `Fused` leaf the parts of each rank lie side by side.
+
     Args:
         dtypes: by path, of all that the optimizer gathers of a leaf.
     """
@@ -148,7 +150,8 @@ def update_buckets(
         left = {p: dtypes[p][number] for p in reduced.paths if number < len(dtypes.get(p, ()))}
         for dtype in dict.fromkeys(left.values()):
             some = {p: specs[p] for p, d in left.items() if d == dtype}
-            made = make_buckets(some, mesh, lambda s: s.optimizer, lambda s, d=dtype: d, "update")
+            layout = lambda s: s.optimizer.contiguous  # noqa: E731
+            made = make_buckets(some, mesh, layout, lambda s, d=dtype: d, "update")
             out += [b for b in made if b.axes]  # a leaf that is whole on every rank needs no gather
     first = reduced.name.replace("reduce", "update", 1)
     return [replace(b, name=f"{first}.{n}" if n else first) for n, b in enumerate(out)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.errors import OptimizerError
-from fnshard.layout.partition import block_shape, block_slices
+from fnshard.layout.partition import block_shape, block_slices, side_by_side
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
@@ -165,7 +165,8 @@ class Updater:
                 return shard
             if number >= len(gathered.get(path, ())):
                 raise _Reached(shard)
-            return gathered[path][number].to(shard.device)
+            whole = gathered[path][number].to(shard.device)
+            return side_by_side(whole, self.specs[path].optimizer, self.mesh, inverse=True)
 
         return control.info.with_gather(gather, self._cut_shard)
 
@@ -233,8 +234,9 @@ class Updater:
         return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
 
     def _cut_shard(self, path: str, whole: Tensor) -> Tensor:
-        spec = self.specs[path]
-        return whole[block_slices(spec.shape, spec.optimizer, self.mesh, self.mesh.coordinate(self.rank))]
+        spec, here = self.specs[path], self.mesh.coordinate(self.rank)
+        whole = side_by_side(whole, spec.optimizer, self.mesh)
+        return whole[block_slices(spec.shape, spec.optimizer.contiguous, self.mesh, here)]
 
 
 def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
