@@ -188,7 +188,7 @@ def boxes(
 
 def _runs(where: slice, size: int, count: int, ranks: int) -> Iterator[tuple[slice, slice]]:
     """What a slice of a dim in which ranks' parts lie side by side is of the dim, and of the slice."""
-    part = size // count // ranks
+    part = max(size // count // ranks, 1)
     cuts = range(where.start - where.start % part + part, where.stop, part) if count > 1 else ()
     for first, last in itertools.pairwise((where.start, *cuts, where.stop)):
         rank, matrix = divmod(first // part, count) if count > 1 else (0, 0)
@@ -202,7 +202,8 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
     for dim in range(full.dim()):
         if (count := layout.fused(dim)) > 1:
             ranks = mesh.axis_size(layout.of(dim)[0])
-            sizes = (ranks, count, -1) if inverse else (count, ranks, -1)
+            part = full.shape[dim] // count // ranks
+            sizes = (ranks, count, part) if inverse else (count, ranks, part)
             full = full.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 2)
     return full
 

@@ -33,7 +33,7 @@ Chunks = int | Mapping[str, int]  # of all regions, or by their keys
 
 
 @dataclass(frozen=True)
-class Step:
+class OfChunk:
     """What a node of a region is: how its value is cut; of an op its call, its way and what runs instead."""
 
     split: Split
@@ -52,7 +52,7 @@ class Region:
 
     key: str
     start: fx.Node
-    steps: Mapping[fx.Node, Step] = field(repr=False)
+    steps: Mapping[fx.Node, OfChunk] = field(repr=False)
     gathers: bool
 
     @property
@@ -67,7 +67,7 @@ def regions(program: Program, count: int, data_axes: Sequence[str] = ()) -> list
     Args:
         data_axes: what is exchanged over these is what `fn` itself says.
     """
-    finder = _Finder(count, program)
+    finder = _RegionFinder(count, program)
     exchanges = [
         n
         for n in program.graph.find_nodes(op="call_function", target=EXCHANGE)
@@ -96,7 +96,7 @@ def chunked(program: Program, chunks: Chunks, data_axes: Sequence[str] = ()) -> 
                 chosen |= dict.fromkeys(region.inside, (region, count))
     if not chosen:
         return program
-    writer = _Writer(chosen)
+    writer = _ChunkWriter(chosen)
     with program.fake_mode, torch.enable_grad():
         for node in program.graph.nodes:
             writer.emit(node)
@@ -109,7 +109,7 @@ def chunked(program: Program, chunks: Chunks, data_axes: Sequence[str] = ()) -> 
 
 
 @dataclass
-class _Finder:
+class _RegionFinder:
     count: int
     program: Program
     found: list[Region] = field(default_factory=list)
@@ -135,13 +135,13 @@ class _Finder:
             self.found.append(Region(key, start, steps, gathers=until is None))
             self.taken.update(self.found[-1].inside)
 
-    def grown(self, start: fx.Node, split: Split) -> dict[fx.Node, Step]:
+    def grown(self, start: fx.Node, split: Split) -> dict[fx.Node, OfChunk]:
         """All that is computed of rows alone, in order, up to a reduce-scatter.
 
         What it reads beside is there before it begins, or is made of leaves: regions rest on one another in
         one direction alone.
         """
-        steps, first = {start: Step(split)}, self.position[start]
+        steps, first = {start: OfChunk(split)}, self.position[start]
         queue = [(self.position[user], user) for user in start.users]
         heapq.heapify(queue)
         while queue:
@@ -157,10 +157,10 @@ class _Finder:
                         heapq.heappush(queue, (self.position[user], user))
         return steps
 
-    def step(self, node: fx.Node, steps: Mapping[fx.Node, Step]) -> Step | None:
+    def step(self, node: fx.Node, steps: Mapping[fx.Node, OfChunk]) -> OfChunk | None:
         """How it runs on the rows of a chunk; None where it does not."""
         if node.target in (operator.getitem, OUTGOING):
-            return Step(steps[node.args[0]].split)
+            return OfChunk(steps[node.args[0]].split)
         if node.target is EXCHANGE and node.args[1] != "reduce_scatter":
             return None
         if not isinstance(node.target, OpOverload) or (find := rule_of(node.target)) is None:
@@ -174,9 +174,9 @@ class _Finder:
             )
             if way.inputs == now and even:
                 if way.run is None:
-                    return Step(way.output, call, way)
+                    return OfChunk(way.output, call, way)
                 body = self.body(call, way)
-                return body and Step(way.output, call, way, body)
+                return body and OfChunk(way.output, call, way, body)
         return None
 
     def body(self, call: Call, way: Way) -> fx.Graph | None:
@@ -193,7 +193,9 @@ class _Finder:
         return self.bodies[key]
 
 
-def _needed(steps: Mapping[fx.Node, Step], start: fx.Node, until: fx.Node | None) -> dict[fx.Node, Step]:
+def _needed(
+    steps: Mapping[fx.Node, OfChunk], start: fx.Node, until: fx.Node | None
+) -> dict[fx.Node, OfChunk]:
     """What leads to a product or a reduce-scatter, or to `until` alone."""
     kept: set[fx.Node] = set()
     for node in reversed(steps):
@@ -232,7 +234,7 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 
 @dataclass
-class _Writer:
+class _ChunkWriter:
     """Writes the new graph. `env`: the nodes there of what is whole."""
 
     chosen: Mapping[fx.Node, tuple[Region, int]]
@@ -296,7 +298,9 @@ class _Writer:
 
         return rows
 
-    def part(self, node: fx.Node, step: Step, values: Mapping[fx.Node, Any], chunk: tuple[int, int]) -> Any:
+    def part(
+        self, node: fx.Node, step: OfChunk, values: Mapping[fx.Node, Any], chunk: tuple[int, int]
+    ) -> Any:
         """What a node is of one chunk."""
         self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
         try:
