@@ -19,6 +19,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.bench.memory import live_bytes
 from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from fnshard.compiler.frontend.exchange import OUTGOING
 from fnshard.compiler.schedule.instructions import Exchange, Run
 
 ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
@@ -169,6 +170,16 @@ def test_turns_share_their_kernels() -> None:
         return len(step.lower(params, torch.ones(2, 64, 8)).schedule.kernels)
 
     assert kernels(4, 3) == kernels(16, 3) == kernels(4, 6)
+
+
+@pytest.mark.parametrize("attention", ["auto", "ring"])
+def test_what_is_sent_is_copied_once(attention: str) -> None:
+    """Where a second axis converts it first, too."""
+    mesh, model = fs.make_mesh(**TENSOR, abstract=True), model_of("decoder")
+    _, step = step_on(mesh, model, attention)
+    graph = step.lower(model.params, *model.batch(0)).program.graph
+    copies = graph.find_nodes(op="call_function", target=OUTGOING)
+    assert copies and not [n for n in copies if n.args[0].target is OUTGOING]
 
 
 def test_what_no_query_sees_is_no_work_of_the_model() -> None:

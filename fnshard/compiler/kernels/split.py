@@ -192,7 +192,7 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
         if node not in placed:
             placed.add(node)
             order.append(node)
-            if node in facts.exchanges:
+            if node.target is EXCHANGE and node in facts.exchanges:
                 for other in [n for n in facts.exchanges if n.args[0] in placed]:
                     place(other)
             for result in _results(node):

@@ -152,7 +152,7 @@ class _Placer:
     def run(self, node: fx.Node) -> _Value:
         sources = [self.values[n] for n in tensors_of(node)]
         if node.target is OUTGOING:
-            return self.outgoing(sources[0])
+            return self.outgoing(node, sources[0])
         if node.target is CONSTRAIN:
             return self.constrained(sources[0], *node.args[1:])
         if isinstance(node.target, Write) and any(s.placement != REPLICATED for s in sources):
@@ -211,8 +211,10 @@ class _Placer:
         self.record.calls.append((call, way, tuple(reads), new))
         return _Value(new, way.output, node.meta["val"], of_leaf)
 
-    def outgoing(self, value: _Value) -> _Value:
-        """What is sent as it is; of what an exchange converts first, that makes one of its own."""
+    def outgoing(self, node: fx.Node, value: _Value) -> _Value:
+        """For one exchange alone it comes right before it, behind what that converts."""
+        if [user.target for user in node.users] == [EXCHANGE]:
+            return value
         new = self.call(OUTGOING, (value.node,))
         self.record.values[new] = value.placement, value.whole
         return replace(value, node=new)
