@@ -30,7 +30,7 @@ from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.validation import Validated
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
-from experiments.configs.machine import check_memory, place, ranks_of
+from experiments.configs.machine import check_memory, counts_of, place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.ranks import python_path
@@ -40,6 +40,7 @@ from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.nodes import Nodes, under_slurm
 from fnshard.launcher.rank import end_with_parent
 
+SILENT_S = 3.0  # of nodes: where a state is in memory, a machine that is taken for gone costs seconds
 BY_SLURM = "hydra.run.dir=outputs/slurm/"
 
 
@@ -194,6 +195,8 @@ def _start_on_nodes(
     """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
     config = placed(requested, nodes=nodes.count)
     job_file = fresh / f"job.{nodes.number}.json"
+    if config.run.replicas:
+        nodes = dataclasses.replace(nodes, counts=counts_of(config, nodes.count), silent_s=SILENT_S)
     values = {**job_values(config, overrides), "requested": dataclasses.asdict(requested)}
     write_json(job_file, {**values, "fresh": str(fresh), "chosen": chosen})
     for name in (REFUSAL, RESULT) if nodes.number == 0 else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
 
 METRIC = "held_out"
@@ -76,8 +78,12 @@ class Saver:
 
 
 def replicas_of(run: Any, step: Any) -> fs.checkpoint.Replicas | None:
-    """What `run.replicas` asks for."""
-    return fs.checkpoint.Replicas(step, copies=run.replicas, timeout=run.timeout_s) if run.replicas else None
+    """What `run.replicas` asks for, or as many as the nodes that are left can hold."""
+    if not run.replicas:
+        return None
+    nodes = step.mesh.size // int(os.environ.get("LOCAL_WORLD_SIZE", step.mesh.size))
+    copies = min(run.replicas, most_copies(nodes))
+    return fs.checkpoint.Replicas(step, copies=copies, timeout=run.timeout_s)
 
 
 def restored(

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.checkpoint.replicas import MEMORY
 from fnshard.errors import LaunchError
-from fnshard.launcher.nodes import Ending, Nodes, Peers, meet
+from fnshard.launcher.nodes import LOST, Ending, Nodes, Peers, meet
 from fnshard.launcher.post_mortem import HostMemory, describe_failure, echo_level
 from fnshard.launcher.rank import ERRORS, LAUNCHER, LOGS, import_command, run_rank
 from fnshard.mesh.process_group import ATTEMPT, RENDEZVOUS, under_launcher
@@ -149,12 +149,13 @@ def _run(
         **(_alone(meeting) if nodes is None else nodes.environment),
         **env,
     }
-    peers = None
+    peers, number, restarts = None, 0, 0
     with _notice(grace_s) as notice, ExitStack() as met:
-        for number in range(max_restarts + 1):
+        while True:
             if nodes is not None:
                 peers = meet(nodes, number, notice.give_up)
                 met.callback(peers.leave)
+                number = peers.attempt
                 added |= peers.environment
             team = _Team(ranks, nodes, peers)
             ended = _attempt(command, team, number, meeting, added, notice)
@@ -162,10 +163,12 @@ def _run(
             notice.refuse(ended)
             if not ending.message:
                 return
-            if number == max_restarts or not ending.may_go_on:
+            if not ending.may_go_on or (restarts == max_restarts and not ending.planned):
                 break
+            number, restarts = number + 1, restarts + (not ending.planned)
             head = ending.message.splitlines()[0]
-            print(f"restart {number + 1} of {max_restarts}: {head}", file=sys.stderr, flush=True)
+            counted = "" if ending.planned else f" {restarts} of {max_restarts}"
+            print(f"restart{counted}: {head}", file=sys.stderr, flush=True)
     raise LaunchError(ending.message)
 
 
@@ -184,11 +187,12 @@ class _Team:
 
     @property
     def node(self) -> int:
-        return 0 if self.nodes is None else self.nodes.number
+        """This machine's place among those that take part."""
+        return 0 if self.peers is None else self.peers.members.index(self.nodes.number)
 
     @property
     def world(self) -> int:
-        return self.ranks * (1 if self.nodes is None else self.nodes.count)
+        return self.ranks * (1 if self.peers is None else len(self.peers.members))
 
     @property
     def members(self) -> range:
@@ -366,6 +370,9 @@ def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
         mine = replace(mine, message=_describe(ended, team.world, logs), echo=far)
     if team.peers is None:
         return mine
+    if team.peers.joined and ended.killed:
+        named = ", ".join(map(str, team.peers.joined))
+        mine = replace(mine, message=f"node {named} is there again", echo=LOST, planned=True)
     common = team.peers.settle(mine, lambda: notice.act([]))
     team.peers.leave()
     return common

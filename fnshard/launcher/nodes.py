@@ -6,6 +6,9 @@ Agents meet in a folder that all machines see and that only their user may enter
 them writes a file of JSON there, the first one reads those of all others, the others its. So all restart, or
 end, together, with the same words. A machine that dies is noticed within `silent_s`, whatever the ranks are
 waiting for. Agents listen on no network and unpickle nothing; their ranks meet by a file in the same folder.
+
+An agent that was started anew finds the newest attempt by the first one's files and asks for the next; where
+`Nodes.counts` allows it, the others go on without a machine meanwhile, as torch's elastic agents do.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ CLOSE_S = 5.0  # what ending the thread may take
 AGAIN_S = 60.0  # how long a restart waits for all agents: they are there already
 LARGEST = 1 << 20  # bytes of a file
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-LOST = -1  # of echoes: who is gone is the cause before all others
+LOST = -1  # of echoes: who is gone, or there again, is the cause before all others
+REJOIN_S = 2.0  # since the last machine came: how long a job that may go on with fewer waits for all
 
 
 class NodesError(FnshardError, RuntimeError):
@@ -53,6 +57,8 @@ class Nodes:
         head: name or address of the first one.
         join_s: how long to wait for all agents in the beginning.
         silent_s: a machine not heard of for so long is gone.
+        counts: with how many machines the job goes on when one is gone; with `count` among them alone it
+            waits for another agent in its place; empty: the job ends.
     """
 
     count: int
@@ -61,6 +67,7 @@ class Nodes:
     head: str = ""
     join_s: float = 600.0
     silent_s: float = 20.0
+    counts: frozenset[int] = frozenset()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -116,25 +123,29 @@ class Ending:
         message: for a person; empty: it ended well.
         may_go_on: whether this node would start its ranks anew.
         echo: the more, the less it is the cause.
+        planned: it is no failure, and no restart that counts.
     """
 
     message: str = ""
     may_go_on: bool = True
     echo: int = 0
+    planned: bool = False
 
 
 def verdict(endings: Mapping[int, Ending], count: int) -> Ending:
     """What all nodes' endings come to, the same on each of them.
 
     >>> verdict({0: Ending("connection closed", echo=2), 1: Ending("seven is not even", may_go_on=False)}, 2)
-    Ending(message='on node 1 of 2: seven is not even', may_go_on=False, echo=0)
+    Ending(message='on node 1 of 2: seven is not even', may_go_on=False, echo=0, planned=False)
     """
     failed = {node: ending for node, ending in endings.items() if ending.message}
     if not failed:
         return Ending()
     cause = min(failed, key=lambda node: (failed[node].echo, node))
     message = f"on node {cause} of {count}: {failed[cause].message}"
-    return Ending(message, all(ending.may_go_on for ending in endings.values()), failed[cause].echo)
+    return replace(
+        failed[cause], message=message, may_go_on=all(ending.may_go_on for ending in endings.values())
+    )
 
 
 # ------------------------------------------------------------------ the folder
@@ -175,6 +186,13 @@ def _write(folder: Path, name: str, values: Mapping[str, Any]) -> None:
             file.truncate()
 
 
+def _newest(folder: Path, number: str) -> int:
+    """The newest attempt of which an agent of that number (or "*", any) has left a file; -1: none."""
+    with _entered(folder):
+        found = (path.stem.partition("-")[2] for path in folder.glob(f"{number}-*.json"))
+        return max((int(attempt) for attempt in found if attempt.isdecimal()), default=-1)
+
+
 def _read(folder: Path, name: str) -> dict[str, Any]:
     """What an agent wrote; empty where there is no file, or no complete one."""
     with _entered(folder) as inside, suppress(OSError, ValueError):
@@ -194,7 +212,8 @@ def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
     """Wait for the agents of all nodes.
 
     Args:
-        attempt: how often the ranks were started before.
+        attempt: the number of the attempt, on the first node; 0: the next one, where an earlier agent has
+            left files. On the others at least that one.
         idle: called again and again while waiting; what it raises ends the wait.
 
     Raises:
@@ -203,10 +222,11 @@ def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
     with suppress(FileExistsError):  # what is there is looked at below
         nodes.folder.mkdir(mode=0o700, parents=True)
     peers = Peers(nodes, attempt)
-    wait_s = nodes.join_s if attempt == 0 else AGAIN_S
-    until = time.monotonic() + wait_s
+    wait_s = nodes.join_s if attempt == 0 or nodes.counts else AGAIN_S
+    began = time.monotonic()
     while missing := peers.missing():
-        if time.monotonic() > until:
+        seen = peers.leader_seen if nodes.counts else began  # it may go on without this one for long
+        if time.monotonic() > max(began, seen) + wait_s:
             named = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
             raise NodesError(
                 f"node {nodes.number} of {nodes.count} has not met node {named} in {nodes.folder} within "
@@ -225,16 +245,28 @@ class Peers:
     `ended`, its `Ending` once there is one; the first one also `tokens` (the others', once all are there),
     `failed` (whether anybody has) and `verdict`. Files may be left of an earlier job: who repeats a token
     lives.
+
+    Attributes:
+        attempt: the number that is in the names of the files.
+        members: the machines that take part.
+        leader_seen: when the first agent was last seen to count, by an agent that waits for it.
     """
 
     def __init__(self, nodes: Nodes, attempt: int):
-        self._nodes, self._attempt = nodes, attempt
+        self._nodes, self.attempt = nodes, attempt
         self._leads = nodes.number == 0
+        if self._leads and attempt == 0:
+            self.attempt = max(1 + _newest(nodes.folder, "0"), _newest(nodes.folder, "*"))
+        self.members: tuple[int, ...] = ()
+        self.leader_seen, self._leader_beat = 0.0, 0
+        self._newcomers: dict[int, tuple[str, int]] = {}  # token and beat when it was first seen
+        self._joined: list[int] = []
+        self._there, self._came = 0, time.monotonic()
         self._token = uuid.uuid4().hex
         self._first = self._token if self._leads else ""
         self._tokens: dict[int, str] = {}  # of those that this agent listens to
         self._others = range(1, nodes.count) if self._leads else range(1)
-        self._beat, self._beats = 0, dict.fromkeys(self._others, 0)
+        self._beat, self._beats = 0, dict[int, int]()
         self._heard: dict[int, float] = {}
         self._mine: Ending | None = None
         self._verdict: Ending | None = None
@@ -248,29 +280,56 @@ class Peers:
         """What the ranks of this attempt meet by."""
         return {RENDEZVOUS: str(self._nodes.folder / self._first)}
 
+    @property
+    def joined(self) -> list[int]:
+        """Machines that are there again, and with which this one, the first, can grow."""
+        return self._joined if self._chosen(len(self.members) + len(self._joined)) > len(self.members) else []
+
+    def _chosen(self, there: int) -> int:
+        """With how many of the machines that are there the job goes on; 0: with none of these numbers."""
+        counts = self._nodes.counts | {self._nodes.count}
+        return max((count for count in counts if count <= there), default=0)
+
     def missing(self) -> list[int]:
-        """The agents that this one listens to and has not met yet."""
-        number, found = self._nodes.number, {other: self._read(other) for other in self._others}
+        """The agents that this one listens to and has not met yet; none if it goes on without them."""
+        number = self._nodes.number
+        if not self._leads:
+            self.attempt = max(self.attempt, _newest(self._nodes.folder, "0"))
+        found = {other: self._read(other) for other in range(self._nodes.count) if other != number}
         if self._leads:
-            self._tokens = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
-        elif found[0].get("tokens", {}).get(str(number)) == self._token:
-            self._tokens = {0: self._first}
+            there = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
+            if len(there) != self._there:
+                self._there, self._came = len(there), time.monotonic()
+            late = time.monotonic() - self._came > REJOIN_S
+            taken = self._chosen(1 + len(there)) if late else self._nodes.count
+            missing = [n for n in range(1, self._nodes.count) if n not in there]
+            if taken and len(there) >= taken - 1:
+                self._others, missing = list(there)[: taken - 1], []
+            self._tokens = {n: there[n] for n in self._others if n in there}
         else:
-            self._first = found[0].get("token", "")
-        missing = [n for n in self._others if n not in self._tokens]
+            tokens = found[0].get("tokens", {})
+            if tokens.get(str(number)) == self._token:
+                self._tokens, self.members = {0: self._first}, (0, *map(int, tokens))
+            else:
+                self._first = found[0].get("token", "")
+            if (beat := found[0].get("beat", 0)) != self._leader_beat:
+                self.leader_seen, self._leader_beat = time.monotonic(), beat
+            missing = [n for n in self._others if n not in self._tokens]
         if self._leads and not missing:
+            self.members = (0, *self._tokens)
             (self._nodes.folder / self._first).mkdir(mode=0o700)
         self._write(tokens={} if missing else self._tokens)
         return missing
 
     def watch(self) -> None:
         """All are there: listen to them from now on."""
+        self._beats = dict.fromkeys(self._others, 0)
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._thread.start()
 
     def trouble(self) -> bool:
-        """Whether another node has failed, or is gone."""
-        return self._failed or bool(self._lost())
+        """Whether another node has failed, is gone, or is there again."""
+        return self._failed or bool(self._lost()) or bool(self.joined)
 
     def settle(self, mine: Ending, idle: Callable[[], Any]) -> Ending:
         """Tell the others how this node ended, wait for them, and find what all of them find."""
@@ -295,8 +354,10 @@ class Peers:
         silent_s = self._nodes.silent_s
         message = (
             f"its agent is gone: it was killed, or nothing was heard of its machine for {silent_s:g} s. "
-            "All ranks were ended. The same command on all nodes goes on from the newest checkpoint."
         )
+        if self._nodes.counts:
+            return Ending(f"{message}All ranks start anew.", echo=LOST)
+        message += "All ranks were ended. The same command on all nodes goes on from the newest checkpoint."
         return Ending(message, may_go_on=False, echo=LOST)
 
     def _lost(self) -> list[int]:
@@ -304,13 +365,13 @@ class Peers:
         return [n for n, heard in self._heard.items() if n not in self._endings and heard < since]
 
     def _read(self, number: int) -> dict[str, Any]:
-        return _read(self._nodes.folder, f"{number}-{self._attempt}.json")
+        return _read(self._nodes.folder, f"{number}-{self.attempt}.json")
 
     def _write(self, **more: Any) -> None:
         self._beat += 1
         ended = None if self._mine is None else asdict(self._mine)
         values = {"token": self._token, "first": self._first, "beat": self._beat, "ended": ended, **more}
-        _write(self._nodes.folder, f"{self._nodes.number}-{self._attempt}.json", values)
+        _write(self._nodes.folder, f"{self._nodes.number}-{self.attempt}.json", values)
 
     # -------------------------------------------------------------- the thread's
 
@@ -322,7 +383,24 @@ class Peers:
             if self._ends.wait(BEAT_S):
                 self._closed.wait(SETTLE_S)
 
+    def _look_for_newcomers(self) -> None:
+        """Agents that were started anew: one in a member's place says that the member is gone."""
+        for number in range(1, self._nodes.count):
+            found = self._read(number)
+            token, beat = found.get("token", ""), found.get("beat", 0)
+            if not token or token == self._tokens.get(number) or number in self._joined:
+                continue
+            first_token, first_beat = self._newcomers.setdefault(number, (token, beat))
+            if token != first_token:
+                self._newcomers[number] = token, beat
+            elif beat > first_beat and number in self._tokens:
+                self._heard[number] = -self._nodes.silent_s
+            elif beat > first_beat:
+                self._joined.append(number)
+
     def _listen(self) -> None:
+        if self._leads and self._nodes.counts:
+            self._look_for_newcomers()
         for number, token in self._tokens.items():
             found = self._read(number)
             if found.get("token") != token or found["beat"] == self._beats[number]:

@@ -26,7 +26,17 @@ from slurm import step_of
 
 from experiments.training.report import METRICS
 from fnshard.launcher.local import LaunchError, launch
-from fnshard.launcher.nodes import BEAT_S, Ending, Nodes, NodesError, first_host, meet, under_slurm, verdict
+from fnshard.launcher.nodes import (
+    BEAT_S,
+    Ending,
+    Nodes,
+    NodesError,
+    Peers,
+    first_host,
+    meet,
+    under_slurm,
+    verdict,
+)
 
 TORCHRUN = ("-m", "torch.distributed.run")
 WITHIN_S = 60.0  # from one agent's death until all have ended
@@ -169,6 +179,48 @@ def test_who_is_silent_is_gone(silent, tmp_path):
     assert isinstance(told, Ending) and not told.may_go_on, told
     assert told.message.startswith(f"on node {silent} of 2: its agent is gone: it was killed, or nothing")
     assert "goes on from the newest checkpoint" in told.message
+
+
+def test_machines_leave_and_come_back(tmp_path):
+    """Three, then two, then three again; the first is started anew, too."""
+    options = {"join_s": 60.0, "silent_s": 2.5, "counts": frozenset({2, 3})}
+    nodes = [Nodes(3, number, tmp_path / "nodes", **options) for number in range(3)]
+    met = together(lambda node: meet(node, 0, lambda: None), nodes)
+    assert [peers.members for peers in met] == [(0, 1, 2)] * 3
+    met[2].leave()  # it is killed
+    ends = together(lambda node: met[node.number].settle(Ending("closed", echo=3), lambda: None), nodes[:2])
+    for ended in ends:
+        assert ended.message.startswith("on node 2 of 3: its agent is gone") and ended.may_go_on
+    again = together(lambda node: meet(node, met[node.number].attempt + 1, lambda: None), nodes[:2])
+    assert [peers.members for peers in again] == [(0, 1)] * 2 and not again[0].trouble()
+
+    def at_work(node: Nodes) -> Peers:
+        if node.number == 2:
+            return meet(node, 0, lambda: None)
+        peers = again[node.number]
+        while not peers.trouble():
+            time.sleep(0.05)
+        mine = Ending(f"node {peers.joined} is there", echo=-1, planned=True) if peers.joined else Ending()
+        ended = peers.settle(mine, lambda: None)
+        assert (ended.message, ended.planned) == ("on node 0 of 3: node [2] is there", True)
+        peers.leave()
+        return meet(node, peers.attempt + 1, lambda: None)
+
+    grown = together(at_work, nodes)
+    assert [peers.members for peers in grown] == [(0, 1, 2)] * 3
+    assert [peers.attempt for peers in grown] == [2, 2, 2]
+    grown[0].leave()
+
+    def without_the_first(node: Nodes) -> Peers:
+        if node.number == 0:
+            return meet(node, 0, lambda: None)
+        assert grown[node.number].settle(Ending("closed", echo=3), lambda: None).may_go_on
+        return meet(node, 3, lambda: None)
+
+    last = together(without_the_first, nodes)
+    assert {(peers.members, peers.attempt) for peers in last} == {((0, 1, 2), 3)}
+    for peers in (*met, *again, *grown, *last):
+        peers.leave()
 
 
 def test_a_verdict_blames_no_echo():
@@ -420,6 +472,46 @@ def test_killing_one_agent_ends_both_and_the_same_command_goes_on(killed, tmp_pa
     assert [r["step"] for r in rows_of(folder) if "loss" in r] == list(range(1, 401))
     on_one_agent(tmp_path, *many, "hydra.run.dir=one")
     assert losses_of(folder) == losses_of(tmp_path / "one")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_four_ranks_then_three_then_four(tmp_path):
+    """An agent is killed, and started again; the losses are those of one rank that was not."""
+    steps = (
+        "run.steps=200",
+        "run.save_every=0",
+        "run.held_out_every=100",
+        "data.rows=12",
+        "data.held_out_rows=12",
+    )
+    many = [*TRAIN, *steps, "mesh.shard=4", "run.replicas=1", "run.elastic=true", "run.max_restarts=9"]
+    folder = tmp_path / "outputs" / "slurm" / "7.0"
+
+    def until(step: int) -> None:
+        deadline = time.monotonic() + 200
+        while not rows_of(folder) or rows_of(folder)[-1]["step"] < step:
+            assert time.monotonic() < deadline, f"step {step} was not made"
+            time.sleep(0.02)
+
+    with ExitStack() as stack:
+        four = [stack.enter_context(job(tmp_path, many, step_of(node, 4))) for node in range(4)]
+        until(20)
+        os.kill(four[3].pid, signal.SIGKILL)
+        killed = rows_of(folder)[-1]["step"]
+        until(killed + 10)
+        four.append(stack.enter_context(job(tmp_path, many, step_of(3, 4))))
+        said = [process.communicate(timeout=300)[0] for process in four]
+    assert [process.returncode for process in four] == [0, 0, 0, -9, 0], said
+    resumed = [int(step) for step in re.findall(r"resume: step (\d+) of /dev/shm", said[0])]
+    assert len(resumed) == 2 and killed - 1 <= resumed[0] <= killed + 1 < resumed[1]
+    assert "restart: on node 0 of 4: node 3 is there again" in said[0]
+    assert not list_of_ranks(folder) and not list(Path("/dev/shm").glob("fnshard-memory-*.3"))
+    with job(tmp_path, [*TRAIN, *steps, "mesh.shard=1", "hydra.run.dir=one"], {}) as process:
+        assert process.communicate(timeout=200) and process.returncode == 0
+    one = losses_of(tmp_path / "one")
+    assert [row[:2] for row in losses_of(folder)] == [row[:2] for row in one] and len(one) == 202
+    assert [row[2] for row in losses_of(folder)] == pytest.approx([row[2] for row in one], rel=1e-3)
 
 
 def list_of_ranks(folder: Path) -> list[int]:
