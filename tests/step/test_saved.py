@@ -189,6 +189,15 @@ def test_source_files_are_compared_and_environment_readers_never_saved(tmp_path:
     assert "`fn` calls environ" in reads and reads.startswith("6.0 0 loaded")
 
 
+def test_torch_itself_is_compared(tmp_path: Path, monkeypatch: Any) -> None:
+    fn = loss_of(Settings())
+    run(step_of(fn, tmp_path), 1)
+    monkeypatch.setattr(torch, "relu", lambda x: x * 0.5)
+    step = step_of(fn, tmp_path)
+    step.lower(PARAMS, *BATCH)
+    assert (step.made.loads, step.made.traces) == (0, 1)
+
+
 # ------------------------------------------------------------------ what is damaged, planted, open to others
 
 

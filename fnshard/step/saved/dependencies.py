@@ -23,6 +23,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from torch import Tensor
 
@@ -73,8 +74,20 @@ def environment(device: torch.device) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "flags of torch": repr(flags),
         "variables of the environment": repr(named),
+        "functions in the place of torch's": repr(_patches()),
         "settings of torch.compile": repr([_settings(n) for n in ("_inductor", "_functorch", "_dynamo")]),
     }
+
+
+def _patches() -> list[str]:
+    """Names of torch's that stand for functions of somebody else's: a trace calls these."""
+    found = []
+    for space in (torch, torch.nn.functional, torch.Tensor):
+        for name, value in vars(space).items():
+            code = getattr(value, "__code__", None)
+            if isinstance(code, CodeType) and not code.co_filename.startswith(_LIBRARIES):
+                found.append(f"{name} {_code_digest(code)}")
+    return sorted(found)
 
 
 def _settings(name: str) -> dict[str, str]:
@@ -158,6 +171,11 @@ def _files() -> Iterator[str]:
             yield os.path.abspath(path)
 
 
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_LIBRARIES = (
+    *(f"{folder}{os.sep}" for module in (torch, np, optree) for folder in module.__path__),
+    f"{Path(__file__).parents[2]}{os.sep}", "<frozen",
+)  # fmt: skip
 _INSTALLED = tuple(
     {f"{sysconfig.get_path(n)}{os.sep}" for n in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -211,6 +229,9 @@ def reading_of(fn: Callable[..., Any], guard: Guard) -> Reading:
     known = {_identity(e) for e in guard.entries}
     comparable = {_identity(e) for e in guard_of(fn, guard.executed, guard.computed).entries}
     written = {e.name for e in again.entries if _identity(e) in comparable and _identity(e) not in known}
+    both = sorted(written & {e.name for e in guard.entries})
+    if both:
+        raise NotSaved(f"`fn` writes {both[0]}, and reads another value of that name")
     values = _texts(e for e in again.entries if e.name not in written)
     executed = tuple(sorted(map(_code_digest, guard.executed)))
     return Reading(executed, tuple(sorted(guard.computed)), values, tuple(sorted(written)))
@@ -341,8 +362,6 @@ def _code_digest(code: CodeType) -> str:
 
 
 def _of_library(code: CodeType) -> bool:
-    """Whether it is of Python, of torch or of fnshard, or of any other installed package."""
-    return code.co_filename.startswith((*_INSTALLED, _OWN, "<frozen"))
-
-
-_OWN = f"{Path(__file__).parents[2]}{os.sep}"
+    """Whether it is of Python itself, or of a library that `fn` is written in."""
+    path = code.co_filename
+    return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "-packages" not in path)

@@ -19,6 +19,7 @@ from fnshard.compiler.kernels.artifact import Artifact, artifact_of, load_artifa
 from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
 from fnshard.compiler.lower import PlanOf, Stages
 from fnshard.errors import stable_repr
+from fnshard.layout.codecs import CODECS
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.json_reader import JsonError, from_json
@@ -39,6 +40,9 @@ from fnshard.step.saved.encoding import NotSaved, decode, encode
 from fnshard.step.saved.file import Refused
 
 Kernels = dict[str, tuple[Boxed, Boxed | None]]
+
+
+_CODECS = frozenset(CODECS)  # before anybody has registered one
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Request:
         """
         if options.shapes is not None:
             raise NotSaved("kernels that several lengths share (`shapes`)")
+        own = {s.codec for s in specs.leaves.values()} - _CODECS
+        if own - {None}:
+            raise NotSaved(f"the codec {', '.join(map(str, own - {None}))}, which is not fnshard's own")
         constants = {str(i): v for i, v in specs.structure.constants}
         plain = replace(options, cache=1, timeout=1.0, disk_dir=None, cache_dir=None, inductor={})
         texts = {
