@@ -18,6 +18,7 @@ from saved_steps import BATCH, MASK, PARAMS, Settings, loss_of, on_ranks
 from torch import Tensor
 
 import fnshard as fs
+from fnshard import LayoutSpec, P
 from fnshard.errors import StateError
 from fnshard.step.saved import file, store
 from fnshard.step.saved.file import Refused
@@ -71,6 +72,25 @@ def test_a_second_step_is_loaded_and_is_the_same_to_the_bit(tmp_path: Path, opti
         assert str(text(lowered[0])) == str(text(lowered[1]))
     assert lowered[0].digest == lowered[1].digest
     assert (folder.stat().st_mode & 0o777, saved_in(folder).stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_simulated_ranks_on_a_tensor_axis_load_one_file(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(shard=2, tensor=2, simulated=True)
+    split = {"compute_dtype": torch.bfloat16, "storage_dtype": torch.float32}
+    rules = [
+        ("up", LayoutSpec(P(("tensor", "shard")), compute=P("tensor"), **split)),
+        ("down", LayoutSpec(P(None, ("tensor", "shard")), compute=P(None, "tensor"), **split)),
+    ]
+    found = []
+    for _ in range(2):
+        step = fs.shard_step(
+            lambda p, x: ((x.bfloat16() @ p["up"].T).relu() @ p["down"].T).float().square().mean(),
+            fs.match_specs(PARAMS, rules), mesh=mesh, optimizer=fs.optim.adamw(1e-2), backend="eager",
+            cache_dir=str(tmp_path / "cache"),
+        )  # fmt: skip
+        ran = fs.simulate(mesh, lambda rank, step=step: step(step.init(PARAMS), *BATCH)[1].numbers())
+        found.append((ran, step.made.traces, step.made.loads))
+    assert found[0] == (found[1][0], 1, 0) and found[1][1:] == (0, 1)
 
 
 def test_ranks_compile_a_share_each_and_load_what_one_of_them_saved(tmp_path: Path, ranks: Any) -> None:
@@ -268,7 +288,10 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
         path.write_bytes(bytes(100))
         os.utime(path, (number, number))
     file.touch(tmp_path / f"0{file.SUFFIX}")
+    left, written = (tmp_path / f".0{file.SUFFIX}.{name}" for name in ("left", "written"))
+    left.touch(), written.touch(), os.utime(left, (0, 0))
     assert [p.name[0] for p in file.prune(tmp_path, 250)] == ["1", "2"]
+    assert written.exists() and not left.exists()
 
 
 def test_a_step_that_has_no_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from fnshard.errors import StateError
 
 SUFFIX = ".fnstep"
 LIMIT_bytes = 1 << 30  # of a cache folder, by default
+LEFT_s = 3600.0  # nobody writes for so long
 _MAGIC = b"fnshard step 1 "
 _HEAD = len(_MAGIC) + 64 + 1
 
@@ -125,8 +127,13 @@ def _refuse(path: Path, status: os.stat_result, what: str) -> None:
 
 
 def prune(folder: Path, limit_bytes: int = LIMIT_bytes) -> list[Path]:
-    """Remove the files that were used longest ago, until those that are left take at most `limit_bytes`."""
+    """Remove the files that were used longest ago, until those that are left take at most `limit_bytes`, and
+    what processes that were killed have left half written."""
     found = []
+    for path in folder.glob(f".*{SUFFIX}.*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFT_s:
+                path.unlink()
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
             status = path.stat()
