@@ -114,6 +114,10 @@ TABLE = {
     "python -m experiments.train mesh.tensor=2 run.device=cpu": TRAIN,
     "python -m experiments.train mesh.tensor=2 mesh.context=2 run.device=cpu": TRAIN,
     "python -m experiments.train mesh.shard=2 mesh.tensor=2 mesh.context=2 run.device=cpu": TRAIN,
+    "python -m experiments.train run.replicas=1": Row(f"{TRAIN.short} mesh.shard=2 run.device=cpu"),
+    "python -m experiments.train run.replicas=1 run.replica_every=10 run.save_every=1000 run.max_restarts=100": (
+        Row(f"{TRAIN.short} mesh.shard=2 run.device=cpu")
+    ),
     "python -m experiments.train run.accumulate=4 run.steps=1000 run.held_out_every=100": (
         Row(f"{TRAIN.short} data.rows=8")
     ),
@@ -149,6 +153,7 @@ TABLE = {
     "$SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
         Row(needs=SLURM)
     ),
+    "srun --nodes=4 python -m experiments.train run.replicas=1 run.elastic=true data.rows=12": Row(needs=SLURM),
     "torchrun --nnodes 2 ... -m experiments.train": Row(needs=NODES),
     "torchrun --nproc-per-node 8 -m experiments.finetune model=/models/llama data.train=mine.jsonl": (
         Row(needs="eight devices")
@@ -190,6 +195,10 @@ TABLE = {
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    "python -m experiments.explain model=7b mesh.shard=1 mesh.tensor=8 data.rows=1 precision=bf16 "
+    "strategy.async_tensor=auto": PAPER,
+    "python -m experiments.explain model=7b precision=bf16 mesh.shard=1 mesh.tensor=8 data.rows=1 "
+    "strategy.async_tensor=auto": PAPER,
     # -- measuring
     "python -m experiments.micro.watch_overhead": (
         Row("ranks=1 rounds=2 block=1 backend=eager trackers=tensorboard", quick=True)
@@ -211,6 +220,9 @@ TABLE = {
     "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": Row(f"{PARTS.short} rounds=1"),
     "python -m experiments.micro.collectives": Row("--world 2 --mb 0.01 --dtype float32 --repeats 1", quick=True),
     "python -m experiments.micro.chunked_loss": Row("--tokens 64 --width 16 --vocabulary 512 --repeats 1", quick=True),
+    "python -m experiments.micro.lengths": (
+        Row("--lengths 3 --steps 4 --longest 120 --width 16 --layers 1 --backend eager", quick=True)
+    ),
     "python -m experiments.micro.executor": Row("--blocks 2 --repeats 2", quick=True),
     "python -m experiments.micro.executor --blocks 12": Row("--repeats 2"),
     "python -m experiments.checkpoint": Row("--size tiny --rounds 1 --ranks 1 --backend eager"),
@@ -227,6 +239,7 @@ TABLE = {
     "python -m experiments.chaos --multirun kills=60 ranks=1,2 async_save=false,true": (
         Row("kills=1 ranks=1,2 steps=6 save_every=2 held_out_every=6")
     ),
+    "python -m experiments.chaos replicas=1 max_restarts=1000 kills=200": Row("kills=1 ranks=2 steps=6 held_out_every=6"),
     "python -m experiments.chaos modes=[kill_launcher] moments=[save] kills=50 seed=1": KILLS,
 }  # fmt: skip
 SHOWN = {command: path for path in readmes() for command in commands(path.read_text(encoding="utf-8"))}
