@@ -102,27 +102,26 @@ class Lowering:
                 self.numbers = self._numbers_with(changed, passed)
             return self.numbers.applied(passed)
 
-    def _changed_numbers(self, batch: Arguments) -> list[str]:
-        """Those that the program used last has with another value."""
+    def _changed_numbers(self, batch: Arguments) -> dict[str, int | float]:
+        """Those that the program used last has with another value, or another type."""
         values = self.numbers.free(batch)
         if not values or not len(self.programs):
-            return []
+            return {}
         known = dict(self.programs.keys()[-1])
-        constants = {n: c for n in values if isinstance(c := known.get(n), Constant)}
-        return [n for n, constant in constants.items() if constant != Constant.of(values[n])]
+        return {n: v for n, v in values.items() if n in known and known[n] != Constant.of(v)}
 
-    def _numbers_with(self, names: list[str], batch: Arguments) -> Numbers:
+    def _numbers_with(self, changed: Mapping[str, int | float], batch: Arguments) -> Numbers:
         """With these as inputs, where `fn` can take them as tensors and returns what it returned."""
         dtypes = self.programs.values()[-1].program.result_dtypes
-        for dtype in dict.fromkeys((torch.float64, *dtypes[:1])):  # a number is wider than what it meets
-            numbers = self.numbers.with_inputs(names, batch, dtype)
+        result = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float64)
+        for numbers in self.numbers.with_inputs(changed, result):
             try:
                 program = self.front(numbers.applied(batch)).program
-            except TraceError:  # it branches on one
-                break
+            except Exception:  # of `fn`'s own code, too: it takes a number alone, or a whole one
+                continue
             if program.result_dtypes == dtypes:
                 return numbers
-        return self.numbers.with_constants(names)
+        return self.numbers.with_constants(changed)
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves, in the form of that tree."""

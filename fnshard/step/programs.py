@@ -153,6 +153,6 @@ def _way_out(change: Change) -> str:
         if now.is_number:
             return f"`fn` takes the value of {name} in Python (a branch, a shape): each is its own program."
         return f"Take {name} out of the batch: each {now.kind.__name__} is a program of its own."
-    if isinstance(before, TensorShape) and isinstance(now, TensorShape):
+    if isinstance(before, TensorShape) and isinstance(now, TensorShape) and before.shape != now.shape:
         return "Pad batches to few shapes: shapes=fs.Buckets(64, pad=...)."
     return "Give all batches the same leaves to avoid this."
