@@ -80,8 +80,8 @@ def alternatives(kind: type) -> dict[str, list[type]]:
 def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """The type of every value by its dotted key; of alternatives, those that `values` choose by `name`.
 
-    >>> [key for key in leaves(TrainConfig, {}) if key.startswith("mesh")]
-    ['mesh.replicate', 'mesh.shard', 'mesh.tensor', 'mesh.context']
+    >>> [key for key in leaves(TrainConfig, {}) if key.startswith("model.h")]
+    ['model.heads']
     """
     out: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(kind).items():

@@ -201,13 +201,12 @@ def _place(part: Path, folder: Path, kind: str, context: int, pad: int, facts: M
     sizes = {f"{n}.bin": (part / f"{n}.bin").stat().st_size for n, _ in _arrays_of(kind)}
     values = {"key": folder.name, "kind": kind, "context": context, "pad": pad, **facts}
     (part / FACTS).write_text(json.dumps(values | {"bytes": sizes}, indent=1))
-    if not _is_complete(folder):
-        shutil.rmtree(folder, ignore_errors=True)  # torn: another program's doing
     try:
-        part.rename(folder)
+        part.rename(folder)  # onto nothing, or an empty folder
     except OSError:
-        if not _is_complete(folder):
-            raise
+        if not _is_complete(folder):  # torn, by another program: none is removed that may be in use
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
 
 
 def _refuse(writer: PreparedWriter, paths: Sequence[Path], beside: Path) -> None:
