@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.reachable import ABSENT
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Exchange
+from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import StateError, report
 from fnshard.step.batches import BatchKey, Constant, TensorShape
 from fnshard.tree import is_same
@@ -67,7 +69,7 @@ class Programs:
         before, known = self.entries[-1]
         baked = self.baked_changes(key)
         changed = baked or batch_changes(before, key)
-        if lowered.schedule.fingerprint() != known.schedule.fingerprint():
+        if _over_rows(lowered.schedule) != _over_rows(known.schedule):
             raise StateError(
                 f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
                 "collectives than the batches before:",
@@ -98,6 +100,16 @@ class Programs:
             many,
             "pass it as a tensor in the batch: step(state, *batch, torch.tensor(value)).",
         )
+
+
+def _over_rows(schedule: Schedule) -> list[str]:
+    """The collectives among ranks with rows of their own: the others, that split the same rows, have the same
+    batch, and may exchange otherwise at another length."""
+    rows = {*schedule.mesh.data_axes}
+    lines = [i for i in schedule.instructions if i.lane == COMMUNICATION]
+    placed = [isinstance(i, Exchange) and rows.isdisjoint(i.axes_of(schedule)) for i in lines]
+    texts = schedule.communication()
+    return [text for text, alone in zip(texts, placed, strict=True) if not alone]
 
 
 def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:

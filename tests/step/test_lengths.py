@@ -118,6 +118,21 @@ def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ra
         assert_same(got, expected)
 
 
+@pytest.mark.parametrize("axes", [{"context": 2}, {"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_ranks_that_split_the_same_rows_may_exchange_otherwise_at_a_length(axes: dict[str, int]) -> None:
+    mesh = fs.make_mesh(**axes, simulated=True)
+    specs = fs.presets.full_shard(params(), mesh, tensor="tensor" if "tensor" in axes else None)
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager", shapes=BUCKETS)
+    batches = [batch(length, length, rows=4) for length in (12, 4)]
+
+    def run(rank: int) -> list[Tensor]:
+        return [step(fs.shard(params(), specs, mesh), *each)[0] for each in batches]
+
+    expected = [reference.gradients(loss, params(), *each)[1] for each in batches]
+    for losses in fs.simulate(mesh, run):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
+
+
 # ------------------------------------------------------------------ kernels of all lengths
 
 
