@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fnshard.compiler.ir.program import OpOverload
-from fnshard.compiler.place import (
+from fnshard.compiler.place import (  # noqa: F401 - a family adds its rules to RULES
     attention,
     draws,
     exchanged,
@@ -25,17 +25,6 @@ from fnshard.compiler.place import (
 )
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.ways import RULES, Rule
-
-FAMILIES = (
-    attention,
-    draws,
-    exchanged,
-    lookups,
-    products,
-    reductions,
-    views,
-    windows,
-)  # whose rules `RULES` has
 
 
 def rule_of(target: Any) -> Rule | None:
