@@ -103,12 +103,20 @@ class Lowering:
             return self.numbers.applied(passed)
 
     def _changed_numbers(self, batch: Arguments) -> dict[str, int | float]:
-        """Those that the program used last has with another value, or another type."""
+        """Those that the program used last has with another value, or another type; not where it has a
+        tensor of the user's."""
         values = self.numbers.free(batch)
         if not values or not len(self.programs):
             return {}
-        known = dict(self.programs.keys()[-1])
-        return {n: v for n, v in values.items() if n in known and known[n] != Constant.of(v)}
+        known, inputs = dict(self.programs.keys()[-1]), {n for n, _ in self.numbers.inputs}
+
+        def changed(name: str, value: float) -> bool:
+            before = known.get(name)
+            return name in inputs or (
+                isinstance(before, Constant) and before.is_number and before != Constant.of(value)
+            )
+
+        return {n: v for n, v in values.items() if changed(n, v)}
 
     def _numbers_with(self, changed: Mapping[str, int | float], batch: Arguments) -> Numbers:
         """With these as inputs, where `fn` can take them as tensors and returns what it returned."""
