@@ -153,7 +153,7 @@ def lowered(model: str, rows: int, ranks: int) -> Any:
     import yaml
 
     import fnshard as fs
-    from experiments.configs.train import DecoderConfig
+    from experiments.configs.decoders import DecoderConfig
     from experiments.training.decoder import Decoder, next_token_loss
 
     config = DecoderConfig(**yaml.safe_load((ROOT / "conf" / "model" / f"{model}.yaml").read_text()))

@@ -9,8 +9,7 @@ import torch
 
 from experiments.bench.contenders import CONTENDERS, FNSHARD, GRAPH, TENSOR
 from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
-from experiments.configs.decoders import decoder, names
-from experiments.configs.train import DecoderConfig
+from experiments.configs.decoders import DecoderConfig, decoder, names
 
 WITH_TENSOR = (*TENSOR, *FNSHARD)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

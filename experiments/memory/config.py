@@ -6,8 +6,7 @@ from typing import Any
 
 from experiments.cli.command_spec import CommandSpec, Help
 from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
-from experiments.configs.decoders import decoder, names
-from experiments.configs.train import DecoderConfig
+from experiments.configs.decoders import DecoderConfig, decoder, names
 from experiments.memory.plans import LLAMA
 
 TARGETS = ("remat", "offload", "resident", "fit")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.configs.train import DecoderConfig
+from experiments.configs.decoders import DecoderConfig
 
 
 class Linear(nn.Module):

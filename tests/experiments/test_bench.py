@@ -18,8 +18,8 @@ from experiments.bench.contenders import Contender
 from experiments.bench.measure import Track, sample
 from experiments.bench.memory import AllocationLog, Heap, follow, live_bytes
 from experiments.bench.report import model_flops
-from experiments.configs.decoders import decoder, names
-from experiments.configs.train import ConfigError, DecoderConfig
+from experiments.configs.decoders import DecoderConfig, decoder, names
+from experiments.configs.train import ConfigError
 from experiments.tables import aligned, ratio
 from experiments.training.decoder import Decoder, next_token_loss
 from fnshard.analysis.hardware import mfu

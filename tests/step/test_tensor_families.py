@@ -18,7 +18,7 @@ from sharded import assert_same, by_steps, make_step, specs_of, train
 from torch import nn
 
 import fnshard as fs
-from experiments.configs.train import DecoderConfig
+from experiments.configs.decoders import DecoderConfig
 from experiments.training.decoder import Decoder, loss_function
 from fnshard.compiler.schedule.instructions import Exchange
 

@@ -114,6 +114,9 @@ class _Placer:
     bodies: dict[Any, fx.Graph | None] = field(default_factory=dict)
     record: Record = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.device = self.program.placeholders[0].meta["val"].device
+
     def walk(self) -> None:
         inputs = [self.graph.placeholder(node.name) for node in self.program.placeholders]
         self.index = self.graph.placeholder(f"index_{self.axis.name}")
@@ -142,8 +145,7 @@ class _Placer:
                 self.values[node] = source.node[number]
             else:
                 new = self.call(operator.getitem, (source.node, number))
-                self.values[node] = replace(source, node=new, whole=node.meta["val"])
-                self.record.values[new] = source.placement, node.meta["val"]
+                self.values[node] = self.recorded(new, source.placement, node.meta["val"], source.of_leaf)
         else:
             self.values[node] = self.run(node)
 
@@ -151,18 +153,12 @@ class _Placer:
 
     def run(self, node: fx.Node) -> _Value:
         sources = [self.values[n] for n in tensors_of(node)]
-        if node.target is OUTGOING:
-            return self.outgoing(node, sources[0])
-        if node.target is CONSTRAIN:
-            return self.constrained(sources[0], *node.args[1:])
-        if isinstance(node.target, Write) and any(s.placement != REPLICATED for s in sources):
-            body = without_writes(node.target, [s.whole for s in sources])
-            if body is not None:
-                return self.inlined(node, body)
-        if isinstance(node.target, CustomGradient):
-            return self.on_the_first(node, sources)
-        if not isinstance(node.target, OpOverload):
-            return self.replicated(node, sources)
+        is_op = isinstance(node.target, OpOverload)
+        default = _Placer.op if is_op and sources else _Placer.replicated
+        return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
+
+    def op(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+        """By the cheapest of its ways, or by the smaller ops that it is made of."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
         axis, value = self.axis, node.meta["val"]
@@ -170,11 +166,9 @@ class _Placer:
             node.target, args, kwargs, value, placements, axis.ranks, axis.later, axis.name, axis.attention,
             node.meta.get("stack_trace", ""),
         )  # fmt: skip
-        if not sources:
-            return self.replicated(node, sources)
         find = rule_of(node.target)
         ways = [Way((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
-        way = min(ways, key=lambda way: self.preference(sources, way, node.meta["val"]))
+        way = min(ways, key=lambda way: self.preference(sources, way, value))
         cost = self.wire_bytes(sources, way)
         # What every way pays: parts of a sum have to be summed for an op that is not linear.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
@@ -192,44 +186,48 @@ class _Placer:
             reads = [r if r.target is OUTGOING else self.call(OUTGOING, (r,)) for r in reads]
             (read,), (source,), (to,) = reads, sources, way.inputs
             self.record.values[read] = to, source.whole
+        new = self.called(node, call, way, reads)
         of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
-        if way.run is None:
-            new = self.call(node.target, *local_arguments(node, call, way, reads))
-        else:
-            here = [
-                local_shape(t.shape, p, call.ranks) for t, p in zip(call.tensors, way.inputs, strict=True)
-            ]
-            fakes = [t.new_empty(shape) for t, shape in zip(call.tensors, here, strict=True)]
-            body = self.once((call.key, way.inputs, way.output), lambda: self.traced(way.run, fakes))
-            new = self.inline(body, reads)
-            if isinstance(new, list | tuple):
-                whole = list(zip(new, node.meta["val"], strict=True))
-                new = tuple(_Value(n, way.output, v, of_leaf) for n, v in whole)
-                self.record.values.update((n, (way.output, v)) for n, v in whole)
-                return _Value(new, way.output, node.meta["val"], of_leaf)
-        self.record.values[new] = way.output, node.meta["val"]
-        self.record.calls.append((call, way, tuple(reads), new))
-        return _Value(new, way.output, node.meta["val"], of_leaf)
+        if not isinstance(new, list | tuple):
+            self.record.calls.append((call, way, tuple(reads), new))
+            return self.recorded(new, way.output, value, of_leaf)
+        results = [self.recorded(n, way.output, v, of_leaf) for n, v in zip(new, value, strict=True)]
+        return _Value(tuple(results), way.output, value, of_leaf)
 
-    def outgoing(self, node: fx.Node, value: _Value) -> _Value:
+    def called(self, node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node]) -> Any:
+        """The op on this rank's parts, or what the way runs in its place."""
+        if way.run is None:
+            return self.call(node.target, *local_arguments(node, call, way, reads))
+        whole = zip(call.tensors, way.inputs, strict=True)
+        fakes = [t.new_empty(local_shape(t.shape, p, call.ranks)) for t, p in whole]
+        body = self.once((call.key, way.inputs, way.output), lambda: self.traced(way.run, fakes))
+        return self.inline(body, reads)
+
+    def recorded(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> _Value:
+        """A new value, which `check` will see."""
+        self.record.values[new] = placement, whole
+        return _Value(new, placement, whole, of_leaf)
+
+    # -------------------------------------------------------------- special targets
+
+    def outgoing(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """For one exchange alone it comes right before it, behind what that converts."""
+        (value,) = sources
         if [user.target for user in node.users] == [EXCHANGE]:
             return value
-        new = self.call(OUTGOING, (value.node,))
-        self.record.values[new] = value.placement, value.whole
-        return replace(value, node=new)
+        return self.recorded(self.call(OUTGOING, (value.node,)), value.placement, value.whole, value.of_leaf)
 
-    def constrained(self, value: _Value, axes: Sequence[str], dims: Sequence[int]) -> _Value:
+    def constrained(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """As `fn` says of this axis; as it is where it says nothing.
 
         Raises:
             TraceError: the dim cannot be split over the axis.
         """
+        (value,), (_, axes, dims) = sources, node.args
         dim = dict(zip(axes, dims, strict=True)).get(self.axis.name)
         if dim is None:
             new = self.call(CONSTRAIN, (value.node, list(axes), list(dims)))
-            self.record.values[new] = value.placement, value.whole
-            return replace(value, node=new)
+            return self.recorded(new, value.placement, value.whole, value.of_leaf)
         to = Split(dim) if dim >= 0 else REPLICATED
         shape, axis = value.whole.shape, self.axis
         if isinstance(to, Split) and not fits(shape, to, axis.ranks):
@@ -238,8 +236,15 @@ class _Placer:
                 fix="a dim that has something for every rank.",
             )
         new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
-        self.record.values[new] = to, value.whole
-        return replace(value, node=new, placement=to)
+        return self.recorded(new, to, value.whole, value.of_leaf)
+
+    def written(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+        """A write into a value: by ops that return what it makes, where something is split."""
+        if any(s.placement != REPLICATED for s in sources):
+            body = without_writes(node.target, [s.whole for s in sources])
+            if body is not None:
+                return self.inlined(node, body)
+        return self.replicated(node, sources)
 
     def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """An op that takes whole values."""
@@ -248,9 +253,7 @@ class _Placer:
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = iter([self.convert(s, REPLICATED) for s in sources])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(reads))
-        new = self.call(node.target, args, kwargs)
-        self.record.values[new] = REPLICATED, node.meta["val"]
-        return _Value(new, REPLICATED, node.meta["val"])
+        return self.recorded(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
 
     def on_the_first(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """A gradient that `fn` computes by itself, which need not be linear in the one that it is given.
@@ -269,8 +272,7 @@ class _Placer:
         for i, whole in enumerate(node.meta["val"] if many else [node.meta["val"]]):
             value = self.call(operator.getitem, (made, i)) if many else made
             part = self.call(aten.where.ScalarOther, (first, value, 0))
-            self.record.values[part] = PARTIAL, whole
-            results.append(_Value(part, PARTIAL, whole))
+            results.append(self.recorded(part, PARTIAL, whole))
         return _Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
 
     def inlined(self, node: fx.Node, body: fx.Graph) -> _Value:
@@ -425,10 +427,6 @@ class _Placer:
         self.record.check(self.graph, lambda: propagate(self.graph, fakes))
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
-    @property
-    def device(self) -> torch.device:
-        return self.program.placeholders[0].meta["val"].device
-
     def local(self, each: Input, node: fx.Node) -> Tensor:
         """The fake of a placeholder on one rank."""
         if each.kind == "axis":
@@ -441,3 +439,12 @@ class _Placer:
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+# What is no op with ways of its own: by its target, or the type of that.
+_SPECIAL: dict[Any, Callable[[_Placer, fx.Node, Sequence[_Value]], _Value]] = {
+    OUTGOING: _Placer.outgoing,
+    CONSTRAIN: _Placer.constrained,
+    Write: _Placer.written,
+    CustomGradient: _Placer.on_the_first,
+}
