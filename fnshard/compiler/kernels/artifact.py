@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARY = "{}.kernel"  # the module that a shared object defines
 _count = itertools.count()
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled kernel. `source` defines `call(args)`; `libraries`: shared objects, by the name that it
-    calls; `constants`: tensors, by the name that it reads."""
+    """A compiled kernel. `source` defines `call(args)`; `libraries`: shared objects; `entries`: by the name
+    that it calls, the name of a library and of a module in it; `constants`: tensors, by the name that it
+    reads."""
 
     source: str
     libraries: Mapping[str, bytes]
+    entries: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -64,37 +65,44 @@ def artifact_of(compiled: Any) -> Artifact | None:
     if cut is None:
         return None
     body, kernels = cut
-    libraries = {}
+    libraries, entries = dict[str, bytes](), {}
     for name in kernels:
-        module = getattr(made.get(name), "__self__", None)
-        spec = getattr(module, "__spec__", None)
+        spec = getattr(getattr(made.get(name), "__self__", None), "__spec__", None)
         if spec is None or not str(spec.origin).endswith(".so"):
             return None
-        libraries[name] = Path(spec.origin).read_bytes()
+        library, _, entry = spec.name.rpartition(".")
+        libraries[library] = libraries.get(library) or Path(spec.origin).read_bytes()
+        entries[name] = library, entry
     constants = dict(getattr(compiled, "constants", None) or {})
     if not all(isinstance(v, Tensor) and v.device.type == "cpu" for v in constants.values()):
         return None
-    return Artifact(ast.unparse(ast.Module(body, [])), libraries, constants)
+    return Artifact(ast.unparse(ast.Module(body, [])), libraries, entries, constants)
 
 
 def load_artifact(artifact: Artifact) -> LoadedKernel:
     """The kernel, ready to run; `artifact` is trusted: this executes it."""
+    names: dict[str, Any] = {"__name__": "fnshard.kernel"}
+    with tempfile.TemporaryDirectory(prefix="fnshard-kernel-") as folder:
+        paths = {name: Path(folder) / f"{i}.so" for i, name in enumerate(artifact.libraries)}
+        for name, data in artifact.libraries.items():
+            paths[name].write_bytes(data)
+        for name, (library, entry) in artifact.entries.items():
+            names[name] = entry_of(paths[library], f"fnshard_{next(_count)}", entry)
+    exec(compile(artifact.source, "<fnshard kernel>", "exec"), names)
+    names.update(artifact.constants)
+    return LoadedKernel(artifact, names["call"])
+
+
+def entry_of(path: Path, library: str, entry: str) -> Any:
+    """A function of a shared object, that of its module `entry`, which is known as `library.entry` then."""
     guards = torch._C._dynamo.guards
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
         guards._torchinductor_pyobject_tensor_data_ptr
     )
-    names: dict[str, Any] = {"__name__": "fnshard.kernel"}
-    with tempfile.TemporaryDirectory(prefix="fnshard-kernel-") as folder:
-        for name, data in artifact.libraries.items():
-            path = Path(folder) / f"{name}.so"
-            path.write_bytes(data)
-            spec = importlib.util.spec_from_file_location(_LIBRARY.format(f"{name}_{next(_count)}"), path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            names[name] = module.kernel
-    exec(compile(artifact.source, "<fnshard kernel>", "exec"), names)
-    names.update(artifact.constants)
-    return LoadedKernel(artifact, names["call"])
+    spec = importlib.util.spec_from_file_location(f"{library}.{entry}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, entry)
 
 
 def _cut(tree: ast.Module, made: Mapping[str, Any]) -> tuple[list[ast.stmt], list[str]] | None:

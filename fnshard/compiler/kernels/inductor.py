@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.libraries import compiled_together, vector_settings
 from fnshard.errors import SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -33,10 +34,16 @@ def compile_graph(
         backend: "inductor" or "eager" (the same graph, uncompiled).
         options: of `torch.compile(options=)`.
     """
-    if not any(n.op == "call_function" for n in module.graph.nodes):
-        return _eager(module)  # returns its inputs: nothing to compile
     if backend == "eager":
         return _eager(module)
+    with compiled_together():
+        return _generated(module, options, is_backward)
+
+
+def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool) -> Boxed:
+    """What Inductor makes of a graph; its C++ kernels are there once `compiled_together` is left."""
+    if not any(n.op == "call_function" for n in module.graph.nodes):
+        return _eager(module)  # returns its inputs: nothing to compile
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -45,12 +52,13 @@ def compile_graph(
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
+    on_cpu = any(isinstance(f, Tensor) and f.device.type == "cpu" for f in fakes)
     flat = module.graph.output_node().args[0]
     # Strides of all outputs are kept as traced: the backward was traced with them.
     module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
     with (
         V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
-        inductor_config.patch(dict(options)),
+        inductor_config.patch({**(vector_settings() if on_cpu else {}), **options}),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
         torch.no_grad(),
     ):
@@ -110,15 +118,16 @@ def compile_graphs(
     graphs: Graphs, *, backend: str, options: Mapping[str, Any]
 ) -> dict[tuple[str, bool], Boxed]:
     """Each as a boxed callable; the logger "fnshard" is told how far it is (INFO)."""
+    if backend == "eager":
+        return {key: _eager(graph) for key, graph in graphs.items()}
+    if not graphs:
+        return {}
     done: dict[tuple[str, bool], Boxed] = {}
-    for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
-        if backend != "eager":
+    with compiled_together():
+        for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
             _say(f"compiling {number} of {len(graphs)} kernels")
-        done[name, is_backward] = compile_graph(
-            graph, backend=backend, options=options, is_backward=is_backward
-        )
-    if backend != "eager" and graphs:
-        _say(f"compiled {len(graphs)} kernels", end="\n")
+            done[name, is_backward] = _generated(graph, options, is_backward)
+    _say(f"compiled {len(graphs)} kernels", end="\n")
     return done
 
 

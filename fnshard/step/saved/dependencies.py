@@ -166,7 +166,9 @@ def _version(path: str, status: os.stat_result) -> str:
 def _files() -> Iterator[str]:
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        made = name.startswith("torch._inductor.runtime.compile_tasks") or name.endswith(".kernel")
+        made = name.startswith("torch._inductor.runtime.compile_tasks") or name.endswith(
+            (".kernel", ".kernel_0")
+        )
         if isinstance(path, str) and not made:  # by Inductor
             yield os.path.abspath(path)
 

@@ -128,10 +128,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """How a kernel's artifact lies in a file: members by the names that its source uses."""
+    """How a kernel's artifact lies in a file: members by the names of its libraries and constants."""
 
     source: str
     libraries: Mapping[str, str]
+    entries: Mapping[str, tuple[str, str]]
     constants: Mapping[str, str]
 
 
@@ -149,7 +150,7 @@ class _Content:
     kernels: Mapping[str, tuple[_Kernel | None, ...]]
 
 
-_FORMAT = 1
+_FORMAT = 2
 _JSON = "step.json"
 
 
@@ -266,14 +267,13 @@ def _write_kernel(each: Any, options: Options, members: dict[str, Tensor]) -> _K
     for name, value in artifact.constants.items():
         constants[name] = f"kernel/{len(members)}"
         members[constants[name]] = value.detach().contiguous()
-    return _Kernel(artifact.source, libraries, constants)
+    return _Kernel(artifact.source, libraries, artifact.entries, constants)
 
 
 def _read_kernel(kernel: _Kernel, members: Mapping[str, Tensor]) -> Boxed:
     libraries = {n: members[m].numpy().tobytes() for n, m in kernel.libraries.items()}
-    return load_artifact(
-        Artifact(kernel.source, libraries, {n: members[m] for n, m in kernel.constants.items()})
-    )
+    constants = {n: members[m] for n, m in kernel.constants.items()}
+    return load_artifact(Artifact(kernel.source, libraries, kernel.entries, constants))
 
 
 def _texts(stages: Stages) -> list[str]:
