@@ -239,7 +239,7 @@ TABLE = {
     "python -m experiments.chaos --multirun kills=60 ranks=1,2 async_save=false,true": (
         Row("kills=1 ranks=1,2 steps=6 save_every=2 held_out_every=6")
     ),
-    "python -m experiments.chaos replicas=1 max_restarts=1000 kills=200": Row("kills=1 ranks=2 steps=6 held_out_every=6"),
+    "python -m experiments.chaos replicas=1 max_restarts=1000 kills=200": Row("kills=1 nodes=1 steps=6 held_out_every=6"),
     "python -m experiments.chaos modes=[kill_launcher] moments=[save] kills=50 seed=1": KILLS,
 }  # fmt: skip
 SHOWN = {command: path for path in readmes() for command in commands(path.read_text(encoding="utf-8"))}

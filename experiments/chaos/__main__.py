@@ -11,22 +11,22 @@ from experiments.chaos.config import SPEC, ChaosConfig
 from experiments.chaos.job import ChaosError
 from experiments.chaos.report import failed, table
 from experiments.cli.main import answer
-from experiments.data.files import write_json
 
 
 def start(config: ChaosConfig, folder: Path) -> dict[str, Any]:
-    """One campaign; its JSON and its table go to `folder`.
+    """One campaign; its JSON and its table go to `folder`. A folder of an interrupted one goes on.
 
     Raises:
         ChaosError: a run hung, or failed unasked.
     """
     say = lambda line: print(f"... {line}", file=sys.stderr, flush=True)  # noqa: E731
-    found = Campaign(config, folder, say).run()
-    write_json(folder / "chaos.json", found)
-    text = table(found)
-    (folder / "chaos.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}\n\nresults: {folder}", flush=True)
-    return found
+    campaign = Campaign(config, folder, say)
+    try:
+        return campaign.run()
+    finally:  # interrupted, it tells what it has found so far
+        text = table(campaign.found)
+        (folder / "chaos.md").write_text(text + "\n", encoding="utf-8")
+        print(f"\n{text}\n\nresults: {folder}", flush=True)
 
 
 def run(config: ChaosConfig, folder: Path) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
 from experiments.chaos.job import ROOT, SLOW_S, STOPPED, MonitoredRun, gone, rows_of
+from experiments.data.files import read_json, write_json
+from experiments.training.report import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import CHECKPOINTS
 from experiments.training.run_record import VARIES
 from fnshard.errors import CheckpointError
 
+FOUND = "chaos.json"  # what was found so far
 TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in
 TINY = (
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
@@ -47,11 +52,14 @@ class Kill:
 class KillOutcome:
     """A kill, and what came of it.
 
-    `step`, `committed`: how far the run was, and its newest checkpoint. `inside`: its launcher started the
-    ranks anew. `attempts`: how often ranks had begun before; `resumed`: where the next ones began.
+    `step`, `committed`: how far the run was, and its newest checkpoint. `inside`: the job went on by itself.
+    `attempts`: how often ranks had begun before; `resumed`: where the next ones began. `back_s`: seconds
+    until the next step was finished, where the job went on by itself and nothing was killed before;
+    `imports_s`: those of them in which new processes did nothing but import.
     """
 
     kill: Kill
+    run: int
     step: int
     committed: int
     in_save: bool
@@ -59,6 +67,8 @@ class KillOutcome:
     attempts: int
     inside: bool = False
     resumed: int | None = None
+    back_s: float | None = None
+    imports_s: float = 0.0
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -77,42 +87,67 @@ def plan(config: ChaosConfig) -> Iterator[Kill]:
 
 
 class Campaign:
+    """A campaign in `folder`; one that was interrupted there goes on behind the last run that it finished."""
+
     def __init__(self, config: ChaosConfig, folder: Path, say: Callable[[str], None] = lambda line: None):
         self.config, self.folder, self.say = config, folder, say
-        self.kills = plan(config)
-        self.done: list[KillOutcome] = []
-        self.runs: list[list[str]] = []  # of each that has finished, what was wrong with it
+        earlier = read_json(folder / FOUND)
+        earlier = earlier if earlier.get("config") == json.loads(json.dumps(asdict(config))) else {}
+        self.runs: list[list[str]] = earlier.get("runs", [])  # of each that has finished, what was wrong
+        self.kills = islice(plan(config), earlier.get("drawn", 0), None)
+        self.drawn, self.coming = earlier.get("drawn", 0), next(self.kills)
+        kills = [_outcome(values) for values in earlier.get("kills", [])]
+        self.done: list[KillOutcome] = [kill for kill in kills if kill.run < len(self.runs)]
+        self.starts, self.seconds = earlier.get("starts", 0), earlier.get("seconds", 0.0)
         self.jobs: list[MonitoredRun] = []
-        self.spans_s: dict[str, float] = {}  # how long each moment is on this machine
+        self.spans_s: dict[str, float] = earlier.get("spans_s", {})  # how long each moment is here
+        self.began, self.seen = time.monotonic(), 0  # attempts of a job before the last kill
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What came of it so far, as JSON."""
+        return {
+            "config": asdict(self.config),
+            "kills": [asdict(each) | {"lost": each.lost} for each in self.done],
+            "runs": self.runs,
+            "starts": self.starts + len(self.jobs),
+            "spans_s": self.spans_s,
+            "drawn": self.drawn,
+            "seconds": self.seconds + time.monotonic() - self.began,
+        }
 
     def run(self) -> dict[str, Any]:
-        """The unbroken run, then broken ones until there were enough kills.
+        """The unbroken run, then broken ones until there were enough kills; what was found so far is written
+        behind each kill.
 
         Raises:
             ChaosError: a run hung, or failed unasked.
         """
         text = self.folder / "text"
-        shutil.copytree(ROOT / "experiments", text, ignore=shutil.ignore_patterns("__pycache__"))
-        began = time.monotonic()
+        if not text.exists():
+            shutil.copytree(ROOT / "experiments", text, ignore=shutil.ignore_patterns("__pycache__"))
         try:
-            job = self._start(self._place("unbroken"), 0)
-            self.spans_s = measured(job)
-            if job.wait() != 0 or job.folder is None:
-                raise job.error("the unbroken run failed")
-            self.say(", ".join(f"a {name} takes {span * 1e3:.0f} ms" for name, span in self.spans_s.items()))
+            unbroken = self._unbroken()
             while len(self.done) < self.config.kills:
-                self._broken(job.folder)
+                self._broken(unbroken)
         finally:
             for job in self.jobs:
                 job.end()
-        return {
-            "config": asdict(self.config),
-            "kills": [asdict(each) | {"lost": each.lost} for each in self.done],
-            "runs": self.runs,
-            "starts": len(self.jobs),
-            "spans_s": self.spans_s,
-            "seconds": time.monotonic() - began,
-        }
+            write_json(self.folder / FOUND, self.found)
+        return self.found
+
+    def _unbroken(self) -> Path:
+        """The folder of the run that nothing happens to."""
+        earlier = [Path(p).parent for p in self.folder.glob(f"unbroken*/outputs/*/*/{METRICS}")]
+        whole = [folder for folder in earlier if read_result(folder)["status"] == "ok"]
+        if whole and self.spans_s:
+            return whole[0]
+        job = self._start(self._place("unbroken"), 0)
+        self.spans_s = measured(job)
+        if job.wait() != 0 or job.folder is None:
+            raise job.error("the unbroken run failed")
+        self.say(", ".join(f"a {name} takes {span * 1e3:.0f} ms" for name, span in self.spans_s.items()))
+        return job.folder
 
     def _broken(self, unbroken: Path) -> None:
         """One run, killed and started again until it is finished."""
@@ -138,7 +173,8 @@ class Campaign:
         self.say(f"{len(self.done)} kills; run {len(self.runs)}: {len(jobs)} starts, {wrong}")
 
     def _place(self, name: str) -> Path:
-        place = self.folder / name
+        """A new folder; an interrupted campaign may have left one of that name."""
+        place = self.folder / f"{name}.{len(list(self.folder.glob(f'{name}.*')))}"
         place.mkdir()
         return place
 
@@ -150,44 +186,80 @@ class Campaign:
             f"run.async_save={str(c.async_save).lower()}", f"run.max_restarts={c.max_restarts}",
             f"run.replicas={c.replicas}",
         ]  # fmt: skip
-        self.jobs.append(MonitoredRun.start(place, [*TINY, *own], number, c.patience_s))
+        self.jobs.append(MonitoredRun.start(place, [*TINY, *own], number, c.patience_s, c.nodes))
+        self.seen = 0
         return self.jobs[-1]
 
     # -------------------------------------------------------------- one kill
 
     def _kill_once(self, job: MonitoredRun, attempts: int) -> bool:
         """Wait for a moment and kill; whether the job is still there to be killed again."""
-        kill, restarts = next(self.kills), job.restarts
+        kill, self.coming, self.drawn = self.coming, next(self.kills), self.drawn + 1
         if not self._moment(job, kill):
             return False
-        folder, ranks, seen = job.folder, job.ranks, attempts + len(job.resumed)
+        folder, ranks, self.seen = job.folder, job.ranks, len(job.resumed)
         newest = max(job.committed(folder), default=0)
-        done = KillOutcome(kill, job.step(folder), newest, job.saving(folder), len(ranks), seen)
+        done = KillOutcome(
+            kill,
+            len(self.runs),
+            job.step(folder),
+            newest,
+            job.saving(folder),
+            len(ranks),
+            attempts + self.seen,
+        )
+        node = kill.rank % job.nodes
+        beneath = job.ranks_of(node)
         if not job.kill(kill.mode, kill.rank):
-            return job.process.poll() is None  # nobody was there yet
+            return not job.ended  # nobody was there yet
         self.done.append(done)
-        if kill.mode in ("kill_rank", "kill_all"):
-            done.inside = job.until(lambda: job.restarts > restarts, SLOW_S)
-            return done.inside
-        job.wait()
+        again = kill.mode == "kill_launcher" and job.nodes > 1
+        if again:
+            job.begin_again(node)
+        if again or kill.mode in ("kill_rank", "kill_all"):
+            done.inside = self._back(job, done, set(ranks.values()))
+        else:
+            job.wait()
         # One that is still importing looks for its launcher when it has done so.
-        if not gone(ranks.values(), seconds=10 + 2 * self.spans_s["start"]):
+        if not gone((beneath if again else ranks).values(), seconds=10 + 2 * self.spans_s["start"]):
             done.problems.append("a rank outlived its launcher")
-        return False
+        write_json(self.folder / FOUND, self.found)
+        return done.inside
+
+    def _back(self, job: MonitoredRun, done: KillOutcome, dead: set[int]) -> bool:
+        """Wait until the job goes on; whether it does."""
+        if self.coming.moment == "start" and len(self.done) < self.config.kills:
+            ranks = self.config.ranks
+            return job.until(lambda: len(job.ranks) == ranks and not dead & set(job.ranks.values()), SLOW_S)
+        began = last = time.monotonic()
+        imports_s = 0.0
+
+        def finished() -> bool:
+            nonlocal last, imports_s
+            last, before = time.monotonic(), last
+            imports_s += (last - before) * job.importing
+            resumed = job.resumed
+            return len(resumed) > self.seen and job.step(job.folder) > resumed[-1]
+
+        if not job.until(finished, SLOW_S):
+            return False
+        if done.kill.moment != "start":
+            done.back_s, done.imports_s = last - began, imports_s
+        return True
 
     def _moment(self, job: MonitoredRun, kill: Kill) -> bool:
         """Whether it came before the job ended."""
         if kill.moment != "start":
-            if not job.until(lambda: job.base is not None and job.folder is not None, SLOW_S):
+            if not job.until(lambda: len(job.resumed) > self.seen and job.folder is not None, SLOW_S):
                 return False
-            folder, until = job.folder, (job.base or 0) + kill.after
+            folder, until = job.folder, job.resumed[-1] + kill.after
             if kill.moment == "step" and not job.until(lambda: job.step(folder) >= until):
                 return False
             for _ in range(kill.after if kill.moment == "save" else 0):
                 if not job.until(lambda: not job.saving(folder)) or not job.until(lambda: job.saving(folder)):
                     return False
         time.sleep(kill.within * self.spans_s[kill.moment])
-        return job.process.poll() is None
+        return not job.ended
 
     # -------------------------------------------------------------- what came of it
 
@@ -195,8 +267,10 @@ class Campaign:
         """At what a job that is over has left behind."""
         last = done[-1] if done else None
         allowed = CODES[last.kill.mode if last else ""]
-        if last and last.kill.mode == "term_launcher" and not last.ranks:
-            allowed = allowed | {-15}  # it had not even begun
+        if last and last.kill.mode == "term_launcher" and (not last.ranks or last.kill.moment == "start"):
+            allowed = allowed | {-15, 143} | ({1} if job.nodes > 1 else set())  # it had not even begun
+        if last and last.inside:
+            allowed = {0}
         if code not in allowed and last is None:
             raise job.error(f"exit code {code}")
         problems = [f"exit code {code}"] * (code not in allowed)
@@ -215,10 +289,16 @@ class Campaign:
             last.problems += problems
 
 
+def _outcome(values: Mapping[str, Any]) -> KillOutcome:
+    """What `asdict` made of one."""
+    kept = {each.name: values[each.name] for each in fields(KillOutcome)}
+    return KillOutcome(**kept | {"kill": Kill(**values["kill"])})
+
+
 def measured(job: MonitoredRun) -> dict[str, float]:
     """How long the start, a step and a save of the unbroken run take; medians."""
     began, saves = time.monotonic(), [0.0]
-    job.until(lambda: job.base is not None and job.folder is not None, SLOW_S)
+    job.until(lambda: bool(job.resumed) and job.folder is not None, SLOW_S)
     start, folder = time.monotonic() - began, job.folder
     while job.until(lambda: job.saving(folder)):
         starting = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from experiments.cli.command_spec import CommandSpec, Help
 from experiments.configs.checks import configuration, out_of_range, refusal
 
@@ -17,6 +19,8 @@ class ChaosConfig:
         kills: how many, in as many runs as it takes.
         seed: of the choice of who is killed, and when.
         ranks: of every run.
+        nodes: on loopback, that every run's ranks are on, a launcher on each; default 2 with replicas, else
+            1. A launcher that is killed is then started again at once, and the job goes on.
         async_save: whether runs save in the background.
         steps, save_every, held_out_every: of every run.
         max_restarts: how many deaths of ranks a run mends by itself before it has to be started again.
@@ -29,8 +33,9 @@ class ChaosConfig:
     kills: int = 20
     seed: int = 0
     ranks: int = 2
+    nodes: int | None = None
     async_save: bool = False
-    steps: int = 80
+    steps: int = 200
     save_every: int = 5
     held_out_every: int = 15
     max_restarts: int = 2
@@ -43,10 +48,13 @@ class ChaosConfig:
 def complete(config: ChaosConfig) -> ChaosConfig:
     """Check the values."""
     least = {"kills": 1, "ranks": 1, "steps": 2, "save_every": 1, "held_out_every": 1, "max_restarts": 0}
-    least |= {"replicas": 0}
+    least |= {"replicas": 0, "nodes": 1}
     if problems := out_of_range(config, {"modes": MODES, "moments": MOMENTS}, least):
         raise refusal(problems)
-    return config
+    nodes = config.nodes or (2 if config.replicas and config.ranks % 2 == 0 else 1)
+    if config.ranks % nodes:
+        raise refusal([f"ranks={config.ranks} does not divide over nodes={nodes}."])
+    return replace(config, nodes=nodes)
 
 
 HELP = Help(
@@ -54,6 +62,7 @@ HELP = Help(
     options={
         "kills": "how many, in as many runs as it takes",
         "ranks": "of every run",
+        "nodes": "a launcher on each, which agree; default 2 with replicas",
         "async_save": "whether runs save in the background",
         "replicas": "copies in memory: at most one finished step may be made again",
         "modes": "who is killed, and how",

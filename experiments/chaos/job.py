@@ -10,17 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments import ROOT
 from experiments.training.report import METRICS
 from experiments.training.resume import CHECKPOINTS
 
-POLL_S, SLOW_S = 0.001, 0.02
+POLL_S, SLOW_S = 0.002, 0.02
+TAIL = 1 << 16  # bytes, more than a row has
+LATE_S = 30.0  # that an agent may end behind the one that ended well
 RESUMED = re.compile(r"^resume: (?:step (\d+) of|nothing to go on)", re.MULTILINE)
-RESTARTED = re.compile(r"^restart \d+ of \d+: ", re.MULTILINE)
 STOPPED = re.compile(r"^stopped: step (\d+) of", re.MULTILINE)
+SIGTERM = 1 << signal.SIGTERM - 1  # its bit in the masks of `/proc`
 
 
 class ChaosError(RuntimeError):
@@ -29,33 +31,60 @@ class ChaosError(RuntimeError):
 
 @dataclass
 class MonitoredRun:
-    """A process that was started in `place` with the run's command, writing to `log`."""
+    """A run's processes, one for each node (on loopback, as SLURM would start them), in the folder `place`.
+
+    `number`: how often the run was started before.
+    """
 
     place: Path
-    log: Path
-    process: subprocess.Popen[bytes]
+    arguments: list[str]
+    number: int
     patience_s: float
+    nodes: int = 1
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @staticmethod
-    def start(place: Path, arguments: list[str], number: int, patience_s: float) -> MonitoredRun:
+    def start(
+        place: Path, arguments: list[str], number: int, patience_s: float, nodes: int = 1
+    ) -> MonitoredRun:
         """Start the run, or resume it: the same command every time."""
-        log = place / f"start-{number}.log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.train", *arguments],
-                cwd=place,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        run = MonitoredRun(place, arguments, number, patience_s, nodes)
+        run.processes = [run.begin(node) for node in range(nodes)]
+        return run
+
+    def begin(self, node: int) -> subprocess.Popen[bytes]:
+        """Start one node's process."""
+        addresses = ",".join(["127.0.0.1"] * self.nodes)
+        slurm = {
+            "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": str(self.nodes),
+            "SLURM_STEP_NUM_TASKS": str(self.nodes), "SLURM_STEP_NODELIST": addresses,
+            "SLURM_NODEID": str(node),
+        }  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with self.log(node).open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "experiments.train", *self.arguments],
+                cwd=self.place,
+                env={**env, **(slurm if self.nodes > 1 else {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return MonitoredRun(place, log, process, patience_s)
+
+    def begin_again(self, node: int) -> None:
+        """Start the process of a node that was killed."""
+        self.processes[node].wait()
+        self.processes[node] = self.begin(node)
 
     # -------------------------------------------------------------- what can be seen
 
+    def log(self, node: int) -> Path:
+        return self.place / f"start-{self.number}.{node}.log"
+
     @property
     def text(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        logs = (self.log(node).read_text(encoding="utf-8", errors="replace") for node in range(self.nodes))
+        return "\n".join(logs)
 
     @property
     def resumed(self) -> list[int]:
@@ -63,23 +92,14 @@ class MonitoredRun:
         return [int(step or 0) for step in RESUMED.findall(self.text)]
 
     @property
-    def restarts(self) -> int:
-        """How often its launcher has started the ranks anew."""
-        return len(RESTARTED.findall(self.text))
-
-    @property
-    def base(self) -> int | None:
-        """Where the ranks that are there now went on; None while they are still on their way."""
-        found = RESUMED.findall(RESTARTED.split(self.text)[-1])
-        return int(found[-1] or 0) if found else None
-
-    @property
     def folder(self) -> Path | None:
         """The run's: the newest that has metrics."""
-        return max((p.parent for p in self.place.glob(f"outputs/2*/*/{METRICS}")), default=None)
+        found = (p.parent for p in self.place.glob(f"outputs/*/*/{METRICS}"))
+        return max(found, default=None)
 
     def step(self, folder: Path | None) -> int:
-        return rows_of(folder)[-1]["step"] if folder and rows_of(folder) else 0
+        """The last that is finished."""
+        return last_step(folder / METRICS) if folder else 0
 
     def committed(self, folder: Path | None) -> list[int]:
         """Steps whose checkpoint has its name."""
@@ -92,8 +112,12 @@ class MonitoredRun:
     @property
     def ranks(self) -> dict[int, int]:
         """Processes by rank, those that have not ended."""
+        return {rank: pid for node in range(self.nodes) for rank, pid in self.ranks_of(node).items()}
+
+    def ranks_of(self, node: int) -> dict[int, int]:
+        """The same, of one node."""
         found = {}
-        for pid in _children(self.process.pid):
+        for pid in _children(self.processes[node].pid):
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
@@ -103,13 +127,27 @@ class MonitoredRun:
                 found[int(rank)] = pid
         return found
 
+    @property
+    def importing(self) -> bool:
+        """Whether a process is there that has only begun: a launcher that does not handle SIGTERM yet, a rank
+        from which it is held back."""
+        launchers = [process.pid for process in self.processes if process.poll() is None]
+        caught = [_mask(pid, "SigCgt") for pid in launchers]
+        held_back = [_mask(pid, "SigBlk") for launcher in launchers for pid in _children(launcher)]
+        return not all(mask & SIGTERM for mask in caught) or any(mask & SIGTERM for mask in held_back)
+
     # -------------------------------------------------------------- waiting and killing
+
+    @property
+    def ended(self) -> bool:
+        """Whether one of its processes has."""
+        return any(process.poll() is not None for process in self.processes)
 
     def until(self, ready: Callable[[], bool], pause_s: float = POLL_S) -> bool:
         """Wait until `ready()`; False if the job ended first."""
         deadline = time.monotonic() + self.patience_s
         while not ready():
-            if self.process.poll() is not None:
+            if self.ended:
                 return False
             if time.monotonic() > deadline:
                 raise self.error(f"nothing happened for {self.patience_s:g} s")
@@ -120,10 +158,13 @@ class MonitoredRun:
         """Do it; False if who was meant is not there (any more)."""
         ranks = self.ranks
         number = signal.SIGTERM if mode.startswith("term") else signal.SIGKILL
-        one = [ranks.get(rank)]
-        meant = {"kill_all": list(ranks.values()), "kill_rank": one, "term_rank": one}
-        pids = meant.get(mode, [self.process.pid])
-        if not pids or None in pids or self.process.poll() is not None:
+        one, launchers = [ranks.get(rank)], [process.pid for process in self.processes]
+        meant = {
+            "kill_all": list(ranks.values()), "kill_rank": one, "term_rank": one,
+            "kill_launcher": [launchers[rank % self.nodes]], "term_launcher": launchers,
+        }  # fmt: skip
+        pids = meant[mode]
+        if not pids or None in pids or self.ended:
             return False
         for pid in pids:
             try:
@@ -133,22 +174,31 @@ class MonitoredRun:
         return True
 
     def wait(self) -> int:
-        """Its exit code."""
-        try:
-            return self.process.wait(self.patience_s)
-        except subprocess.TimeoutExpired:
-            raise self.error(f"it had not ended after {self.patience_s:g} s") from None
+        """Its exit code: of several the first that is not 0."""
+        deadline = time.monotonic() + self.patience_s
+        while any(process.poll() is None for process in self.processes):
+            if any(process.poll() == 0 for process in self.processes):
+                deadline = min(deadline, time.monotonic() + LATE_S)
+            if time.monotonic() > deadline:
+                codes = [process.poll() for process in self.processes]
+                if 0 in codes:  # what was started in the place of one that was killed at the very end
+                    self.end()
+                    return 0
+                raise self.error(f"it had not ended after {self.patience_s:g} s")
+            time.sleep(SLOW_S)
+        return next((process.returncode for process in self.processes if process.returncode), 0)
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
     def error(self, problem: str) -> ChaosError:
         """What to raise about it; its processes are ended."""
         self.end()
         tail = "\n".join(self.text.splitlines()[-30:])
-        return ChaosError(f"{problem}: {self.log}\n{tail}")
+        return ChaosError(f"{problem}: {self.log(0)}\n{tail}")
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -160,6 +210,15 @@ def rows_of(folder: Path) -> list[dict]:
         except ValueError:
             break
     return rows
+
+
+def last_step(metrics: Path) -> int:
+    """The step of the last row that is whole; 0 where there is none."""
+    with metrics.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def alive(pid: int) -> bool:
@@ -191,3 +250,14 @@ def _children(pid: int) -> list[int]:
         return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def _mask(pid: int, name: str) -> int:
+    """A set of signals of a process, of bits; none of one that is gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1], 16)
+    except OSError:
+        pass
+    return 0

@@ -20,7 +20,9 @@ HEAD = (
     "kills",
     "in a save",
     "before the first step",
-    "restarted inside",
+    "went on by itself",
+    "back after s",
+    "beyond imports",
     "steps made again",
     "committed steps lost",
 )
@@ -37,12 +39,19 @@ def table(found: Mapping[str, Any]) -> str:
     problems += [f"- run {n}: {text}" for n, run in enumerate(found["runs"], 1) for text in run]
     unequal = sum(bool(run) for run in found["runs"])
     unreadable = sum("unreadable" in text for k in kills for text in k["problems"])
-    again = sorted(_again(kills)) or [0]
+    again = _again(kills) or [0]
+    back, beyond = _back(kills)
     closing = (
         f"{found['starts']} starts, {len(found['runs'])} runs finished, {unequal} unlike the unbroken one; "
         f"checkpoints that could not be read: {unreadable}; other problems: {len(problems) - unreadable}; "
-        f"steps made again: median {statistics.median(again):g}, worst {again[-1]}; {found['seconds']:.0f} s."
+        f"steps made again: median {statistics.median(again):g}, worst {max(again)}; "
+        f"{found['seconds']:.0f} s."
     )
+    if back:
+        closing += (
+            f" Seconds from a kill to the next finished step, {len(back)} times: {_spread(back)}; those in "
+            f"which no process imports: {_spread(beyond)}."
+        )
     return "\n".join([markdown(rows), "", closing, *problems])
 
 
@@ -57,8 +66,18 @@ def _again(kills: Sequence[Mapping[str, Any]]) -> list[int]:
     return [max(0, k["step"] - k["resumed"]) for k in kills if k["resumed"] is not None]
 
 
+def _back(kills: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Seconds until a job that went on by itself has made another step, with and without imports."""
+    timed = [kill for kill in kills if kill.get("back_s") is not None]
+    return [k["back_s"] for k in timed], [k["back_s"] - k["imports_s"] for k in timed]
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"median {statistics.median(seconds):.1f}, worst {max(seconds):.1f}"
+
+
 def _row(name: str, kills: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    again = _again(kills)
+    again, (back, beyond) = _again(kills), _back(kills)
     mean = f"{sum(again) / len(again):.1f}" if again else "-"
     numbers = (
         len(kills),
@@ -66,4 +85,5 @@ def _row(name: str, kills: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         sum(k["kill"]["moment"] == "start" for k in kills),
         sum(k["inside"] for k in kills),
     )
-    return (name, *map(str, numbers), mean, str(sum(k["lost"] for k in kills)))
+    times = (f"{statistics.median(times):.1f}" if times else "-" for times in (back, beyond))
+    return (name, *map(str, numbers), *times, mean, str(sum(k["lost"] for k in kills)))

@@ -39,7 +39,7 @@ AGAIN_S = 60.0  # how long a restart waits for all agents: they are there alread
 LARGEST = 1 << 20  # bytes of a file
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LOST = -1  # of echoes: who is gone, or there again, is the cause before all others
-REJOIN_S = 2.0  # since the last machine came: how long a job that may go on with fewer waits for all
+REJOIN_S = 2.0  # since the last machine came: how long a job that may go on with fewer waits for others
 
 
 class NodesError(FnshardError, RuntimeError):
@@ -243,8 +243,9 @@ class Peers:
 
     Each agent writes a `token` of its own, `first` (the first agent's token), `beat` (it counts up), and
     `ended`, its `Ending` once there is one; the first one also `tokens` (the others', once all are there),
-    `failed` (whether anybody has) and `verdict`. Files may be left of an earlier job: who repeats a token
-    lives.
+    `failed` (whether anybody has), `verdict`, and `remaining` (who will be there in the next attempt, as far
+    as it knows: a job that may go on with fewer waits for them, and for nobody else). Files may be left of an
+    earlier job: who repeats a token lives.
 
     Attributes:
         attempt: the number that is in the names of the files.
@@ -261,7 +262,10 @@ class Peers:
         self.leader_seen, self._leader_beat = 0.0, 0
         self._newcomers: dict[int, tuple[str, int]] = {}  # token and beat when it was first seen
         self._joined: list[int] = []
-        self._there, self._came = 0, time.monotonic()
+        self._replaced: set[int] = set()  # members in whose place another agent was started
+        self._found, self._came = 0, time.monotonic()
+        before = _read(nodes.folder, f"0-{self.attempt - 1}.json") if self._leads else {}
+        self._remaining = set(before.get("remaining", ()))
         self._token = uuid.uuid4().hex
         self._first = self._token if self._leads else ""
         self._tokens: dict[int, str] = {}  # of those that this agent listens to
@@ -298,9 +302,10 @@ class Peers:
         found = {other: self._read(other) for other in range(self._nodes.count) if other != number}
         if self._leads:
             there = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
-            if len(there) != self._there:
-                self._there, self._came = len(there), time.monotonic()
+            if len(there) != self._found:
+                self._found, self._came = len(there), time.monotonic()
             late = time.monotonic() - self._came > REJOIN_S
+            late |= bool(self._remaining) and self._remaining <= {*there}
             taken = self._chosen(1 + len(there)) if late else self._nodes.count
             missing = [n for n in range(1, self._nodes.count) if n not in there]
             if taken and len(there) >= taken - 1:
@@ -318,7 +323,7 @@ class Peers:
         if self._leads and not missing:
             self.members = (0, *self._tokens)
             (self._nodes.folder / self._first).mkdir(mode=0o700)
-        self._write(tokens={} if missing else self._tokens)
+        self._write(tokens={} if missing else self._tokens, remaining=sorted(self._remaining))
         return missing
 
     def watch(self) -> None:
@@ -395,6 +400,7 @@ class Peers:
                 self._newcomers[number] = token, beat
             elif beat > first_beat and number in self._tokens:
                 self._heard[number] = -self._nodes.silent_s
+                self._replaced.add(number)
             elif beat > first_beat:
                 self._joined.append(number)
 
@@ -422,7 +428,11 @@ class Peers:
         if mine is not None and len(self._endings) == len(self._others):
             found = verdict({0: mine, **self._endings}, self._nodes.count)
         failed = self._failed or (mine is not None and bool(mine.message))
+        gone = {number for number, ending in self._endings.items() if ending.echo == LOST} - self._replaced
+        values = {"failed": failed, "verdict": found and asdict(found)}
         try:
-            self._write(tokens=self._tokens, failed=failed, verdict=found and asdict(found))
+            self._write(
+                tokens=self._tokens, remaining=sorted({*self._tokens, *self._joined} - gone), **values
+            )
         finally:
             self._verdict = found  # once it was written, or cannot be

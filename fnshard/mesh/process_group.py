@@ -22,6 +22,7 @@ from fnshard.errors import CollectiveError, SpecError
 MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
 SLACK_S = 5.0  # beyond its timeout, for torch to end by itself and say why
 RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
+MEETING = "fnshard-meeting"  # the thread that waits at an address, and may outlive the wait
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # elastic's name, which torchrun sets too
 # Launchers that say how many processes they started, but nothing by which these could meet.
 OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
@@ -180,7 +181,7 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
             found.put(error)
 
     # In a thread: if another program listens there, torch waits for its answer without end.
-    threading.Thread(target=meet, daemon=True).start()
+    threading.Thread(target=meet, name=MEETING, daemon=True).start()
     try:
         store = found.get(timeout=timeout.total_seconds() + SLACK_S)
     except queue.Empty:

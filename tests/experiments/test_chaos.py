@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import fnshard as fs
-from experiments.chaos.campaign import differences, plan
+from experiments.chaos.campaign import FOUND, Campaign, KillOutcome, differences, plan
 from experiments.chaos.config import MODES, MOMENTS, SPEC, ChaosConfig
+from experiments.chaos.job import MonitoredRun
 from experiments.chaos.report import failed, table
 from experiments.configs.train import ConfigError
+from experiments.data.files import write_json
 from experiments.training.report import METRICS
 from experiments.training.result import write_result
 from experiments.training.resume import CHECKPOINTS
@@ -118,12 +120,15 @@ def test_kills_are_drawn_from_the_seed():
 def test_the_table_tells_what_went_wrong():
     kill = {"mode": "kill_rank", "moment": "save", "rank": 0, "after": 1, "within": 0.5}
     done = {"kill": kill, "step": 12, "committed": 10, "in_save": True, "inside": True, "resumed": 10,
-            "lost": 0, "problems": []}  # fmt: skip
+            "lost": 0, "problems": [], "back_s": 7.5, "imports_s": 4.0}  # fmt: skip
     found = {"kills": [done], "runs": [[]], "starts": 2, "seconds": 9.0}
     assert not failed(found)
-    assert "| SIGKILL of a rank | 1 | 1 | 0 | 1 | 2.0 | 0 |" in table(found).splitlines()
-    worse = {**done, "resumed": 5, "lost": 5, "problems": ["unreadable: the newest"]}
-    assert "| all | 2 | 2 | 0 | 2 | 4.5 | 5 |" in table({**found, "kills": [done, worse]}).splitlines()
+    assert "| SIGKILL of a rank | 1 | 1 | 0 | 1 | 7.5 | 3.5 | 2.0 | 0 |" in table(found).splitlines()
+    worse = {**done, "resumed": 5, "lost": 5, "problems": ["unreadable: the newest"], "back_s": None}
+    assert (
+        "| all | 2 | 2 | 0 | 2 | 7.5 | 3.5 | 4.5 | 5 |"
+        in table({**found, "kills": [done, worse]}).splitlines()
+    )
     for bad in (
         {"kills": [{**done, "lost": 1}]},
         {"kills": [{**done, "problems": ["exit code 7"]}]},
@@ -136,10 +141,58 @@ def test_the_table_tells_what_went_wrong():
     assert "- SIGKILL of a rank at step 12: unreadable: the newest" in shown and "- run 1: params/w" in shown
 
 
+def test_an_interrupted_campaign_goes_on_behind_the_last_run_that_it_finished(tmp_path):
+    """The kills of a run that was not finished are not counted; nobody is drawn twice."""
+    config = ChaosConfig(ranks=2, nodes=2, modes=("kill_rank", "kill_launcher"))
+    first = Campaign(config, tmp_path)
+    kills = list(islice(plan(config), 6))
+    first.done = [KillOutcome(kill, run, 9, 5, False, 2, 0) for run, kill in enumerate(kills[:3])]
+    first.runs, first.drawn = [[], []], 4
+    write_json(tmp_path / FOUND, first.found)
+    again = Campaign(config, tmp_path)
+    assert again.done == first.done[:2] and again.runs == [[], []]
+    assert [again.coming, next(again.kills)] == kills[4:6]
+    assert not Campaign(ChaosConfig(seed=1), tmp_path).done
+
+
+IMPORTS = """
+import os, signal, subprocess, sys
+held_back = sys.argv[1] == "launcher"
+os.write(1, b"0"), os.read(0, 1)
+if held_back:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    rank = subprocess.Popen([sys.executable, __file__, "rank"])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    rank.wait()
+else:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.write(1, b"1"), os.read(0, 1)
+"""
+
+
+def test_a_process_imports_until_it_hears_sigterm(tmp_path):
+    """A launcher until it handles it, a rank until it is no longer held back."""
+    program = tmp_path / "program.py"
+    program.write_text(IMPORTS)
+    with subprocess.Popen(
+        [sys.executable, program, "launcher"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as process:
+        job, seen = MonitoredRun(tmp_path, [], 0, 60.0, processes=[process]), []
+        for _ in range(3):  # the launcher has begun, its rank has begun, its rank hears
+            process.stdout.read(1)
+            seen.append(job.importing)
+            process.stdin.write(b".")
+    assert seen == [True, True, False]
+
+
 def test_options_that_cannot_be():
     with pytest.raises(ConfigError, match=r"(?s)2 problems:.*modes=nuke: one of.*ranks=0"):
         SPEC.read({"modes": ["nuke"], "ranks": 0})
     with pytest.raises(ConfigError, match=r"kils=3: no such key\. Did you mean kills\?"):
         SPEC.read({"kils": 3})
+    with pytest.raises(ConfigError, match=r"ranks=3 does not divide over nodes=2"):
+        SPEC.read({"ranks": 3, "nodes": 2})
+    assert [SPEC.read({"replicas": n, "ranks": 4}).nodes for n in (0, 1)] == [1, 2]
     with pytest.raises(ConfigError, match=r"moments: at least one of start, step, save"):
         SPEC.read({"moments": []})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from fnshard.errors import CollectiveError, SpecError
 from fnshard.launcher import local as launcher
 from fnshard.launcher.local import LaunchError
 from fnshard.mesh import process_group
-from fnshard.mesh.process_group import RENDEZVOUS, join_group
+from fnshard.mesh.process_group import MEETING, RENDEZVOUS, join_group
 from fnshard.runtime.files import folder
 from fnshard.runtime.files.folder import scratch_directory
 
@@ -290,6 +291,12 @@ def test_who_meets_nobody_or_a_stranger_is_told_in_time(monkeypatch, rank):
         why = "who listens there does not answer" if rank else "Timed out.*1/2 clients joined"
         with pytest.raises(CollectiveError, match=rf"rank {rank} of 2 .* within 0.5 s \({why}"):
             join_group("cpu", 0.5)
+    for (
+        thread
+    ) in threading.enumerate():  # torch's, behind a stranger that closes, prints what a later test sees
+        if thread.name == MEETING:
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_ranks_may_come_later_than_a_collective_may_take(monkeypatch, tmp_path):

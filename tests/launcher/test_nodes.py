@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -25,6 +26,8 @@ from main_job import SMALL
 from slurm import step_of
 
 from experiments.training.report import METRICS
+from experiments.training.resume import memory_name
+from fnshard.launcher import nodes as nodes_module
 from fnshard.launcher.local import LaunchError, launch
 from fnshard.launcher.nodes import (
     BEAT_S,
@@ -181,8 +184,10 @@ def test_who_is_silent_is_gone(silent, tmp_path):
     assert "goes on from the newest checkpoint" in told.message
 
 
-def test_machines_leave_and_come_back(tmp_path):
-    """Three, then two, then three again; the first is started anew, too."""
+def test_machines_leave_and_come_back(tmp_path, monkeypatch):
+    """Three, then two, then three again; the first is started anew, too. Nobody waits for who is known to be
+    gone."""
+    monkeypatch.setattr(nodes_module, "REJOIN_S", 1e9)
     options = {"join_s": 60.0, "silent_s": 2.5, "counts": frozenset({2, 3})}
     nodes = [Nodes(3, number, tmp_path / "nodes", **options) for number in range(3)]
     met = together(lambda node: meet(node, 0, lambda: None), nodes)
@@ -471,6 +476,43 @@ def test_killing_one_agent_ends_both_and_the_same_command_goes_on(killed, tmp_pa
     assert 10 <= int(resumed) <= made
     assert [r["step"] for r in rows_of(folder) if "loss" in r] == list(range(1, 401))
     on_one_agent(tmp_path, *many, "hydra.run.dir=one")
+    assert losses_of(folder) == losses_of(tmp_path / "one")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("killed", [[0], [1], [0, 1]])
+def test_agents_that_are_killed_and_started_again_go_on_from_memory(killed, tmp_path):
+    """The first one, or the other one: at most one step is made again. Both, and their memory is lost: the
+    newest checkpoint on disk."""
+    steps = ("run.steps=300", "run.save_every=10", "run.held_out_every=300", "mesh.shard=2")
+    many = [*TRAIN, *steps, "run.replicas=1", "run.max_restarts=9"]
+    folder = tmp_path / "outputs" / "slurm" / "7.0"
+    with ExitStack() as stack:
+        both = [stack.enter_context(job(tmp_path, many, step_of(node, 2))) for node in range(2)]
+        deadline = time.monotonic() + 120
+        while not rows_of(folder) or rows_of(folder)[-1]["step"] < 12:
+            assert all(p.poll() is None for p in both) and time.monotonic() < deadline, "no step was made"
+            time.sleep(0.02)
+        for node in killed:
+            os.kill(both[node].pid, signal.SIGKILL)
+        made = rows_of(folder)[-1]["step"]
+        memory = memory_name(folder)
+        for path in Path("/dev/shm").glob(f"fnshard-memory-{memory}.*") if len(killed) == 2 else ():
+            shutil.rmtree(path)
+        for node in killed:
+            both[node].wait()
+            both[node] = stack.enter_context(job(tmp_path, many, step_of(node, 2)))
+        said = [process.communicate(timeout=200)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    step, found = re.findall(r"resume: step (\d+) of (\S+)", said[0])[-1]
+    if len(killed) == 2:
+        assert f"replicas: no step is complete in memory, going on from {found}" in said[0]
+        assert int(step) == made // 10 * 10 and found == str(folder / "checkpoints")
+    else:
+        assert made - 1 <= int(step) <= made + 1 and f"fnshard-memory-{memory}.0" in found
+        assert f"on node {killed[0]} of 2: its agent is gone" in said[1 - killed[0]]
+    on_one_agent(tmp_path, *steps, "hydra.run.dir=one")
     assert losses_of(folder) == losses_of(tmp_path / "one")
 
 
