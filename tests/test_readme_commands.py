@@ -94,7 +94,7 @@ TABLE = {
     "wandb sync wandb/offline-run-*": Row(needs="a network"),
     "mlflow ui --backend-store-uri mlruns": Row(needs="a browser"),
     # -- train
-    "python -m experiments.train": Row(TRAIN.short, quick=True),
+    "python -m experiments.train": Row(TRAIN.short),
     "python -m experiments.train --help": Row(quick=True),
     "python -m experiments.train --cfg job": Row(quick=True),
     "python -m experiments.train run.stpes=5 model.heads=5 strategy=zer2": Row(quick=True, code=2),

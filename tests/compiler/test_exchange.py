@@ -265,8 +265,7 @@ def test_ranks_equal_one_graph_over_all_of_them(program: Any, preset: str) -> No
 
 
 ON_PROCESSES = {
-    2: [(centred, "eager"), (contrastive, "eager"), (of_leaves, "eager"), (contrastive, "inductor"),
-        (transposed, "inductor")],
+    2: [(centred, "eager"), (contrastive, "eager"), (of_leaves, "eager"), (transposed, "inductor")],
     4: [(transposed, "eager")],
 }  # fmt: skip
 

@@ -26,31 +26,31 @@ def test_the_grammar_is_wide() -> None:
     assert sum(map(len, grammar.FAMILIES.values())) > 400
 
 
-@settings(MODEST, max_examples=10)
+@settings(MODEST, max_examples=6)
 @given(programs())
 def test_programs_on_one_rank(program: Program) -> None:
     check(Case(program))
 
 
-@settings(MODEST, max_examples=10)
+@settings(MODEST, max_examples=6)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
     check(case)
 
 
-@settings(MODEST, max_examples=8)
+@settings(MODEST, max_examples=5)
 @given(cases(axes=({"shard": 2},), families=("in place", "views", "leaves", "constants")))
 def test_writes_in_layouts(case: Case) -> None:
     check(case)
 
 
-@settings(MODEST, max_examples=8)
+@settings(MODEST, max_examples=5)
 @given(cases(axes=({"shard": 2},), families=("functions", "buffers", "pointwise")))
 def test_functions_and_buffers_in_layouts(case: Case) -> None:
     check(case)
 
 
-@settings(MODEST, max_examples=4)
+@settings(MODEST, max_examples=3)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
     check(case, lambda case: ranks(2).run(on_rank, case))

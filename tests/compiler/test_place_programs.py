@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_linear_is_given_the_whole_one(inputs: Any) -> No
     assert_placed(traced(normalised, params, batch), params, batch, inputs)
 
 
-@hypothesis.settings(MODEST, max_examples=12)
+@hypothesis.settings(MODEST, max_examples=8)
 @hypothesis.given(programs(), st.randoms(use_true_random=False))
 def test_any_program_on_any_split(program: Any, draw: Any) -> None:
     """Programs of the grammar, whose leaves and batch are split somehow."""

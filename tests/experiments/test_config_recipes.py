@@ -44,8 +44,8 @@ SMALL = (
     "run.held_out_every=2", "run.sample_tokens=1", "run.backend=eager",
     "run.device=cpu", "mesh.shard=1", "mesh.replicate=1", "run.save_every=0",
 )  # fmt: skip
-# Much like one that is run here.
-LONG = {"hybrid", "small_memory", "ddp", "fsdp2", "zero1", "sft_full", "qlora4", "dpo"}
+# Much like one that is run here, or in test_finetune.
+LONG = {"hybrid", "small_memory", "ddp", "fsdp2", "zero1", "sft_full", "sft_lora", "qlora4", "dpo"}
 
 
 def recipes(form: CommandSpec) -> list[str]:

@@ -21,6 +21,7 @@ from small_runs import (
     config_of,
     killed_at,
     metrics_of,
+    remembered_setups,
     run_in,
 )
 
@@ -213,12 +214,16 @@ def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
 # ------------------------------------------------------------------ two ranks
 
 
+ON_RANK: dict[str, Any] = {}  # what a rank of the pool has prepared
+
+
 def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) -> None:
     """Train on this rank; rank `stops` alone is asked before its step `stop_at`: all stop behind the next."""
     stop = After(stop_at) if rank == stops else Stop()
     config = compose(*RUN, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
-    loop.train(config, RunFolder(folder), [], stop)
+    with remembered_setups(ON_RANK):
+        loop.train(config, RunFolder(folder), [], stop)
     fs.checkpoint.wait()
 
 
@@ -244,7 +249,15 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
 
 
 DOUBLE = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
-SPLIT = (*RUN, "run.steps=4", "run.save_every=2", "run.held_out_every=2", "model.kv_heads=2", *DOUBLE)
+SPLIT = (
+    *RUN,
+    "model.layers=1",
+    "run.steps=4",
+    "run.save_every=2",
+    "run.held_out_every=2",
+    "model.kv_heads=2",
+    *DOUBLE,
+)
 
 
 def split_in_two(rank: int, folder: str, source: str, axis: str) -> None:
@@ -274,7 +287,7 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
 
 def test_the_same_command_again_after_sigterm(tmp_path, warm):
     """With a folder named by the clock; what the launcher is told reaches the ranks."""
-    command = ["experiments.train", *RUN, "run.steps=3000", "run.sample_tokens=0"]
+    command = ["experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for _ in range(2):
         job = warm.start(command, tmp_path)

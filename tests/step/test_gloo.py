@@ -41,7 +41,7 @@ CASES: dict[int, dict[str, tuple[str, str, str, dict[str, Any]]]] = {
         "masked_mean": ("masked_mean", "full_shard", ADAMW, {}),
     },
 }
-LONG = ("full_shard_tied", "masked_mean", "streamed")
+LONG = ("full_shard_tied", "masked_mean", "streamed", "zero2", "full_shard")
 FLAT = [
     pytest.param(world, name, marks=[pytest.mark.long] * (name in LONG))
     for world, cases in CASES.items()

@@ -188,8 +188,7 @@ def test_an_optimizer_that_gathers_sees_fused_leaves_in_their_order() -> None:
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, AXES], ids=str)
-@pytest.mark.parametrize("residual", ["split", "whole"])
+@pytest.mark.parametrize(("axes", "residual"), [({"tensor": 2}, "split"), (AXES, "whole")], ids=str)
 def test_a_mean_counts_items_once(axes: dict[str, int], residual: str) -> None:
     model = counted(model_of("decoder"))
     expected = reference.train(model.loss, model.params, by_steps(model), reference.sgd(0.1), clip=CLIP)
@@ -198,7 +197,7 @@ def test_a_mean_counts_items_once(axes: dict[str, int], residual: str) -> None:
         assert_floats(got.norms, expected.norms)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_narrow_dtypes_follow_one_process(dtype: torch.dtype) -> None:
     model = as_float(model_of("decoder"))
     policy = {"compute_dtype": dtype, "reduce_dtype": torch.float32}
@@ -237,7 +236,7 @@ def test_leaves_that_are_stored_over_an_axis_and_computed_whole() -> None:
         assert_same(got, truth("untied", False))
 
 
-@pytest.mark.parametrize("codec", ["int8", "nf4"])
+@pytest.mark.parametrize("codec", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
 def test_frozen_codes_are_split_by_rows(codec: str) -> None:
     """The codes of a rank's rows are rows of the codes; a matrix whose inputs would be split stays whole."""
     model = replace(model_of("untied"), frozen=("layers.0.up_proj.weight", "layers.1.down_proj.weight"))
@@ -259,24 +258,31 @@ def test_frozen_codes_are_split_by_rows(codec: str) -> None:
 # ------------------------------------------------------------------ real ranks
 
 
-def on_ranks(rank: int) -> list[reference.Trained]:
-    """Eager in fp64, and both backends in fp32."""
+CHUNKS = {"async_tensor": 2, "overlap": 1}
+
+
+def on_ranks(rank: int, model: Model, **options: Any) -> reference.Trained:
     mesh = fs.make_mesh(tensor=2, device="cpu")
-    runs = []
-    chunks = {"async_tensor": 2, "overlap": 1}
-    for model, options in (
-        (decoder(layers=1, fused=True), chunks),
-        (narrow := as_float(decoder(layers=1)), {}),
-        (narrow, {"backend": "inductor", **chunks}),
-    ):
-        specs = specs_of(model, "full_shard", mesh, tensor="tensor")
-        runs.append(train(rank, mesh, model, specs, CLIPPED, **options))
-    return runs
+    return train(rank, mesh, model, specs_of(model, "full_shard", mesh, tensor="tensor"), CLIPPED, **options)
 
 
-def test_processes_and_compiled_kernels(ranks: Any) -> None:
-    for exact, eager, compiled in ranks(2).run(on_ranks, timeout=300.0):
-        assert_same(exact, truth("one block", True))
-        assert_floats(exact.norms, truth("one block", True).norms)
+def exact_on_ranks(rank: int) -> reference.Trained:
+    return on_ranks(rank, decoder(layers=1, fused=True), **CHUNKS)
+
+
+def test_processes(ranks: Any) -> None:
+    for got in ranks(2).run(exact_on_ranks):
+        assert_same(got, truth("one block", True))
+        assert_floats(got.norms, truth("one block", True).norms)
+
+
+def narrow_on_ranks(rank: int) -> list[reference.Trained]:
+    model = as_float(decoder(layers=1))
+    return [on_ranks(rank, model), on_ranks(rank, model, backend="inductor", **CHUNKS)]
+
+
+@pytest.mark.long  # test_context_attention compiles in the suite
+def test_compiled_kernels_of_processes(ranks: Any) -> None:
+    for eager, compiled in ranks(2).run(narrow_on_ranks, timeout=300.0):
         assert_same(compiled, eager, atol=2e-5)
         assert compiled.losses[-1] < compiled.losses[0]

@@ -31,7 +31,10 @@ from kernels import remember_kernels
 COLLECTIVE_TIMEOUT_S = 60.0
 # Ranks are forked from a process that has imported what they need, and has no threads.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis"])
+CONTEXT.set_forkserver_preload(
+    ["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune.job",
+     "transformers.models.llama.modeling_llama", "matplotlib.pyplot"]
+)  # fmt: skip
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed
 
 

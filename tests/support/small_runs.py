@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,14 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
 @pytest.fixture(scope="module")
 def lowered_once() -> Iterator[None]:
     """Steps of equal runs are lowered once in this process, and losses are not drawn."""
-    prepare, known = loop.prepare, {}
+    with remembered_setups({}):
+        yield
+
+
+@contextmanager
+def remembered_setups(known: dict[str, loop.TrainSetup]) -> Iterator[None]:
+    """Equal configurations are prepared once; `known` keeps what was, on a rank of a pool from run to run."""
+    prepare = loop.prepare
 
     def prepared(config: TrainConfig) -> loop.TrainSetup:
         key = json.dumps(identity_of(config))

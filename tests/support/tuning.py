@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = ByteTokenizer()
     told = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
         eos_token_id=tokenizer.eos,
     )  # fmt: skip
