@@ -158,5 +158,7 @@ def _refusal() -> Path:
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  (the first operator of any step brings it: here no other rank waits)
+
     named, file = sys.argv[1:]
     run_job(importlib.import_module(named).JOB, json.loads(Path(file).read_text(encoding="utf-8")))
