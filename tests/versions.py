@@ -65,11 +65,13 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--wheels")
-    asked = parser.parse_args()
+    args = parser.parse_args()
+    if unknown := [name for name in args.files if not any(HERE.rglob(f"test_{name}.py"))]:
+        parser.error(f"--files {' '.join(unknown)}: names of test files, as in {' '.join(CORE[:3])}")
     failed = 0
-    for version in asked.versions:
-        python = environment(version, asked.into.resolve(), asked.wheels)
-        summary, names = suite(python, asked.files, asked.only, asked.long)
+    for version in args.versions:
+        python = environment(version, args.into.resolve(), args.wheels)
+        summary, names = suite(python, args.files, args.only, args.long)
         failed += bool(names) or " passed" not in summary
         print(
             f"{version:10} {summary.strip('= ')}",
