@@ -80,7 +80,7 @@ def measure(options: Mapping[str, str], folder: Path) -> dict[str, Any]:
     if mesh.rank == 0:
         record = RunRecord(folder, facts_of(config, "overhead", mesh, []))
         tokens = config.data.rows * config.model.context
-        report = Report(folder, 10**6, tokens, {}, stream=Terminal(), record=record, trackers=tracked,
+        report = Report(folder, 10**6, tokens, stream=Terminal(), record=record, trackers=tracked,
                         spikes=Spikes())  # fmt: skip
     training = Training.of(
         config, setup.plan, setup.step, lambda params: 0.0, loader, lambda: (state, loader), report, folder,

@@ -14,7 +14,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis, write_plan
 from experiments.configs.train import TrainConfig
-from experiments.data.files import read_json, write_json, write_text
+from experiments.data.files import write_text
 from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
@@ -32,8 +32,6 @@ from experiments.training.steps import (
     run_steps,
 )
 from fnshard.launcher.rank import Stop
-
-TABLES = "tables.json"
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
             print_resume(config.run, state, found)
         report = begin_report(
             "train", config, run, setup.step, overrides, int(state.step), found, spent=spent,
-            tokens=config.data.rows * config.model.context, tables=lambda: known_tables(setup, folder),
+            tokens=config.data.rows * config.model.context,
         )  # fmt: skip
         if mesh.rank == 0:
             write_plan(setup.plan, folder)
@@ -104,10 +102,11 @@ def tell_end(
     """What is left of a finished run."""
     folder, unit = Path(run.folder), setup.dataset.unit
     with report.record.spent.on("reports"):
-        plot_losses(report.rows, report.tables, folder / "loss.png", unit=unit)
-    measured = {"held_out_loss": held_out, **report.tables}
+        tables = setup.dataset.tables()
+        plot_losses(report.rows, tables, folder / "loss.png", unit=unit)
+    measured = {"held_out_loss": held_out, **tables}
     closing = finish_run(report, run, overrides, measured, sample="sample.txt")
-    text = comparison(held_out, report.tables, unit=unit)
+    text = comparison(held_out, tables, unit=unit)
     print(f"\n{text}\n\n{sampled}\n\n{closing}\nresults: {folder}", flush=True)
 
 
@@ -163,14 +162,3 @@ def evaluate(setup: TrainSetup, params: Any) -> float:
     if dist.is_initialized():  # every rank's mean is over equally many tokens
         dist.all_reduce(mean)
     return mean.item() / mesh.size
-
-
-def known_tables(setup: TrainSetup, folder: Path) -> dict[str, float]:
-    """Losses of the dataset's n-gram tables, counted once for a run: a restart is not to wait for it."""
-    path, config = folder / TABLES, setup.config
-    of = [setup.dataset.checksum, config.data.held_out_rows, config.model.context]
-    before = read_json(path)
-    if before.get("of") != of:
-        before = {"of": of, "losses": setup.dataset.tables()}
-        write_json(path, before)
-    return before["losses"]

@@ -59,7 +59,6 @@ class Report:
         folder: of the run.
         steps: in the run.
         tokens: per step, of all ranks.
-        tables: n-gram losses, nats per byte, to compare with.
         made: steps that were made before; rows of later ones, by an earlier process, are dropped.
         earlier: the file with their rows.
         record: `run.json`; it has the facts that trackers get.
@@ -71,7 +70,6 @@ class Report:
     folder: Path
     steps: int
     tokens: int
-    tables: Mapping[str, float]
     made: int = 0
     earlier: Path | None = None
     stream: TextIO = field(default_factory=lambda: sys.stderr)

@@ -279,7 +279,6 @@ def begin_report(
     *,
     tokens: int,
     spent: TimeSpent,
-    tables: Callable[[], Mapping[str, float]] = dict,
 ) -> Report | Silent:
     """A run's folder and its report, on rank 0; all ranks call it together.
 
@@ -289,7 +288,6 @@ def begin_report(
         found: the checkpoint that is gone on from, or nothing.
         tokens: of one step, of all ranks.
         spent: where this process's time goes.
-        tables: what the losses are compared with.
     """  # fmt: skip
     hosts, folder, mesh = step.gather_text(socket.gethostname()), Path(run.folder), step.mesh
     if mesh.rank != 0:
@@ -297,7 +295,7 @@ def begin_report(
     start_folder(folder, config)
     record = RunRecord(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made, spent)
     return Report(
-        folder, config.run.steps, tokens, tables(), made, metrics_beside(folder, found),
+        folder, config.run.steps, tokens, made, metrics_beside(folder, found),
         record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
         spikes=None if config.run.watch == "off" else Spikes(),
     )  # fmt: skip

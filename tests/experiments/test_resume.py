@@ -29,6 +29,7 @@ import fnshard as fs
 from experiments.chaos.campaign import differences
 from experiments.configs.train import ConfigError
 from experiments.training import loop
+from experiments.training.dataset import ByteDataset
 from experiments.training.report import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import (
@@ -63,6 +64,18 @@ def test_the_unbroken_run_is_whole(unbroken):
     assert (
         fs.checkpoint.manifest(unbroken / CHECKPOINTS / "12").metrics["held_out"] == rows[-3]["held_out_loss"]
     )
+
+
+def test_tables_that_a_result_is_compared_with_are_counted_behind_the_last_step(tmp_path, monkeypatch):
+    rows: list[int] = []
+
+    def tables(_: ByteDataset) -> dict[str, float]:
+        rows.append(len([row for row in metrics_of(tmp_path) if "loss" in row]))
+        return {"bigram": 2.0}
+
+    monkeypatch.setattr(ByteDataset, "tables", tables)
+    loop.train(config_of(), run_in(tmp_path), [], Stop())
+    assert rows == [STEPS] and read_result(tmp_path)["bigram"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from experiments.training.resume import (
 
 def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     shown = io.StringIO()
-    first = Report(tmp_path, 6, 10, {}, stream=shown)
+    first = Report(tmp_path, 6, 10, stream=shown)
     values = {"loss": 1 / 3, "lr": 0.1}
     for number in (1, 2, 3, 4, 5):
         first.step(number, values, 0.5)
@@ -46,7 +46,7 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     first.close()
     path = tmp_path / METRICS
     path.write_text(path.read_text() + '{"step": 6, "lo')  # it was killed there
-    again = Report(tmp_path, 6, 10, {}, 4, path, stream=shown)
+    again = Report(tmp_path, 6, 10, 4, path, stream=shown)
     again.held_out(4, 2.0)
     again.step(5, values, 0.5)
     again.step(6, values, 0.5)
@@ -67,7 +67,7 @@ def test_a_bar_begins_where_the_run_goes_on(tmp_path):
             return True
 
     shown = Terminal()
-    report = Report(tmp_path, 6, 10, {}, 4, None, stream=shown)
+    report = Report(tmp_path, 6, 10, 4, None, stream=shown)
     report.step(5, {"loss": 1.0, "lr": 0.1}, 0.5)
     report.close()
     assert "4/6" in shown.getvalue() and re.search(r"5/6.*loss 1\.000", shown.getvalue())
@@ -80,7 +80,7 @@ def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, termin
     monkeypatch.setattr(shown, "isatty", lambda: terminal, raising=False)
     logger = logging.getLogger("fnshard")
     before = logger.level, logger.propagate, list(logger.handlers)
-    with Report(tmp_path, 6, 10, {}, stream=shown) as report:
+    with Report(tmp_path, 6, 10, stream=shown) as report:
         for number in (1, 2):
             logger.info("compiling %d of 8 kernels", number)
         report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)

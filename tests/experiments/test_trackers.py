@@ -235,7 +235,7 @@ def test_what_was_not_handed_over_comes_from_the_runs_rows(tmp_path: Path) -> No
 
 def test_a_tracker_that_fails_is_told_of_once_and_dropped(tmp_path: Path) -> None:
     shown = io.StringIO()
-    report = Report(tmp_path, 6, 10, {}, stream=shown, trackers=[Kept(full), fine := Kept(name="fine")])
+    report = Report(tmp_path, 6, 10, stream=shown, trackers=[Kept(full), fine := Kept(name="fine")])
     for number in range(1, 7):
         report.step(number, {"loss": 1.0, "lr": 0.1}, 0.5)
         report.sync()
