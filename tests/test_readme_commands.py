@@ -169,7 +169,7 @@ TABLE = {
     "python -m experiments.examples.pinn": Row(),
     "python -m experiments.examples.dino": Row(),
     # -- finetune
-    "python -m experiments.finetune": replace(TINY, quick=True),
+    "python -m experiments.finetune": replace(TINY, short=f"{TINY.short} mesh.shard=1", quick=True),
     "python -m experiments.finetune method=lora": TINY,
     "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),
@@ -294,7 +294,7 @@ def things(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, st
 
 
 def _run(warm: Warm, arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
-    told = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}, "patches": dict(row.patches)}
+    told = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}, "patches": dict(row.patches)}
     done = warm.run(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **told)
     assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done

@@ -198,12 +198,49 @@ WRONG_FINETUNE = {
 WRONG = [(TRAIN, *each) for each in WRONG_TRAIN.items()] + [
     (FINETUNE, *each) for each in WRONG_FINETUNE.items()
 ]
+# Mistakes that one command line shows at once; each by itself is long.
+TOGETHER = [
+    (TRAIN, "run.stpes=5", "steps=5", "lr=0.1", "run.LR=0.1", "training.steps=5", "model.hidden=64",
+     "model.width.x=64", "optimizer=sgd optimizer.b1=0.1"),
+    (TRAIN, "data=stdlib data.held_out_rowz=8", "mesh.pipeline=2", "mesh={shart: 2}", "+new.key=1",
+     "++run.stpes=5", "~run.steps", "strategy=zer2", "stratgy=zero2"),
+    (TRAIN, "+run.steps=5", "optimizer=adam", "model=5", "hardware=b200", "experiment=latop", "run=null",
+     "run={steps: 5}", "+strategy=zero2"),
+    (TRAIN, "mesh=3", "hydra/launcher=slurm_", "run.steps=many", "run.async_save=perhaps",
+     "optimizer.lr=fast", "run.device_gb=much", "run.resume=null", "run.steps"),
+    (TRAIN, "run.steps=99999999999999999999", "model.width=10000000000000", "model.context=1e13",
+     "mesh={shard: 10000000000000}", "model.heads=${model.vocab} model.vocab=16777216", "=5",
+     "run.steps=5,10", "run.seed=range(3)"),
+    (TRAIN, "run.steps=1.5", "mesh.shard=all", "optimizer.lr=nan", "strategy.name=ddp",
+     "precision.compute=int8", "hardware.price_per_hour=-1", "model.heads=3", "schedule.decay=0.1"),
+    (TRAIN, "run.steps=[1,2]", "optimizer.b1=1", "strategy.remat=block", "model.kv_heads=3",
+     "strategy=auto run.device_gb=1 hardware.name=tpu", "schedule=wsd schedule.warmup=0.9", "data=shards",
+     "mesh.tensor=0"),
+    (FINETUNE, "run.stpes=5", "method=qlora", "objective=ppo", "method.rnak=4", "method.alpha=big",
+     "model={width: 64}", "model.width=64", "data=shards"),
+    (FINETUNE, "method.rank=0", "objective.beta=0", "data.rows=0", "+run._target_=os.system"),
+    (FINETUNE, "optimizer=sgd", "run.device_gb=24", "objective=dpo data.pack=false",
+     "method=full export=adapters", "mesh.context=5"),
+]  # fmt: skip
+SHOWN_TOGETHER = {(job_of.name, line) for job_of, *lines in TOGETHER for line in lines}
 
 
-IDS = [f"{job_of.name}: {line}" for job_of, line, _ in WRONG]
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: f"{case[0].name}: {case[1]}")
+def test_wrong_command_lines_are_one_error_of_several_lines(error_of, case):
+    job_of, *lines = case
+    shown = error_of(job_of, *(word for line in lines for word in split(line)))
+    is_one_error(shown, r"^error: the configuration has \d+ problems:$")
+    messages = {(job_of.name, line): message for job_of, line, message in WRONG}
+    for line in lines:
+        assert re.search(messages[job_of.name, line], shown, re.M), line
 
 
-@pytest.mark.parametrize(("job_of", "line", "message"), WRONG, ids=IDS)
+def single(job_of, line, message):
+    marks = [pytest.mark.long] if (job_of.name, line) in SHOWN_TOGETHER else []
+    return pytest.param(job_of, line, message, marks=marks, id=f"{job_of.name}: {line}")
+
+
+@pytest.mark.parametrize(("job_of", "line", "message"), [single(*each) for each in WRONG])
 def test_a_wrong_command_line_is_one_error(error_of, job_of, line, message):
     shown = error_of(job_of, *split(line))
     is_one_error(shown, message)
