@@ -1,6 +1,6 @@
 """Manifest: what a checkpoint holds, as JSON: written last, read first, sealed by a checksum.
 
-`manifest.json` names every leaf (shape, dtype, spec, and where each chunk of it lies, with checksums) and
+`manifest.json` names every leaf (shape, dtype, spec, and the grid of its chunks with their checksums) and
 every file; `manifest.json.sha256` is what `sha256sum -c` reads. A file has the name that a rank gave it, or
 none: nothing outside the directory is ever opened. Who writes a manifest and its seal can have wrong numbers
 read, but not other files, nor more memory than the files are long.
@@ -13,16 +13,18 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
+from fnshard.checkpoint.chunks import Chunk, Chunks, DataFile, Files, Grid
 from fnshard.checkpoint.loader_state import decode
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, from_json, reader
 from fnshard.runtime.files.tensorfile import (
     STATE_DTYPES,
-    BLOCK_bytes,
     Corrupt,
     HEADER_LIMIT_bytes,
     open_regular,
@@ -30,39 +32,21 @@ from fnshard.runtime.files.tensorfile import (
 )
 
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
-FORMAT = "fnshard checkpoint 1"
+FORMAT = "fnshard checkpoint 2"
+FORMATS = ("fnshard checkpoint 1", FORMAT)  # the first lists every chunk
 LIMIT_bytes = 2 << 30
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a leaf: where it lies in the leaf, in which file from which byte, checksums by block."""
-
-    offset: tuple[Count, ...]
-    shape: tuple[Count, ...]
-    file: str
-    at: Count
-    crc32: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
 class SavedLeaf:
     """A full tensor: `params/<path>`, `optimizer/<path>/<slot>` or `loss_scale/<name>`. `dtype`: as
-    safetensors files name it; `spec`: the `P` it was stored by."""
+    safetensors files name it; `spec`: the `P` it was stored by. `chunks`: of a manifest `Chunks`, which
+    cover it; of the part of one rank, those that it has."""
 
     shape: tuple[Count, ...]
     dtype: str
     spec: str
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """Sizes of a data file and of its header, and the header's CRC-32."""
-
-    bytes: Count
-    header_bytes: Count
-    header_crc32: Count
+    chunks: Sequence[Chunk] | Grid
 
 
 @dataclass(frozen=True)
@@ -136,7 +120,9 @@ class Manifest:
 
 def _fields(value: Any) -> dict[str, Any]:
     """What JSON is to make of a dataclass of this file; `asdict` takes several times as long."""
-    if not isinstance(value, Chunk | SavedLeaf | DataFile):
+    if isinstance(value, Chunks):
+        value = value.grid()
+    if not isinstance(value, Grid | SavedLeaf | DataFile):
         raise TypeError(f"a manifest holds no {type(value).__name__}")
     return vars(value)
 
@@ -171,17 +157,17 @@ _read_manifest = reader(Manifest)  # made here: what reads files runs no code, n
 
 
 def _manifest(values: Any) -> Manifest:
-    if values["format"] != FORMAT:
-        raise ValueError(f"its format is {values['format']!r}, this is {FORMAT!r}")
+    if values["format"] not in FORMATS:
+        raise ValueError(f"its format is {values['format']!r}, this reads {', '.join(map(repr, FORMATS))}")
     read = _read_manifest(values)
     for name, file in read.files.items():
         if not DATA.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a data file")
         if file.header_bytes > min(file.bytes, HEADER_LIMIT_bytes):
             raise ValueError(f"{name}: a header of {file.header_bytes} bytes")
-    for name, leaf in read.leaves.items():
-        _check_leaf(name, leaf, read.files)
-    _check_apart(read.leaves, read.files)
+    files = Files.of(read.files)
+    read = replace(read, leaves={n: _checked_leaf(n, leaf, files) for n, leaf in read.leaves.items()})
+    _check_apart(read.leaves, list(read.files.values()))
     sizes = from_json(Mapping[str, Count], read.mesh["axes"])
     if not all(sizes.values()) or not set(from_json(list[str], read.mesh["data_axes"])) <= sizes.keys():
         raise ValueError(f"its mesh is {read.mesh}")
@@ -190,43 +176,32 @@ def _manifest(values: Any) -> Manifest:
     return read
 
 
-def _check_leaf(name: str, leaf: SavedLeaf, files: Mapping[str, DataFile]) -> None:
+def _checked_leaf(name: str, leaf: SavedLeaf, files: Files) -> SavedLeaf:
     shape, itemsize = leaf.shape, STATE_DTYPES[leaf.dtype].itemsize
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
         raise ValueError(f"{name}: no tensor is {list(shape)}")
-    for chunk in leaf.chunks:
-        size = math.prod(chunk.shape) * itemsize
-        ranks = len(chunk.offset) == len(chunk.shape) == len(shape)
-        fits = chunk.at + size <= files[chunk.file].bytes and len(chunk.crc32) == -(-size // BLOCK_bytes)
-        if not (ranks and fits):
-            raise ValueError(f"{name}: a chunk {list(chunk.shape)} at {list(chunk.offset)} cannot be")
-    if not is_tiled(shape, leaf.chunks):
-        raise ValueError(f"{name}: its chunks are not the whole of it, each part once")
+    make = Chunks.of_grid if isinstance(leaf.chunks, Grid) else Chunks.of
+    try:
+        return replace(leaf, chunks=make(shape, leaf.chunks, itemsize, files))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
-def is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk], dim: int = 0) -> bool:
-    """Whether chunks cover a tensor without overlap, cut as meshes cut: into slabs along a dim, each of these
-    along the next. An empty tensor has no chunks."""
-    if 0 in shape:
-        return not chunks
-    if dim == len(shape):
-        return len(chunks) == 1
-    slabs: dict[tuple[int, int], list[Chunk]] = {}
-    for chunk in chunks:
-        slabs.setdefault((chunk.offset[dim], chunk.shape[dim]), []).append(chunk)
-    end = 0
-    for (start, size), inside in sorted(slabs.items()):
-        if start != end or not size or not is_tiled(shape, inside, dim + 1):
-            return False
-        end += size
-    return end == shape[dim]
-
-
-def _check_apart(leaves: Mapping[str, SavedLeaf], files: Mapping[str, DataFile]) -> None:
-    """No two chunks share bytes: else a small file could stand for any amount."""
-    ends = {name: file.header_bytes for name, file in files.items()}
-    placed = [(c.at, name, leaf.dtype, c) for name, leaf in leaves.items() for c in leaf.chunks]
-    for at, name, dtype, chunk in sorted(placed, key=lambda p: p[0]):
-        if at < ends[chunk.file]:
-            raise ValueError(f"{name}: its bytes in {chunk.file} from {at} on are not its own")
-        ends[chunk.file] = at + math.prod(chunk.shape) * STATE_DTYPES[dtype].itemsize
+def _check_apart(leaves: Mapping[str, SavedLeaf], files: Sequence[DataFile]) -> None:
+    """Every chunk lies in its file, behind the header, and no two share bytes: else a small file could stand
+    for any amount."""
+    chunks = [leaf.chunks for leaf in leaves.values()]
+    file, at, size = (
+        np.concatenate([np.zeros(0, np.int64), *each])
+        for each in ([c.file for c in chunks], [c.at for c in chunks], [c.bytes for c in chunks])
+    )
+    order = np.lexsort((at, file))
+    file, at, size = file[order], at[order], size[order]
+    header, length = (
+        np.array(each, np.int64)[file] for each in ([f.header_bytes for f in files], [f.bytes for f in files])
+    )
+    before = np.where(np.diff(file, prepend=-1) != 0, header, np.roll(at + size, 1))
+    wrong = np.flatnonzero((at < before) | (size > length - at))
+    if len(wrong):
+        number = int(np.searchsorted(np.cumsum([len(c) for c in chunks]), order[wrong[0]], "right"))
+        raise ValueError(f"{list(leaves)[number]}: its bytes from {at[wrong[0]]} on are not its own")

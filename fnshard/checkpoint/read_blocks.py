@@ -6,7 +6,6 @@ reaches a tensor before its checksum is compared.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import zlib
@@ -19,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fnshard.checkpoint.chunks import Chunk, DataFile
 from fnshard.checkpoint.coordination import all_ranks
-from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest
+from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.state_leaves import RestoreTarget
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import (
@@ -68,17 +68,16 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
     for target in targets.values():
         saved = manifest.leaves[target.source]
         dtype = STATE_DTYPES[saved.dtype]
-        for (offset, part), chunk in itertools.product(target.parts(mesh), saved.chunks):
-            low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
-            ends = zip(offset, part.shape, chunk.offset, chunk.shape, strict=True)
-            high = [min(a + n, b + m) for a, n, b, m in ends]
-            if any(first >= last for first, last in zip(low, high, strict=True)):
-                continue
-            view = part
-            for dim, (first, last) in enumerate(zip(low, high, strict=True)):
-                view = view.narrow(dim, first - offset[dim], last - first)
-            start = tuple(a - b for a, b in zip(low, chunk.offset, strict=True))
-            yield ChunkRead(target.source, chunk, dtype, start, view)
+        for offset, part in target.parts(mesh):
+            for chunk in saved.chunks.overlapping(offset, part.shape):
+                low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
+                ends = zip(offset, part.shape, chunk.offset, chunk.shape, strict=True)
+                high = [min(a + n, b + m) for a, n, b, m in ends]
+                view = part
+                for dim, (first, last) in enumerate(zip(low, high, strict=True)):
+                    view = view.narrow(dim, first - offset[dim], last - first)
+                start = tuple(a - b for a, b in zip(low, chunk.offset, strict=True))
+                yield ChunkRead(target.source, chunk, dtype, start, view)
 
 
 def _read_all(folder: Path, manifest: Manifest, reads: list[ChunkRead]) -> None:
@@ -157,10 +156,10 @@ def verify_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
         fd = open_checked(folder, name, manifest.files[name])
     except (Corrupt, OSError) as error:
         return [f"{name}: {error}" if isinstance(error, OSError) else str(error)]
-    wrong, buffer = [], bytearray(BLOCK_bytes)
+    wrong, buffer, number = [], bytearray(BLOCK_bytes), list(manifest.files).index(name)
     try:
         for title, leaf in manifest.leaves.items():
-            for chunk in (c for c in leaf.chunks if c.file == name):
+            for chunk in leaf.chunks.in_file(number):
                 size = math.prod(chunk.shape) * STATE_DTYPES[leaf.dtype].itemsize
                 try:
                     for start in range(0, size, BLOCK_bytes):

@@ -18,12 +18,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, is_tiled
+from fnshard.checkpoint.chunks import Chunk, Chunks, DataFile, Files
+from fnshard.checkpoint.manifest_file import Manifest, SavedLeaf
 from fnshard.checkpoint.state_leaves import LocalLeaf
 from fnshard.layout.partition import boxes
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.json_reader import Count, from_json
 from fnshard.runtime.files.tensorfile import (
+    STATE_DTYPES,
     BLOCK_bytes,
     TensorToWrite,
     bytes_of,
@@ -169,23 +171,29 @@ def replicas_of(found: Iterable[tuple[int, str, bytes]], here: int) -> list[Repl
 def _replica(slot: str, parts: Sequence[tuple[Part, list[int]]], here: int) -> Replica | None:
     """Of the parts of one step; None where some block or some rank's position is not among them."""
     first, leaves = parts[0][0], dict[str, SavedLeaf]()
+    chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}  # by where they begin
     for part, _ in sorted(parts, key=lambda each: (here not in each[1], each[0].name)):
         for name, leaf in part.leaves.items():
-            known = leaves.get(name, replace(leaf, chunks=()))
-            new = [c for c in leaf.chunks if c.offset not in {k.offset for k in known.chunks}]
-            leaves[name] = replace(known, chunks=(*known.chunks, *new))
+            leaves.setdefault(name, leaf)
+            known = chunks.setdefault(name, {})
+            for chunk in leaf.chunks:
+                known.setdefault(chunk.offset, chunk)
     positions = {part.rank: part.data for part, _ in parts}
-    ranks = math.prod(first.mesh["axes"].values())
-    complete = len(leaves) == first.count and all(
-        is_tiled(leaf.shape, leaf.chunks) for leaf in leaves.values()
-    )
-    if len(positions) < ranks or not complete:
+    if len(positions) < math.prod(first.mesh["axes"].values()) or len(leaves) != first.count:
         return None
+    files = {part.name: part.file for part, _ in parts}
+    numbered = Files.of(files)
+    for name, leaf in leaves.items():
+        found, itemsize = list(chunks[name].values()), STATE_DTYPES[leaf.dtype].itemsize
+        try:
+            leaves[name] = replace(leaf, chunks=Chunks.of(leaf.shape, found, itemsize, numbered))
+        except ValueError:
+            return None
     data = tuple(positions[rank] for rank in sorted(positions))
     alike = all(position == data[0] for position in data)
     manifest = Manifest(
         step=first.step, seed=first.seed, mesh=first.mesh, leaves=leaves,
-        files={part.name: part.file for part, _ in parts}, specs={}, data=data[:1] if alike else data,
+        files=files, specs={}, data=data[:1] if alike else data,
         config=None, metrics={}, versions={"torch": str(torch.__version__)},
     )  # fmt: skip
     return Replica(slot, manifest, {part.name: tuple(nodes) for part, nodes in parts})

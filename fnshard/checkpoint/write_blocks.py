@@ -6,19 +6,18 @@ Which rank writes what follows from layouts and mesh, so that no rank has to ask
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from fnshard.checkpoint.chunks import Chunk, DataFile
 from fnshard.checkpoint.coordination import all_ranks
-from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, is_tiled
 from fnshard.checkpoint.state_leaves import LocalLeaf
+from fnshard.checkpoint.written import Written, manifest_of
+from fnshard.layout.partition import P
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import TensorToWrite, write
-
-Part = tuple[Mapping[str, SavedLeaf], Mapping[str, DataFile]]  # what one rank wrote
 
 
 def save_blocks(
@@ -49,9 +48,11 @@ def save_blocks(
         positions.extend(position for _, position in states)
         directory.begin()
 
-    def finish(parts: list[Part]) -> None:
+    def finish(written: list[Written | None]) -> None:
         alike = all(position == positions[0] for position in positions)
-        manifest = _manifest(leaves, parts, {**fields, "data": tuple(positions[:1] if alike else positions)})
+        data = tuple(positions[:1] if alike else positions)
+        expected = {name: leaf.saved_as() for name, leaf in leaves.items()}
+        manifest = manifest_of(expected, list(filter(None, written)), {**fields, "data": data})
         manifest.write(directory.saving)
         directory.commit()
 
@@ -87,9 +88,12 @@ def writers(
     {'a': True, 'b': False}
     """
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # bytes of each rank of a group
+    groups: dict[P, tuple[int, ...]] = {}
     mine = {}
     for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
-        holders = mesh.group_ranks([axis for axis in mesh.names if axis not in leaf.layout.axes])
+        if leaf.layout not in groups:
+            groups[leaf.layout] = mesh.group_ranks([a for a in mesh.names if a not in leaf.layout.axes])
+        holders = groups[leaf.layout]
         load = loads.setdefault(holders, dict.fromkeys(holders, 0))
         on_node: dict[int, int] = {}
         for rank in sorted(holders, key=load.__getitem__):
@@ -103,52 +107,25 @@ def writers(
     return mine
 
 
-def _write(directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> Part:
-    """This rank's file, written, flushed and summed."""
+def _write(directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> Written | None:
+    """This rank's file, written, flushed and summed; None where it has nothing to write."""
     if not leaves:
-        return {}, {}
-    file, titles = data_file(mesh.rank), dict[str, list[tuple[str, tuple[int, ...], Tensor]]]()
-    for name, leaf in leaves.items():
-        titles[name] = [(_title(name, leaf, *part), *part) for part in leaf.parts(mesh)]
-    done = write(
-        directory.saving / file,
-        [
-            TensorToWrite(title, tuple(part.shape), part.dtype, lambda part=part: part)
-            for parts in titles.values()
-            for title, _, part in parts
-        ],
-    )
-    written = {}
-    for name, parts in titles.items():
-        chunks = [Chunk(at, tuple(p.shape), file, done.at[t], done.crc32[t]) for t, at, p in parts]
-        written[name] = leaves[name].saved_as(chunks)
-    return written, {file: DataFile(done.bytes, done.header_bytes, done.header_crc32)}
+        return None
+    parts = [
+        (name, leaf, _title(name, leaf, *part), *part)
+        for name, leaf in leaves.items()
+        for part in leaf.parts(mesh)
+    ]
+    file = data_file(mesh.rank)
+    entries = [TensorToWrite(t, tuple(p.shape), p.dtype, lambda p=p: p) for _, _, t, _, p in parts]
+    done = write(directory.saving / file, entries)
+    chunks = [
+        (name, leaf.saved_as(), Chunk(start, tuple(part.shape), file, done.at[title], done.crc32[title]))
+        for name, leaf, title, start, part in parts
+    ]
+    return Written.of(file, DataFile(done.bytes, done.header_bytes, done.header_crc32), chunks)
 
 
 def _title(name: str, leaf: LocalLeaf, start: tuple[int, ...], part: Tensor) -> str:
     """The name in the file: a box that is not the full leaf says where it begins."""
     return name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
-
-
-def _manifest(leaves: Mapping[str, LocalLeaf], parts: list[Part], fields: Mapping[str, Any]) -> Manifest:
-    """The manifest of what all ranks wrote.
-
-    Raises:
-        ValueError: the blocks of some leaf are not the full leaf, as ranks hold states of different layouts.
-    """
-    expected = {name: leaf.saved_as() for name, leaf in leaves.items()}
-    chunks: dict[str, list[Chunk]] = {name: [] for name in leaves}
-    files: dict[str, DataFile] = {}
-    wrong = set()
-    for written, of_rank in parts:
-        files |= of_rank
-        for name, leaf in written.items():
-            if expected.get(name) != replace(leaf, chunks=()):
-                wrong.add(name)
-            else:
-                chunks[name] += leaf.chunks
-    wrong |= {name for name, leaf in leaves.items() if not is_tiled(leaf.shape, chunks[name])}
-    if wrong:
-        raise ValueError(f"ranks hold different states: {', '.join(sorted(wrong)[:20])}")
-    saved = {name: leaf.saved_as(chunks[name]) for name, leaf in leaves.items()}
-    return Manifest(leaves=saved, files=files, **fields)

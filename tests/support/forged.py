@@ -13,6 +13,9 @@ from typing import Any
 
 from saved_states import MANIFEST, SEAL
 
+from fnshard.checkpoint.chunks import Chunks, DataFile, Files, Grid
+from fnshard.runtime.files.tensorfile import STATE_DTYPES
+
 
 def reseal(folder: Path, manifest: Any) -> None:
     """Put a manifest in the place of the one that is there, sealed."""
@@ -75,6 +78,23 @@ def wrong_for(value: Any) -> list[Any]:
 # ------------------------------------------------------------------ what a manifest can say
 
 
+def listed(manifest: Any) -> Any:
+    """The same manifest in the first format, which lists every chunk."""
+    files = Files.of({name: DataFile(**file) for name, file in manifest["files"].items()})
+
+    def chunks(leaf: Any) -> list[Any]:
+        itemsize = STATE_DTYPES[leaf["dtype"]].itemsize
+        return [vars(c) for c in Chunks.of_grid(leaf["shape"], Grid(**leaf["chunks"]), itemsize, files)]
+
+    leaves = {name: {**leaf, "chunks": chunks(leaf)} for name, leaf in manifest["leaves"].items()}
+    return json.loads(json.dumps({**manifest, "leaves": leaves, "format": "fnshard checkpoint 1"}))
+
+
+def grid_of(**values: Any) -> Callable[[Any], None]:
+    """Another grid of a leaf [5, 3], whose first 3 rows are the first of two chunks."""
+    return lambda manifest: manifest["leaves"]["params/wide.weight"]["chunks"].update(values)
+
+
 def twice(manifest: Any) -> None:
     """Both chunks are the first: as many elements as there should be, but not all of them."""
     chunks = manifest["leaves"]["params/wide.weight"]["chunks"]
@@ -129,6 +149,54 @@ def header_of(count: int) -> Callable[[Any], None]:
 
 
 EDITS: dict[str, Callable[[Any], Any]] = {
+    "runs that are none": grid_of(file=[[0, 1]]),
+    "a run of nothing": grid_of(file=[[0, 1, 2], [0, 0, 0]]),
+    "2^60 cuts": grid_of(cuts=[[[1, 1, 1 << 60]], [[3, 0, 1]]]),
+    "2^60 files": grid_of(file=[[0, 1, 1 << 60]]),
+    "a file too many": grid_of(file=[[0, 1, 3]]),
+    "cuts that go back": grid_of(cuts=[[[5, -2, 2]], [[3, 0, 1]]]),
+    "cuts of another size": grid_of(cuts=[[[3, 3, 2]], [[3, 0, 1]]]),
+    "cuts of one dim": grid_of(cuts=[[[3, 2, 2]]]),
+    "cuts of no dim": grid_of(cuts=[[], []], file=[], at=[], crc32=""),
+    "places before the file": grid_of(at=[[8, -1000, 2]]),
+    "places behind 2^63": grid_of(at=[[8, (1 << 63) - 1, 2]]),
+    "half a checksum": grid_of(crc32="AAAAAAA="),
+    "checksums of less": grid_of(crc32="AAAA" * 4),
+    "no base64": grid_of(crc32="\n" * 24),
+    "a header of 2^50": header_of(1 << 50),
+    "..": file_named("../rank-00000.safetensors"),
+    "../300": file_named("../300/rank-00000.safetensors"),
+    "from the root": file_named("/etc/passwd"),
+    "this directory": file_named("."),
+    "the one above": file_named(".."),
+    "no name": file_named(""),
+    "a nul": file_named("rank-00000.safetensors\\u0000"),
+    "half a letter": file_named("rank-\\ud800.safetensors"),
+    "the manifest": file_named(MANIFEST),
+    "a tilde": file_named("~/rank-00000.safetensors"),
+    "no format": lambda manifest: manifest.pop("format") and None,
+    "a later format": lambda manifest: manifest.update(format="fnshard checkpoint 3"),
+    "a list": lambda manifest: [manifest],
+    "nothing": lambda manifest: b"",
+    "null": lambda manifest: b"null",
+    "no text": lambda manifest: b"\xff\xfe\xff",
+    "deep": lambda manifest: b"[" * 1_000_000,
+    "deep objects": lambda manifest: b'{"leaves":' * 100_000,
+    "a deep position": lambda manifest: manifest.update(
+        data=[functools.reduce(lambda a, _: [a], range(900), 1)]
+    ),
+    "a number of 10^6 digits": lambda manifest: b'{"step":' + b"9" * 1_000_000 + b"}",
+    "a tensor that multiplies lists": lambda manifest: manifest.update(
+        data=[{"__is__": "tensor", "of": ["F32", [1 << 30, [0]], ""]}]
+    ),
+    "a tensor of 2^62 nothings": lambda manifest: manifest.update(
+        data=[{"__is__": "tensor", "of": ["F32", [1 << 62, 1 << 62, 0], ""]}]
+    ),
+    "a key that is a list": lambda manifest: manifest.update(data=[{"__is__": "items", "of": [[[1], 2]]}]),
+}
+
+# Of manifests that list every chunk.
+LISTED_EDITS: dict[str, Callable[[Any], Any]] = {
     "a chunk twice": twice,
     "chunks overlap": shifted,
     "no chunks": lambda manifest: manifest["leaves"]["params/bias"].update(chunks=[]),
@@ -150,34 +218,4 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "of 0 x 2^62": without_chunks([0, 1 << 62]),
     "of 0 x 2^62 x 8": without_chunks([0, 1 << 62, 8]),
     "of 0 in 1,000 dims": without_chunks([0] * 1000),
-    "a header of 2^50": header_of(1 << 50),
-    "..": file_named("../rank-00000.safetensors"),
-    "../300": file_named("../300/rank-00000.safetensors"),
-    "from the root": file_named("/etc/passwd"),
-    "this directory": file_named("."),
-    "the one above": file_named(".."),
-    "no name": file_named(""),
-    "a nul": file_named("rank-00000.safetensors\\u0000"),
-    "half a letter": file_named("rank-\\ud800.safetensors"),
-    "the manifest": file_named(MANIFEST),
-    "a tilde": file_named("~/rank-00000.safetensors"),
-    "no format": lambda manifest: manifest.pop("format") and None,
-    "a later format": lambda manifest: manifest.update(format="fnshard checkpoint 2"),
-    "a list": lambda manifest: [manifest],
-    "nothing": lambda manifest: b"",
-    "null": lambda manifest: b"null",
-    "no text": lambda manifest: b"\xff\xfe\xff",
-    "deep": lambda manifest: b"[" * 1_000_000,
-    "deep objects": lambda manifest: b'{"leaves":' * 100_000,
-    "a deep position": lambda manifest: manifest.update(
-        data=[functools.reduce(lambda a, _: [a], range(900), 1)]
-    ),
-    "a number of 10^6 digits": lambda manifest: b'{"step":' + b"9" * 1_000_000 + b"}",
-    "a tensor that multiplies lists": lambda manifest: manifest.update(
-        data=[{"__is__": "tensor", "of": ["F32", [1 << 30, [0]], ""]}]
-    ),
-    "a tensor of 2^62 nothings": lambda manifest: manifest.update(
-        data=[{"__is__": "tensor", "of": ["F32", [1 << 62, 1 << 62, 0], ""]}]
-    ),
-    "a key that is a list": lambda manifest: manifest.update(data=[{"__is__": "items", "of": [[[1], 2]]}]),
 }
