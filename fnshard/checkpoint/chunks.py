@@ -42,6 +42,7 @@ class Files:
 
     @staticmethod
     def of(files: Mapping[str, DataFile]) -> Files:
+        """In the manifest's order."""
         return Files(tuple(files), np.array([file.header_bytes for file in files.values()], np.int64))
 
 
@@ -138,6 +139,7 @@ class Chunks(Sequence[Chunk]):
         return (self[int(part)] for part in np.flatnonzero(self.file == number))
 
     def grid(self) -> Grid:
+        """The inverse of `of_grid`."""
         cuts = tuple(map(runs_of, self.ends))
         sums = base64.b64encode(self.crc32.astype("<u4").tobytes()).decode()
         at = self.at - self.files.data[self.file]
