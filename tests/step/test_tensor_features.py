@@ -119,6 +119,7 @@ ROWS = {
 LONG = (
     "hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch", "untied",
     "shard_grad_op", "no_shard", "remat, whole", "host, streamed", "clip", "uneven vocabulary, whole",
+    "zero2", "remat", "accumulate", "chunks",
 )  # fmt: skip
 
 

@@ -198,46 +198,20 @@ _PRODUCTS = [
     (aten.einsum.default, "...i,...i->...", [f(6, 4), f(4)]),
     (aten.einsum.default, "ii->i", [f(6, 6)]),
     (aten.scaled_dot_product_attention.default, f(4, 6, 5, 2), f(4, 6, 3, 2), f(4, 6, 3, 2)),
-    (
-        aten.scaled_dot_product_attention.default,
-        f(2, 12, 4, 2),
-        f(2, 4, 4, 2),
-        f(2, 4, 4, 2),
-        None,
-        0.0,
-        True,
-        {"enable_gqa": True},
-    ),
-    (
-        aten.scaled_dot_product_attention.default,
-        f(2, 6, 4, 2),
-        f(2, 2, 4, 2),
-        f(2, 2, 4, 2),
-        None,
-        0.0,
-        True,
-        {"enable_gqa": True},
-    ),
+    (aten.scaled_dot_product_attention.default, f(2, 12, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), None, 0.0,
+     True, {"enable_gqa": True}),
+    (aten.scaled_dot_product_attention.default, f(2, 6, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, 0.0,
+     True, {"enable_gqa": True}),
     (aten.scaled_dot_product_attention.default, f(4, 6, 4, 2), f(4, 6, 4, 2), f(4, 6, 4, 2), b(4, 1, 1, 4)),
-    (
-        own.attention.default,
-        f(4, 6, 4, 2),
-        f(4, 6, 3, 2),
-        f(4, 6, 3, 2),
-        b(4, 1, 1, 3),
-        KEY,
-        0.3,
-        False,
-        None,
-        False,
-    ),
+    (own.attention.default, f(4, 6, 4, 2), f(4, 6, 3, 2), f(4, 6, 3, 2), b(4, 1, 1, 3), KEY, 0.3, False,
+     None, False),
     (own.attention.default, f(2, 12, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), None, KEY, 0.3, True, None, True),
     (own.attention.default, f(2, 6, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, KEY, 0.3, True, None, True),
     (own.attention_turn.default, f(2, 6, 4, 2), f(2, 6, 3, 5), [], Draw(1, ()), b(2, 1, 4, 6), 2, False, 0.7),
     (own.attention_turn.default, f(2, 12, 4, 2), f(2, 4, 4, 4), CARRY, Draw(2, ()), None, 2, True, 0.7),
     (own.attention_turn.default, f(6, 4, 2), f(2, 4, 4), [], Draw(1, ()), None, 2, True, 0.7),
     (own.attention_merged.default, f(4, 6, 2), Draw("positive", (4, 6)), f64),
-]
+]  # fmt: skip
 
 # How attention runs over a sequence that an axis splits: of each rank's queries, keys and values.
 SPLIT_ATTENTION = {
@@ -268,16 +242,8 @@ _WINDOWS = [
     (aten.convolution.default, f(4, 6, 5), f(4, 6, 3), None, [1], [0], [1], False, [0], 1),
     (aten.conv_transpose1d.default, f(4, 6, 5), f(6, 4, 3), f(4)),
     (aten.conv_transpose2d.input, f(4, 6, 2, 3), f(6, 4, 2, 2)),
-    (
-        aten.conv_transpose3d.input,
-        f(4, 6, 1, 2, 2),
-        f(6, 2, 1, 2, 2),
-        None,
-        [1, 1, 1],
-        [0, 0, 0],
-        [0, 0, 0],
-        6,
-    ),
+    (aten.conv_transpose3d.input, f(4, 6, 1, 2, 2), f(6, 2, 1, 2, 2), None, [1, 1, 1], [0, 0, 0], [0, 0, 0],
+     6),
     (aten.group_norm.default, f(4, 12, 3), 6, f(12), f(12)),
     (aten.batch_norm.default, f(4, 6, 3), f(6), f(6), n(6), n(6), False, 0.1, 1e-5, False),
     (aten.batch_norm.default, f(4, 6, 3), f(6), f(6), None, None, True, 0.1, 1e-5, False),
@@ -313,7 +279,7 @@ _WINDOWS = [
     (aten.linalg_slogdet.default, f(6, 3, 3)),
     (aten.linalg_det.default, f(6, 3, 3)),
     (aten.linalg_matrix_exp.default, f(6, 3, 3)),
-]
+]  # fmt: skip
 
 _REDUCTIONS = [
     (aten.sum.default, f(4, 6)),
@@ -398,7 +364,7 @@ _LOSSES = [
     (own.token_losses.default, f(6, 4), f(12, 4), i(12, 6), 3, 2),
     (own.token_losses.default, f(6, 4), f(5, 4), i(5, 6), -100, 0),
     (own.token_parts.default, f(6, 4), f(12, 4), i(12, 6), 4, 6),
-]
+]  # fmt: skip
 
 _VIEWS = [
     (aten.view.default, f(4, 6, 5), [24, 5]),
