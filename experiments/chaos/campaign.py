@@ -197,7 +197,7 @@ class Campaign:
         kill, self.coming, self.drawn = self.coming, next(self.kills), self.drawn + 1
         if not self._moment(job, kill):
             return False
-        folder, ranks, self.seen = job.folder, job.ranks, len(job.resumed)
+        folder, ranks, seen = job.folder, job.ranks, len(job.resumed)
         newest = max(job.committed(folder), default=0)
         done = KillOutcome(
             kill,
@@ -206,13 +206,14 @@ class Campaign:
             newest,
             job.saving(folder),
             len(ranks),
-            attempts + self.seen,
+            attempts + seen,
         )
         node = kill.rank % job.nodes
         beneath = job.ranks_of(node)
         if not job.kill(kill.mode, kill.rank):
             return not job.ended  # nobody was there yet
         self.done.append(done)
+        self.seen = seen
         again = kill.mode == "kill_launcher" and job.nodes > 1
         if again:
             job.begin_again(node)

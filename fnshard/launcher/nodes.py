@@ -264,7 +264,7 @@ class Peers:
         self._joined: list[int] = []
         self._replaced: set[int] = set()  # members in whose place another agent was started
         self._found, self._came = 0, time.monotonic()
-        before = _read(nodes.folder, f"0-{self.attempt - 1}.json") if self._leads else {}
+        before = _read(nodes.folder, f"0-{attempt - 1}.json") if self._leads else {}
         self._remaining = set(before.get("remaining", ()))
         self._token = uuid.uuid4().hex
         self._first = self._token if self._leads else ""
