@@ -15,7 +15,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.chaos.config import ChaosConfig
-from experiments.chaos.job import ROOT, SLOW_S, STOPPED, MonitoredRun, gone, rows_of
+from experiments.chaos.job import POLL_S, ROOT, SLOW_S, STOPPED, MonitoredRun, gone, rows_of
 from experiments.data.files import read_json, write_json
 from experiments.training.report import METRICS
 from experiments.training.result import read_result
@@ -259,7 +259,12 @@ class Campaign:
             for _ in range(kill.after if kill.moment == "save" else 0):
                 if not job.until(lambda: not job.saving(folder)) or not job.until(lambda: job.saving(folder)):
                     return False
-        time.sleep(kill.within * self.spans_s[kill.moment])
+        until = time.monotonic() + kill.within * self.spans_s[kill.moment]
+        early = kill.moment == "start"  # no later than the first step
+        job.until(
+            lambda: time.monotonic() >= until or (early and len(job.resumed) > self.seen),
+            SLOW_S if early else POLL_S,
+        )
         return not job.ended
 
     # -------------------------------------------------------------- what came of it

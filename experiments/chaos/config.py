@@ -35,7 +35,7 @@ class ChaosConfig:
     ranks: int = 2
     nodes: int | None = None
     async_save: bool = False
-    steps: int = 200
+    steps: int = 400
     save_every: int = 5
     held_out_every: int = 15
     max_restarts: int = 2
