@@ -118,7 +118,14 @@ def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ra
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("axes", [{"context": 2}, {"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        *(pytest.param({a: 2}, marks=pytest.mark.long) for a in ("context", "tensor")),
+        {"tensor": 2, "context": 2},
+    ],
+    ids=str,
+)
 def test_ranks_that_split_the_same_rows_may_exchange_otherwise_at_a_length(axes: dict[str, int]) -> None:
     mesh = fs.make_mesh(**axes, simulated=True)
     specs = fs.presets.full_shard(params(), mesh, tensor="tensor" if "tensor" in axes else None)
