@@ -75,8 +75,9 @@ def test_vector_instructions_that_torch_runs_with_are_not_tried(
     old = tmp_path / "g++"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o700)
-    with config.patch({"cpp.cxx": (str(old),)}):
-        assert libraries.vector_settings.__wrapped__() == {}
+    for other in ({"cpp.cxx": (str(old),)}, {"cpp.vec_isa_ok": False}):  # a user's own choice
+        with config.patch(other):
+            assert libraries.vector_settings.__wrapped__() == {}
 
 
 def test_what_another_thread_compiles_meanwhile_is_inductors_own(built: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Kernels through torch.compile's stack: the only module that calls Inductor.
+"""Kernels through torch.compile's stack: with `libraries` the only module that calls Inductor.
 
 A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
 call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:

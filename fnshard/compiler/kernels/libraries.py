@@ -137,11 +137,11 @@ def _bound(kernel: _Pending, name: str) -> str:
 def vector_settings() -> dict[str, bool]:
     """Options of Inductor that save it trying most vector instructions, by a compiler run and a program each:
     torch itself was built with those of this CPU and runs with them, and the compiler has their flags."""
-    from torch._inductor import cpu_vec_isa
+    from torch._inductor import config, cpu_vec_isa
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     here, used = cpu_vec_isa.x86_isa_checker(), torch.backends.cpu.get_cpu_capability().lower()
-    if used not in here or (used == "avx2" and "avx512" in here):
+    if config.cpp.vec_isa_ok is not None or used not in here or (used == "avx2" and "avx512" in here):
         return {}
     sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in here]
     flags = [flag for isa in sets for flag in isa.build_arch_flags().split()]
