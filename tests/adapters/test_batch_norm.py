@@ -122,9 +122,15 @@ def trained(
     return losses, fs.unshard(state.params, step.specs, mesh)
 
 
+LIKE_OURS = ("torch's cumulative", "torch's activated")  # where no process group is, torch's BatchNorm
+
+
 @pytest.mark.parametrize(
     ("name", "preset", "remat"),
-    [(name, "full_shard", "none") for name in MODELS]
+    [
+        pytest.param(name, "full_shard", "none", marks=[pytest.mark.long] * (name in LIKE_OURS))
+        for name in MODELS
+    ]
     + [("2d", "no_shard", "unit"), ("activated", "zero2", "unit"), ("2d", "hybrid_shard", "none")],
 )
 def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:

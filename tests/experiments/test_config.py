@@ -309,10 +309,10 @@ def test_an_own_recipe_is_taken_and_its_values_know_their_lines(tmp_path):
 def test_right_command_lines_are_taken():
     """Whatever looks odd, and is not."""
     for line in (
-        "run.steps='5'", "run.async_save=yes", "optimizer.lr=1", "run.prompt=5", "strategy.remat=0.5",
-        "strategy.remat={layers.*:unit}", "mesh={shard: 2}", "++run.steps=5", 
-        "run.seed=${run.steps}", "hydra.run.dir=there", "run.steps=2 run.steps=3", "hydra.verbose=true",
-    ):  # fmt: skip
+        "run.steps='5' run.async_save=yes optimizer.lr=1 run.prompt=5 strategy.remat=0.5 hydra.verbose=true",
+        "strategy.remat={layers.*:unit} mesh={shard: 2} ++run.steps=5 run.seed=${run.steps}",
+        "hydra.run.dir=there run.steps=2 run.steps=3",
+    ):
         assert validate(TRAIN.spec, split(line)).config is not None, line
     assert validate(TRAIN.spec, ["--multirun", "run.seed=range(3)", "strategy=zero1,zero2"]).config is None
     assert validate(TRAIN.spec, ["--cfg", "job", "run.steps=0"]).config is None  # it is to be looked at
