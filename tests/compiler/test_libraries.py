@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.decomposition import select_decomp_table
@@ -86,7 +87,7 @@ def test_what_another_thread_compiles_meanwhile_is_inductors_own(built: list[str
     def other() -> None:
         found.append(torch.compile(lambda x: (x * 3).cos())(X))
 
-    with libraries.compiled_together():
+    with libraries.compiled_together({}):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -94,9 +95,47 @@ def test_what_another_thread_compiles_meanwhile_is_inductors_own(built: list[str
     assert not any("fnshard" in unit for unit in built)
 
 
+def test_options_hold_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, build = [], libraries._built
+
+    def built(groups: Any) -> Any:
+        seen.append(config.cpp.enable_unsafe_math_opt_flag)
+        return build(groups)
+
+    monkeypatch.setattr(libraries, "_built", built)
+    graphs = {("k", False): graph_of(lambda x: x.tan() + 5)}
+    compile_graphs(graphs, backend="inductor", options={"cpp.enable_unsafe_math_opt_flag": True})
+    assert seen == [True] and not config.cpp.enable_unsafe_math_opt_flag
+
+
+def test_threads_that_wait_for_each_other_leave_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, lock, before = threading.Event(), threading.RLock(), AsyncCompile.cpp_pybinding
+
+    class Lock:
+        def __enter__(self) -> None:
+            waits.set()
+            lock.acquire()
+
+        def __exit__(self, *_: Any) -> None:
+            lock.release()
+
+    def other() -> None:
+        with libraries.compiled_together({}):
+            pass
+
+    monkeypatch.setattr(libraries, "_lock", Lock())
+    thread = threading.Thread(target=other)
+    with libraries.compiled_together({}):
+        waits.clear()
+        thread.start()
+        assert waits.wait(60)
+    thread.join()
+    assert AsyncCompile.cpp_pybinding is before
+
+
 def test_what_was_generated_before_an_error_is_compiled_where_it_is_used() -> None:
     graph = graph_of(lambda x: (x + 17).sin())
-    with pytest.raises(ZeroDivisionError), libraries.compiled_together():
+    with pytest.raises(ZeroDivisionError), libraries.compiled_together({}):
         compiled = inductor._generated(graph, {}, False)
         raise ZeroDivisionError
     for run in (compiled, compile_graph(graph, backend="inductor", options={}, is_backward=False)):

@@ -36,7 +36,7 @@ def compile_graph(
     """
     if backend == "eager":
         return _eager(module)
-    with compiled_together():
+    with compiled_together(options):
         return _generated(module, options, is_backward)
 
 
@@ -123,7 +123,7 @@ def compile_graphs(
     if not graphs:
         return {}
     done: dict[tuple[str, bool], Boxed] = {}
-    with compiled_together():
+    with compiled_together(options):
         for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
             _say(f"compiling {number} of {len(graphs)} kernels")
             done[name, is_backward] = _generated(graph, options, is_backward)

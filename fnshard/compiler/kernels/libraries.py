@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,12 +48,17 @@ class _Pending:
 
 
 @contextmanager
-def compiled_together() -> Iterator[None]:
-    """C++ kernels that Inductor generates in here, in this thread, are compiled when it is left."""
+def compiled_together(options: Mapping[str, Any]) -> Iterator[None]:
+    """C++ kernels that Inductor generates in here, in this thread, are compiled when it is left.
+
+    Args:
+        options: Inductor's, while they are compiled.
+    """
+    from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
-    alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
     pending: list[_Pending] = []
+    owner = threading.get_ident()
 
     def collected(self: Any, argument_types: Sequence[str], source: str) -> Any:
         if threading.get_ident() != owner:
@@ -62,12 +67,14 @@ def compiled_together() -> Iterator[None]:
         return pending[-1]
 
     with _lock:
+        alone = AsyncCompile.cpp_pybinding
         AsyncCompile.cpp_pybinding = collected
         try:
             yield
         finally:
             AsyncCompile.cpp_pybinding = alone
-        _compile(pending)
+        with config.patch(dict(options)):
+            _compile(pending)
 
 
 def _compile(pending: Sequence[_Pending]) -> dict[Any, Any]:
