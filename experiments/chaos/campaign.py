@@ -275,8 +275,8 @@ class Campaign:
         allowed = CODES[last.kill.mode if last else ""]
         if last and last.kill.mode == "term_launcher" and (not last.ranks or last.kill.moment == "start"):
             allowed = allowed | {-15, 143} | ({1} if job.nodes > 1 else set())  # it had not even begun
-        if last and last.inside:
-            allowed = {0}
+        if last and (last.inside or (job.nodes > 1 and last.kill.mode == "kill_launcher")):
+            allowed = {0}  # of those that are there in the end
         if code not in allowed and last is None:
             raise job.error(f"exit code {code}")
         problems = [f"exit code {code}"] * (code not in allowed)
