@@ -105,6 +105,11 @@ class Chunks(Sequence[Chunk]):
         """Of each part's data; int64 [parts]."""
         return sizes_of(self.ends) * self.itemsize
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chunks) and [*self] == [*other]
+
+    __hash__ = None
+
     def __len__(self) -> int:
         return len(self.at)
 
