@@ -199,15 +199,8 @@ class Campaign:
             return False
         folder, ranks, seen = job.folder, job.ranks, len(job.resumed)
         newest = max(job.committed(folder), default=0)
-        done = KillOutcome(
-            kill,
-            len(self.runs),
-            job.step(folder),
-            newest,
-            job.saving(folder),
-            len(ranks),
-            attempts + seen,
-        )
+        in_save, before = job.saving(folder), attempts + seen
+        done = KillOutcome(kill, len(self.runs), job.step(folder), newest, in_save, len(ranks), before)
         node = kill.rank % job.nodes
         beneath = job.ranks_of(node)
         if not job.kill(kill.mode, kill.rank):
