@@ -223,6 +223,7 @@ TABLE = {
     "python -m experiments.micro.lengths": (
         Row("--lengths 3 --steps 4 --longest 120 --width 16 --layers 1 --backend eager", quick=True)
     ),
+    "python -m experiments.micro.long_run": Row("steps=800 saves=20"),
     "python -m experiments.micro.manifests": Row("--ranks 4 --leaves 3", quick=True),
     "python -m experiments.micro.executor": Row("--blocks 2 --repeats 2", quick=True),
     "python -m experiments.micro.executor --blocks 12": Row("--repeats 2"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_data import equal, joined, stream
 
-from experiments.data.loader import PackedLoader, PairLoader
+from experiments.data.loader import DRAWN, PackedLoader, PairLoader
+from experiments.data.permutation import Permutation
 from experiments.data.shards import ShardLoader
 from experiments.data.windows import Loader
 
@@ -45,6 +47,40 @@ def test_any_mesh_goes_on_at_any_step_with_the_same_global_batches(loaders, kind
     for _ in range(3):
         assert equal(joined([next(part) for part in parts]), next(one))
     assert all(part.state_dict() == one.state_dict() for part in parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_going_on_costs_the_same_at_any_step(loaders, kind, monkeypatch):
+    """Places of the order that are computed, and calls of Python, of the first batch behind a resume."""
+
+    def cost(step):
+        loader = loaders[kind](seed=5)
+        if hasattr(loader, "ahead"):
+            loader.ahead = 0  # else a thread works, too
+        state = loader.state_dict()
+        moved = {"step": step} | ({"drawn": 8 * step} if "drawn" in state else {})
+        computed, calls = [], 0
+        monkeypatch.setattr(
+            Permutation, "__call__", lambda self, at: computed.append(len(at)) or permuted(self, at)
+        )
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event == "call"
+
+        loader.load_state_dict(state | moved)
+        sys.setprofile(count)
+        try:
+            next(loader)
+        finally:
+            sys.setprofile(None)
+        assert loader.step == step + 1
+        return sum(computed), calls
+
+    permuted = Permutation.__call__
+    cost(1)
+    near, far = cost(8), cost(10**9)
+    assert far[0] <= near[0] + DRAWN and far[1] <= 2 * near[1] + 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
