@@ -45,7 +45,6 @@ ALLOWED = {
     "descriptors": (0.0, 0), "threads": (0.0, 0), "tensors": (0.0, 0), "blocks": (0.005, 500),
     "rss_mb": (0.01, 4), "step_ms": (0.5, 1),
 }  # fmt: skip
-COUNTS = ("descriptors", "threads", "tensors", "blocks")
 
 
 @dataclass
