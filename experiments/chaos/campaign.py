@@ -17,7 +17,7 @@ import fnshard as fs
 from experiments.chaos.config import ChaosConfig
 from experiments.chaos.job import POLL_S, ROOT, SLOW_S, STOPPED, MonitoredRun, gone, rows_of
 from experiments.data.files import read_json, write_json
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import CHECKPOINTS
 from experiments.training.run_record import VARIES

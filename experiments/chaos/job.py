@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments import ROOT
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.resume import CHECKPOINTS
 
 POLL_S, SLOW_S = 0.002, 0.02

@@ -10,7 +10,7 @@ from experiments.cli.main import exiting
 from experiments.compare.curves import write
 from experiments.compare.outcome import found
 from experiments.configs.checks import ConfigError, unmakeable
-from experiments.training.report import HELD_OUT
+from experiments.training.metrics_file import HELD_OUT
 
 OUT = "outputs/compare"
 

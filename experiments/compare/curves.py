@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.compare.outcome import Outcome
 from experiments.compare.table import Ranking, as_text, differences, grows, ranked, write_csv
-from experiments.training.report import HELD_OUT
+from experiments.training.metrics_file import HELD_OUT
 
 NAMED = 10  # runs with a colour and a name of their own; beyond, a colour map says who is who
 LONGEST = 70  # characters of a name

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from experiments.configs.train import ConfigError
-from experiments.training.report import HELD_OUT, METRICS, read_rows
+from experiments.training.metrics_file import HELD_OUT, METRICS, read_rows
 from experiments.training.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
 

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def size_of(path: Path, limit: int) -> int:
     return found.st_size
 
 
-def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+def write_text(path: Path, text: str | Iterable[str], *, durable: bool = False) -> None:
     """Write aside, then rename: who reads the file finds all of it, or what was there before.
 
     Args:
@@ -53,7 +53,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         with naming(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

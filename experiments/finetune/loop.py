@@ -29,6 +29,7 @@ from experiments.finetune.objectives import OBJECTIVES, row_logprobs
 from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.training.checkpoints import Saver, replicas_of, restored
+from experiments.training.metrics_file import METRICS
 from experiments.training.report import Report, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
@@ -134,7 +135,7 @@ def tell_end(
     table = setup.shown.table(before["answers"], after["answers"])
     write_text(folder / SAMPLES, table)
     with report.record.spent.on("reports"):
-        plot_losses(report.rows, {}, folder / "loss.png", unit="token")
+        plot_losses(folder / METRICS, {}, folder / "loss.png", unit="token")
     numbers = {name: value for name, value in after.items() if name != "answers"}
     closing = finish_run(report, run, overrides, numbers, sample=SAMPLES)
     lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from experiments.trackers.base import LogPosition, Row, RunInfo, Tracker
 FOLDER = "trackers"  # of the run's folder: a file each, of what the next process must know
 EVERY_s = 1.0  # between two hand-overs: many rows at once cost less
 MOST = 100_000  # rows that wait; a tracker that falls behind so far has failed
+BATCH = 1000  # rows of an earlier process that are logged at once
 
 
 def say(text: str) -> None:
@@ -49,17 +51,21 @@ class Feed:
         self._at = LogPosition()
 
     def start(self, facts: Mapping[str, Any], rows: Iterable[Row]) -> None:
-        """Begin with the rows that the run has already; the thread makes the tracker start."""
-        self._waiting.extend(rows)
-        work = threading.Thread(target=self._work, args=(facts,), name=f"tracker {self.tracker.name}")
+        """Begin with the rows that the run has already; the thread starts the tracker, and reads them."""
+        work = threading.Thread(
+            target=self._work, args=(facts, iter(rows)), name=f"tracker {self.tracker.name}"
+        )
         work.daemon = True  # one that hangs does not keep the process
         self._thread = work
         work.start()
 
     def row(self, row: Row) -> None:
         with self._lock:
-            if not self.dropped:
+            behind = len(self._waiting) >= MOST
+            if not (self.dropped or behind):
                 self._waiting.append(row)
+        if behind:
+            self._drop(f"{MOST} rows behind")
 
     def artifact(self, path: Path) -> None:
         """A file, behind the rows so far."""
@@ -92,9 +98,11 @@ class Feed:
 
     # -------------------------------------------------------------- the thread
 
-    def _work(self, facts: Mapping[str, Any]) -> None:
+    def _work(self, facts: Mapping[str, Any], earlier: Iterator[Row]) -> None:
         try:
             self._begin(facts)
+            while not self.dropped and (rows := list(islice(earlier, BATCH))):
+                self._log(rows)
             while self._hand_over():
                 pass
         except Exception as error:  # whatever a library of others' does
@@ -116,13 +124,7 @@ class Feed:
             end, self._hurry = self._end, False
             if self.dropped:
                 return False
-        if len(rows) > MOST:
-            raise RuntimeError(f"{len(rows)} rows behind")
-        new = [row for row in rows if place_of(row) > self._at]
-        if new:
-            self.tracker.log(new)
-            self._at = place_of(new[-1])
-            self._write()
+        self._log(rows)
         for path in artifacts:
             self.tracker.artifact(path)
         if end is not None:
@@ -131,6 +133,14 @@ class Feed:
             self._idle = True
             self._lock.notify_all()
         return end is None
+
+    def _log(self, rows: Iterable[Row]) -> None:
+        """Those that are not logged yet."""
+        new = [row for row in rows if place_of(row) > self._at]
+        if new:
+            self.tracker.log(new)
+            self._at = place_of(new[-1])
+            self._write()
 
     def _drop(self, why: str) -> None:
         with self._lock:

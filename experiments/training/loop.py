@@ -18,6 +18,7 @@ from experiments.data.files import write_text
 from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
+from experiments.training.metrics_file import METRICS
 from experiments.training.report import Report, comparison, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
@@ -103,7 +104,7 @@ def tell_end(
     folder, unit = Path(run.folder), setup.dataset.unit
     with report.record.spent.on("reports"):
         tables = setup.dataset.tables()
-        plot_losses(report.rows, tables, folder / "loss.png", unit=unit)
+        plot_losses(folder / METRICS, tables, folder / "loss.png", unit=unit)
     measured = {"held_out_loss": held_out, **tables}
     closing = finish_run(report, run, overrides, measured, sample="sample.txt")
     text = comparison(held_out, tables, unit=unit)

@@ -9,22 +9,23 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from experiments.data.files import naming, write_text
 from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
+from experiments.training.metrics_file import HELD_OUT, METRICS, RECENT, Totals, read_rows, thinned
 from experiments.training.progress import Progress
 from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
 from experiments.training.watchdog import Spikes
 
-METRICS = "metrics.jsonl"
-HELD_OUT = "held_out_loss"
 WINDOW = 20  # steps that the shown speed is a mean of
+POINTS = 4000  # of a curve in loss.png, at most
 FLUSH_s, FINISH_s = 20.0, 60.0  # what trackers get before a checkpoint, and at the end
 
 
@@ -77,24 +78,23 @@ class Report:
     trackers: Sequence[Tracker] = ()
     spikes: Spikes | None = None
     device_type: str = "cpu"
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals, init=False)
     work: StepWork | None = field(default=None, init=False)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _seconds: list[float] = field(default_factory=list)
-    _loss: float = math.nan
+    _first: float | None = None  # seconds of this process's first step, which compiles
+    _later: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def __post_init__(self) -> None:
-        self.rows.extend(read_rows(self.earlier, self.made))
         path = self.folder / METRICS
-        write_text(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        write_text(path, self._earlier())
         self._file = path.open("a", encoding="utf-8")
-        self._loss = next((r[HELD_OUT] for r in reversed(self.rows) if HELD_OUT in r), math.nan)
         if self.spikes is not None:
-            self.spikes.remember([row["loss"] for row in self.rows if "loss" in row])
+            self.spikes.remember(self.totals.losses)
         self._progress = Progress(self.stream, self.steps, self.made)
         self._feeds = [Feed(tracker, self.folder, self.say) for tracker in self.trackers]
         for feed in self._feeds:
-            feed.start(self.record.facts if self.record else {}, list(self.rows))
+            earlier = islice(read_rows(path, sys.maxsize), self.totals.rows)
+            feed.start(self.record.facts if self.record else {}, earlier)
         self._finished = False
 
     def __enter__(self) -> Report:
@@ -120,14 +120,16 @@ class Report:
             self.say(str(spike))
         first = number == self.made + 1  # it compiles: its time says nothing of later ones
         self._recent.append(seconds)
-        self._seconds.append(seconds)
+        if self._first is None:
+            self._first = seconds
+        else:
+            self._later.append(seconds)
         self._progress.step(number, self._text(values))
         if first:
             self._recent.clear()
 
     def held_out(self, number: int, loss: float) -> None:
         """The held-out loss after step `number`, nats per byte."""
-        self._loss = loss
         self._row(step=number, held_out_loss=loss)
 
     def say(self, text: str) -> None:
@@ -174,29 +176,32 @@ class Report:
     def _write(self, status: str) -> dict[str, Any]:
         if self.record is None:
             return {}
-        later = self._seconds[1:]
-        usual = statistics.median(later) if later else 0.0
-        speeds = [row["seconds"] for row in self.rows if "seconds" in row]
-        seconds = statistics.median(speeds) if speeds else None
+        usual = statistics.median(self._later) if self._later else 0.0
+        seconds = self.totals.step_seconds
         return self.record.write(
             status,
             self._reached(),
-            max(0.0, self._seconds[0] - usual) if self._seconds else 0.0,
+            max(0.0, (self._first or 0.0) - usual),
             self.work and dict(self.work.attention),
             tokens_per_s=seconds and self.tokens / seconds,
-            loss=next((row["loss"] for row in reversed(self.rows) if "loss" in row), None),
+            loss=self.totals.losses[-1] if self.totals.losses else None,
             mfu=seconds and self.work and self.work.mfu(seconds),
             flops_per_token=self.work and self.work.model_flops * self.work.ranks / self.tokens,
             predicted_peak_bytes=self.work and self.work.peak_bytes,
             measured_peak_bytes=peak_memory(self.device_type)[0],
-            spikes=sum("spike" in row for row in self.rows),
+            spikes=self.totals.spikes,
         )
 
     def _reached(self) -> int:
-        return max((row["step"] for row in self.rows), default=self.made)
+        return self.totals.reached or self.made
+
+    def _earlier(self) -> Iterator[str]:
+        for row in read_rows(self.earlier, self.made):
+            self.totals.add(row)
+            yield json.dumps(row) + "\n"
 
     def _row(self, **row: Any) -> None:
-        self.rows.append(row)
+        self.totals.add(row)
         with naming(self.folder / METRICS):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()  # a run that dies leaves all its rows
@@ -205,8 +210,8 @@ class Report:
 
     def _text(self, values: Mapping[str, float]) -> str:
         shown = [f"loss {values['loss']:.3f}"]
-        if not math.isnan(self._loss):
-            shown.append(f"held-out {self._loss:.3f}")
+        if not math.isnan(self.totals.held_out):
+            shown.append(f"held-out {self.totals.held_out:.3f}")
         shown += [f"lr {values['lr']:.1e}"]
         if "grad_norm" in values:
             shown.append(f"grad norm {values['grad_norm']:.2f}")
@@ -221,26 +226,6 @@ def _note_step(error: BaseException | None, number: int) -> None:
         error.add_note(f"step {number}")
 
 
-def read_rows(path: Path | None, made: int) -> list[dict[str, Any]]:
-    """The rows of a metrics file up to step `made`, without what was measured behind it: that is done again.
-
-    Anything behind a line that is torn, as a killed process leaves one, or no row, is gone.
-    """
-    rows: list[dict[str, Any]] = []
-    there = path is not None and path.exists()
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if there else []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
-            break
-        if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
-            rows.append(row)
-    return rows
-
-
 def metrics_beside(folder: Path, found: str) -> Path | None:
     """The metrics of the run whose checkpoint is gone on from: its own, or those of another folder.
 
@@ -251,19 +236,20 @@ def metrics_beside(folder: Path, found: str) -> Path | None:
     return next((p / METRICS for p in [folder, *places] if found and (p / METRICS).exists()), None)
 
 
-def plot_losses(
-    rows: Iterable[Mapping[str, Any]], tables: Mapping[str, float], path: Path, *, unit: str = "byte"
-) -> None:
-    """Draw training and held-out loss by step, and a level line for each n-gram table."""
+def plot_losses(metrics: Path, tables: Mapping[str, float], path: Path, *, unit: str = "byte") -> None:
+    """Draw training and held-out loss by step, and a level line for each n-gram table.
+
+    Of a long run every 2nd, 4th, ... loss is drawn.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = list(rows)
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for key, style in (("loss", {"lw": 0.8, "alpha": 0.7}), (HELD_OUT, {"marker": "o", "lw": 1.5})):
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        rows = read_rows(metrics, sys.maxsize)
+        points = thinned(((row["step"], row[key]) for row in rows if key in row), POINTS)
         axes.plot([x for x, _ in points], [y for _, y in points], label=key.replace("_", "-", 1), **style)
     for (name, loss), color in zip(tables.items(), ("tab:gray", "tab:brown"), strict=False):
         axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table")

@@ -331,14 +331,12 @@ def finish_run(
         Its time and memory, as text.
     """
     folder = Path(run.folder)
-    losses = [row["loss"] for row in report.rows if "loss" in row]
-    seconds = [row["seconds"] for row in report.rows if "seconds" in row] or [math.nan]
+    rows = report.totals
     summary = {
-        "loss": statistics.mean(losses[-20:]),
+        "loss": statistics.mean(list(rows.losses)[-20:]),
         **measured,
-        # Of the step in the middle: the first one after each start compiles.
-        "tokens_per_s": report.tokens / statistics.median(seconds),
-        "seconds": sum(seconds),
+        "tokens_per_s": report.tokens / (rows.step_seconds or math.nan),
+        "seconds": rows.seconds,
     }
     artifacts = [folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
     totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)

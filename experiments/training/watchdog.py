@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,9 +70,9 @@ class Spikes:
     _losses: deque[float] = field(default_factory=deque)
     _quiet_until: int = 0
 
-    def remember(self, losses: Sequence[float]) -> None:
+    def remember(self, losses: Iterable[float]) -> None:
         """What was there before this process."""
-        self._losses = deque((x for x in losses[-self.window :] if math.isfinite(x)), maxlen=self.window)
+        self._losses = deque(filter(math.isfinite, losses), maxlen=self.window)
 
     def look(self, step: int, loss: float) -> Spike | None:
         """The next loss; NaN is no spike, and inf none."""

@@ -21,7 +21,7 @@ from experiments.chaos.job import MonitoredRun
 from experiments.chaos.report import failed, table
 from experiments.configs.train import ConfigError
 from experiments.data.files import write_json
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import write_result
 from experiments.training.resume import CHECKPOINTS
 

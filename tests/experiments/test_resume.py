@@ -30,7 +30,7 @@ from experiments.chaos.campaign import differences
 from experiments.configs.train import ConfigError
 from experiments.training import loop
 from experiments.training.dataset import ByteDataset
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import (
     CHECKPOINTS,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +22,8 @@ from small_runs import (
 
 from experiments.cli.sweep import TABLE
 from experiments.configs.train import ConfigError
-from experiments.training.report import METRICS, Report
+from experiments.training.metrics_file import METRICS, RECENT
+from experiments.training.report import Report
 from experiments.training.result import write_result
 from experiments.training.resume import (
     CHECKPOINTS,
@@ -31,6 +34,7 @@ from experiments.training.resume import (
     identity_of,
     locked,
 )
+from experiments.training.watchdog import Spikes
 
 # ------------------------------------------------------------------ the report
 
@@ -52,13 +56,28 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     again.step(6, values, 0.5)
     again.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows == again.rows
+    assert (again.totals.rows, again.totals.reached, again.totals.seconds) == (8, 6, 3.0)
     assert [(r["step"], "loss" in r) for r in rows] == [
         (1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (5, True), (6, True),
     ]  # fmt: skip
     assert rows[0]["loss"] == 1 / 3  # every digit
     assert "step 5/6, loss 0.333, held-out 2.000" in shown.getvalue().splitlines()[-2]
     assert "left ?" in shown.getvalue().splitlines()[-2] and "left 0:00" in shown.getvalue().splitlines()[-1]
+
+
+def test_a_report_of_many_steps_keeps_none_of_them(tmp_path):
+    report = Report(tmp_path, 4 * RECENT, 10, stream=io.StringIO(), spikes=Spikes())
+
+    def blocks(first: int) -> int:
+        for number in range(first, first + RECENT):
+            report.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
+        report.held_out(number, 2.0)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks(1)
+    assert blocks(RECENT + 1) - blocks(2 * RECENT + 1) > -RECENT / 10
+    report.close()
 
 
 def test_a_bar_begins_where_the_run_goes_on(tmp_path):

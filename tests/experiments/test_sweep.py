@@ -26,7 +26,7 @@ from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of, outcome_of
 from experiments.configs.train import ConfigError
 from experiments.train import JOB
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result, write_result
 from experiments.training.resume import claimed_sweep
 from fnshard.errors import MissingExtraError

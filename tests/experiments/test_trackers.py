@@ -19,8 +19,9 @@ from experiments.trackers import feed as feeds
 from experiments.trackers.base import LogPosition, Row, RunInfo
 from experiments.trackers.feed import Feed
 from experiments.trackers.registry import check_installed, chosen
+from experiments.training.metrics_file import METRICS
 from experiments.training.progress import Progress
-from experiments.training.report import METRICS, Report
+from experiments.training.report import Report
 
 FACTS = {
     "command": "python -m experiments.train",
@@ -265,6 +266,27 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
     assert len(lines) == 1 and "it does not answer" in lines[0]
     free.set()
+
+
+def test_a_tracker_that_falls_behind_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "MOST", 3)
+    lines, free = [], threading.Event()
+    feed = Feed(Kept(lambda: free.wait(60)), tmp_path, lines.append)
+    feed.start(FACTS, rows_of(1, 1))
+    for row in rows_of(2, 5, every=9):
+        feed.row(row)
+    assert feed.dropped and "3 rows behind" in lines[0] and len(lines) == 1
+    free.set()
+    feed.join(soon())
+
+
+def test_rows_of_an_earlier_process_are_logged_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "BATCH", 2)
+    kept = Kept()
+    followed(tmp_path, kept, rows_of(6, 6), backlog=rows_of(1, 5))
+    assert kept.rows == rows_of(1, 6)
 
 
 def test_a_tracker_that_cannot_start_is_dropped(tmp_path: Path) -> None:

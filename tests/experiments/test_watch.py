@@ -19,7 +19,7 @@ from toys import chain, rows, run_chain
 
 import fnshard as fs
 from experiments.training import loop, steps
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import CHECKPOINTS, RunFolder
 from experiments.training.run_record import PARTS, RunRecord, StepWork, git_of, in_words

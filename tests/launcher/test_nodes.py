@@ -25,7 +25,7 @@ from launched import HEADER, ROOT
 from main_job import SMALL
 from slurm import step_of
 
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.resume import memory_name
 from fnshard.launcher import nodes as nodes_module
 from fnshard.launcher.local import LaunchError, launch

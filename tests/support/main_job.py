@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from experiments.cli import schema
 from experiments.configs import train as configs
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import write_result
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from main_job import SMALL, compose
 import fnshard as fs
 from experiments.configs.train import TrainConfig
 from experiments.training import loop, steps
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.resume import (
     CHECKPOINTS,
     RunFolder,

@@ -16,7 +16,7 @@ from experiments.configs.machine import place
 from experiments.data.bytelevel import ByteTokenizer
 from experiments.finetune import dataset, job
 from experiments.finetune.config import FinetuneConfig
-from experiments.training.report import METRICS
+from experiments.training.metrics_file import METRICS
 from experiments.training.resume import RunFolder
 
 transformers = pytest.importorskip("transformers")

@@ -1,0 +1,89 @@
+"""The rows of `metrics.jsonl`, a line each: read one at a time, and what is told of all in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+HELD_OUT = "held_out_loss"
+RECENT, LOSSES = 1000, 64  # steps whose seconds and losses are kept
+
+
+def read_rows(path: Path | None, made: int) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file up to step `made`, without what was measured behind it: that is done again.
+
+    Anything behind a line that is torn, as a killed process leaves one, or no row, is gone.
+    """
+    if path is None or not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                return
+            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                return
+            if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
+                yield row
+
+
+@dataclass
+class Totals:
+    """What a report says of all rows.
+
+    Args:
+        reached: the last step.
+        rows: how many there are.
+        seconds: of all steps.
+        recent: seconds of each of the last steps.
+        losses: of the last steps.
+        held_out: the last held-out loss.
+        spikes: rows of a spike.
+    """
+
+    reached: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
+    held_out: float = math.nan
+    spikes: int = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.rows += 1
+        self.reached = max(self.reached, row["step"])
+        self.held_out = row.get(HELD_OUT, self.held_out)
+        self.spikes += "spike" in row
+        if "loss" in row:
+            self.losses.append(row["loss"])
+        if "seconds" in row:
+            self.seconds += row["seconds"]
+            self.recent.append(row["seconds"])
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the step in the middle: the first one after each start compiles."""
+        return statistics.median(self.recent) if self.recent else None
+
+
+def thinned(points: Iterable[Any], most: int) -> list[Any]:
+    """Every point, or every 2nd, 4th, ... of more than `most`, in one pass.
+
+    >>> thinned(range(10), 4)
+    [0, 4, 8]
+    """
+    kept, stride = list[Any](), 1
+    for number, point in enumerate(points):
+        if number % stride == 0:
+            kept.append(point)
+        if len(kept) > most:
+            kept, stride = kept[::2], 2 * stride
+    return kept
