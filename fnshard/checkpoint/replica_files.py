@@ -119,7 +119,7 @@ class ReplicaFile:
             end = at + self._sizes[title]
             sums = tuple(zlib.crc32(data[i : min(i + BLOCK_bytes, end)]) for i in ends)
             chunks.setdefault(path, []).append(Chunk(start, shape, self.name, at, sums))
-        saved = {path: leaf.saved_as(chunks[path]) for path, leaf in self.leaves.items()}
+        saved = {path: leaf.saved_as(chunks.get(path, [])) for path, leaf in self.leaves.items()}
         file = DataFile(self.bytes, len(self.head), zlib.crc32(self.head))
         return Part(leaves=saved, name=self.name, file=file, **fields)
 

@@ -140,7 +140,8 @@ class Replicas:
         leaves = state_leaves(state, self._specs, self.mesh)
         self._count, rank, world = len(leaves), self.mesh.rank, self.mesh.size
         spread = writers(leaves, self.mesh, self._nodes, self._copies)
-        sent = {name: leaves[name] for name, there in spread.items() if not there}
+        empty = {name: leaf for name, leaf in leaves.items() if 0 in leaf.shape}  # nobody has a part of it
+        sent = {name: leaves[name] for name, there in spread.items() if not there} | empty
         kept = {name: leaves[name] for name, there in spread.items() if there}
         self._files = [ReplicaFile(data_file(rank), sent, self.mesh)]
         self._files += [ReplicaFile(data_file(world + rank), kept, self.mesh)] * bool(kept)

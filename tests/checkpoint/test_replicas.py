@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import saved
+import torch
 import torch.distributed as dist
 
 import fnshard as fs
@@ -72,6 +73,28 @@ def test_every_preset_restores_every_other_when_a_node_is_lost(ranks: Any, tmp_p
         nodes = {4: 2, 3: 3, 2: 2}[world]
         for told in ranks(world).run(found, world, str(tmp_path), nodes, PRESETS, here):
             assert set(told) == {"7"}, told
+
+
+def keep_an_empty_leaf(rank: int, root: str) -> tuple[int, list[int]]:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    params = {"w": torch.ones(4), "none": torch.empty(0, 3)}
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum() + p["none"].sum(), specs, mesh=mesh, optimizer=fs.optim.adamw(0.1),
+        backend="eager",
+    )  # fmt: skip
+    state, _ = step(step.init(params), torch.ones(4))
+    kept = fs.checkpoint.Replicas(step, memory_of(root, rank, 2, 1))
+    kept.start(state)
+    kept.save(state)
+    kept.wait()
+    found = fs.checkpoint.Replicas(step, memory_of(root, rank, 2, 1)).restore()
+    torch.testing.assert_close(found.params["w"], state.params["w"], rtol=0, atol=0)
+    return int(found.step), list(found.params["none"].shape)
+
+
+def test_a_leaf_without_elements(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(keep_an_empty_leaf, str(tmp_path)) == [(1, [0, 3])] * 2
 
 
 def test_what_a_replicated_axis_holds_is_not_sent(ranks: Any, tmp_path: Path) -> None:
