@@ -81,6 +81,40 @@ def an_enum_and_a_sentinel() -> Place:
     ]
 
 
+class Factor:
+    def __init__(self, value: float):
+        self.value = value
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return x * self.value
+
+
+@place
+def an_operator_of_ones_own() -> Place:
+    factor: Any = Factor(2.0)
+    return lambda p, x: scaled(p, x, 1.0) * factor, [lambda: setattr(factor, "value", 3.0)]
+
+
+@place
+def the_backward_of_a_function() -> Place:
+    slope = 2.0
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * slope
+
+    def change() -> None:
+        nonlocal slope
+        slope = 3.0
+
+    return lambda p, x: Scaled.apply(scaled(p, x, 1.0)), [change]
+
+
 @place
 def a_rebound_class() -> Place:
     kind: Any = nn.ReLU

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from saved_steps import BATCH, MASK, PARAMS, Settings, loss_of, on_ranks
@@ -134,6 +136,61 @@ def test_values_that_fn_reads_are_compared(tmp_path: Path, change: Any, named: s
     assert named in note and (step.made.loads, step.made.traces) == (0, 1)
 
 
+def _scaled(factor: Any, p: Any, x: Tensor) -> Tensor:
+    return (x @ p["up"].T).sum() * factor
+
+
+def _in_a_default(held: Any) -> Any:
+    def scaled(y: Tensor, s: Any = held) -> Tensor:
+        return y * s
+
+    return lambda p, x: scaled(x @ p["up"].T).sum()
+
+
+def _functions(factors: Any) -> Any:
+    scaled = [lambda y, factor=factor: y * factor for factor in factors]
+    held = [(lambda f: lambda y: f(y))(each) for each in scaled]
+    return lambda p, x: held[0](x @ p["up"].T).sum()
+
+
+def _gradient(factor: Any) -> Any:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * factor
+
+    return lambda p, x: Scaled.apply(x @ p["up"].T).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [
+        (lambda v: partial(_scaled, v), 2.0, 3.0),
+        (lambda v: partial(_scaled, v), torch.tensor(2.0), torch.tensor(3.0)),
+        (lambda v: lambda p, x: (x @ p["up"].T).sum() * v[0], (2.0, [1]), (3.0, [1])),
+        (lambda v: lambda p, x: (x @ p["up"].T).sum() * v[0], (torch.tensor(2.0),), (torch.tensor(3.0),)),
+        (lambda v: lambda p, x: v[0]((x @ p["up"].T).sum()), (torch.sin, torch.exp), (torch.exp, torch.sin)),
+        (lambda v: lambda p, x: (x @ p["up"].T).sum() * next(iter(v)), {2: 0, 3: 0}, {3: 0, 2: 0}),
+        (_in_a_default, torch.tensor(2.0), torch.tensor(3.0)),
+        (_functions, (2.0, 3.0), (3.0, 2.0)),
+        (_gradient, 2.0, 3.0),
+    ],
+    ids=["partial", "partial tensor", "tuple", "tuple of tensors", "order of functions", "order of keys",
+         "default", "closures of one name", "backward"],
+)  # fmt: skip
+def test_what_cannot_change_in_one_process_is_compared(
+    tmp_path: Path, make: Any, before: Any, after: Any
+) -> None:
+    steps = [step_of(make(v), tmp_path, optimizer=None) for v in (before, before, after)]
+    for step in steps:
+        step(PARAMS, *BATCH)
+    assert [(step.made.traces, step.made.loads) for step in steps] == [(1, 0), (0, 1), (1, 0)]
+
+
 @pytest.mark.parametrize("change", [_set("scale", 5.0), lambda settings: settings.mask.zero_()])
 def test_a_loaded_step_traces_anew_when_what_fn_reads_changes(tmp_path: Path, change: Any) -> None:
     settings = Settings()
@@ -189,7 +246,8 @@ print(step(params, torch.arange(4.0))[0].item(), step.made)
 
 def test_source_files_are_compared_and_environment_readers_never_saved(tmp_path: Path) -> None:
     source, folder = tmp_path / "losses_of_mine.py", tmp_path / "cache"
-    program = tmp_path / "program.py"
+    program, numbers = tmp_path / "program.py", tmp_path / "numbers.npy"
+    np.save(numbers, 4.0)
     program.write_text(PROGRAM.format(module=source.stem))
 
     def out(text: str) -> str:
@@ -207,6 +265,8 @@ def test_source_files_are_compared_and_environment_readers_never_saved(tmp_path:
     assert changed.startswith("18.0 0 loaded, 1 traced") and "source files have changed" in changed
     reads = out("import os\n" + plain.replace("* 2", "* float(os.environ.get('SCALE', 1))"))
     assert "`fn` calls environ" in reads and reads.startswith("6.0 0 loaded")
+    loads = out("import numpy\n" + plain.replace("* 2", f"* float(numpy.load({str(numbers)!r}))"))
+    assert "`fn` calls load" in loads and loads.startswith("24.0 0 loaded")
 
 
 def test_torch_itself_is_compared(tmp_path: Path, monkeypatch: Any) -> None:

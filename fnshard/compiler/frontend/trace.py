@@ -175,6 +175,7 @@ def _trace(
         apply_hooks(pure, hooks)
         for rewrite in (recognise_causal, keep_rounding, copy_outgoing):
             rewrite(pure)
+        computed |= {c.co_name for c in executed if source_lines.is_users(c.co_filename)}  # by operators
         guard = guard_of(runs, executed, computed, reached, copied)
         return replace(program, graph=pure, guard=guard, rows=_rows(batch))
 

@@ -152,10 +152,11 @@ def guard_of(
 
     Args:
         executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
-        computed: attributes that it read by names which it does not spell.
+        computed: attributes that it read, or methods that ran, by names which it does not spell.
         before: what `fn` could reach before it ran; what it has written there itself is its own. None where
             it has not run.
-        opaque: have entries too for objects that cannot be compared by what they hold.
+        opaque: have entries too for objects that cannot be compared by what they hold, and for what stays as
+            it is in one process: what tuples and partials hold, the order of keys.
         copied: tensors that the program has copies of; others it reads where they are.
     """
     reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=computed)
@@ -173,6 +174,7 @@ def guard_of(
         entries.append(Entry(each, "_version", each._version, f"{_path(reached, each)}._version", False))
     for each in reached.of_type((np.ndarray,)):
         entries.append(Entry(each, _LENGTH, _size(each, each), _path(reached, each), False))
+    entries += _held(reached) if opaque else []
     for each in reached.of_type((FunctionType,)):
         if each.__code__ in executed and not library(each.__module__):
             name = f"{each.__name__}.{{}}"
@@ -254,14 +256,41 @@ def _values(
     for key, value in values.items():
         if isinstance(value, ModuleType | CellType):
             continue
-        is_leaf = isinstance(value, (Tensor, np.ndarray, type, *_CALLABLE)) or is_constant(value)
-        entered = not is_leaf and (
-            id(value) in reached.containers or id(getattr(value, "__dict__", None)) in reached.containers
-        )
+        is_leaf = _is_leaf(value)
+        entered = not is_leaf and _is_entered(reached, value)
         if is_leaf or entered or opaque:
             yield key, value, entered
     if isinstance(owner, dict) and role is None and holder is not None:
         yield from ((key, ABSENT, False) for key in _class_defaults(holder, owner, reached))
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray, type, *_CALLABLE)) or is_constant(value)
+
+
+def _is_entered(reached: Reachable, value: Any) -> bool:
+    return id(value) in reached.containers or id(getattr(value, "__dict__", None)) in reached.containers
+
+
+def _held(reached: Reachable) -> Iterator[Entry]:
+    """What cannot change in its holder, and may be another in another process."""
+    for each in reached.of_type((tuple, partial)):
+        holder, _ = reached.parents.get(id(each), (None, None))
+        if isinstance(holder, FunctionType) and library(holder.__module__):
+            continue  # its defaults
+        values = dict(enumerate(each)) if isinstance(each, tuple) else {"func": each.func, "args": each.args}
+        if is_constant(each) or any(isinstance(v, ModuleType | CellType) for v in values.values()):
+            continue
+        for key, value in values.items():
+            entered = not _is_leaf(value) and _is_entered(reached, value)
+            yield Entry(each, key, value, f"{_path(reached, each)}[{key!r}]", entered)
+    for container in reached.containers.values():
+        holder, role = reached.parents.get(id(container.owner), (None, None))
+        if not isinstance(container.owner, dict) or container.only is not None or (holder and role is None):
+            continue
+        keys = [k for k in container.before if k in reached.names] or list(container.before)
+        order = tuple(k if is_constant(k) else type(k).__qualname__ for k in keys)
+        yield Entry(container.owner, "keys", order, f"the order of {_path(reached, container.owner)}", False)
 
 
 def _class_defaults(each: Any, own: dict[str, Any], reached: Reachable) -> Iterator[str]:

@@ -45,7 +45,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             return _line(file, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -56,7 +56,7 @@ def place_of(error: BaseException) -> str:
 
     Where that line is of an installed package, also the innermost one that is not.
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename, f.name)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename, f.name)]
     own = [f for f in frames if _INSTALLED not in f.filename]
     if not frames:
         return ""
@@ -72,7 +72,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     """An error's traceback through the user's code alone; the whole of it where it came through none."""
     found, at = [], error.__traceback__
     while at is not None:
-        if _is_users(at.tb_frame.f_code.co_filename, at.tb_frame.f_code.co_name):
+        if is_users(at.tb_frame.f_code.co_filename, at.tb_frame.f_code.co_name):
             found.append(at)
         at = at.tb_next
     kept: TracebackType | None = None
@@ -81,7 +81,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     return kept or error.__traceback__
 
 
-def _is_users(file: str, name: str = "") -> bool:
+def is_users(file: str, name: str = "") -> bool:
     """Whether code is neither torch's, nor ours, nor Python's own, nor generated, nor Cython's."""
     return (
         not file.startswith((*_GENERATED, *_LIBRARIES))

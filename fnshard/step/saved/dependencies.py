@@ -42,7 +42,9 @@ _PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # What `fn` may call that no value tells: a trace that has run such code is made anew in every process.
 _READERS = frozenset({
     "environ", "getenv", "open", "read_text", "read_bytes", "get_rank", "get_local_rank", "getpid",
-    "gethostname", "urandom", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "input",
+    "gethostname", "urandom", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "input", "argv",
+    "load", "load_file", "safe_open", "loadtxt", "genfromtxt", "fromfile", "memmap", "cpu_count", "now",
+    "today",
 })  # fmt: skip
 
 
@@ -275,7 +277,7 @@ def _texts(entries: Iterable[Entry]) -> dict[str, tuple[str, ...]]:
             continue
         value = entry.owner if isinstance(entry.owner, np.ndarray) else entry.value
         found.setdefault(entry.name, []).append(_text(value, entry))
-    return {name: tuple(sorted(texts)) for name, texts in found.items()}
+    return {name: tuple(texts) for name, texts in found.items()}
 
 
 def text_of(value: Any, name: str) -> str:
@@ -307,8 +309,10 @@ def text_of(value: Any, name: str) -> str:
     if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
         inner = [getattr(value, n, None) for n in ("fget", "__func__", "func")]
         return f"{_kind(value)} {[text_of(f, name) for f in inner if f is not None]}"
-    if isinstance(value, tuple | frozenset):  # what else is in it was met on the way
-        return f"{_kind(value)} {sorted(_kind(v) for v in value)}"
+    if isinstance(value, tuple):  # what is in it has entries of its own
+        return f"{_kind(value)} {[_kind(v) for v in value]}"
+    if isinstance(value, frozenset):
+        raise NotSaved(f"`fn` reads {name}, a frozenset of objects")
     text = stable_repr(value)
     if text != repr(value):
         raise NotSaved(f"`fn` reads {name}, a {_kind(value)}, which cannot be compared")
