@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -66,10 +68,17 @@ class Buckets:
         """A batch whose sequences have lengths that are multiples.
 
         Raises:
-            StateError: leaves with a sequence that nothing says how to pad.
+            StateError: leaves with a sequence that nothing says how to pad, or whose dtype lacks the value.
         """
         named, structure = batch.leaves
         dims = self._dims(batch)
+        fills = {n: (self.pad[self._glob(n) or ""], unwrapped(named[n]).dtype) for n in dims}
+        if wrong := [f"batch[{n!r}] {dtype}: {v!r}" for n, (v, dtype) in fills.items() if not _has(dtype, v)]:
+            raise StateError(
+                "fs.Buckets pads batch leaves with values that their dtypes lack:",
+                wrong,
+                "a pattern of its own for such a leaf in pad={}, with a value of its dtype.",
+            )
         leaves = [self._filled(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
 
@@ -104,3 +113,12 @@ class Buckets:
         after = [0, 0] * (value.dim() - dim - 1) + [0, missing]
         padded = F.pad(value, after, value=self.pad[self._glob(name) or ""])
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
+
+
+def _has(dtype: torch.dtype, value: Fill) -> bool:
+    """Whether a tensor can hold it, but for rounding of floats."""
+    number = float(value or 0)
+    if dtype.is_floating_point or dtype.is_complex:
+        return not math.isfinite(number) or abs(number) <= torch.finfo(dtype).max
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return number.is_integer() and least <= number <= most

@@ -127,8 +127,16 @@ class Lowering:
                 program = self.front(numbers.applied(batch)).program
             except Exception:  # of `fn`'s own code, too: it takes a number alone, or a whole one
                 continue
-            if program.result_dtypes == dtypes:
-                return numbers
+            if program.result_dtypes != dtypes:
+                continue
+            if unread := {n: v for n, v in changed.items() if n not in program.batch_read}:
+                # `fn` has no use for it, or looks at it in Python: by its type, as the key of a dict.
+                before = self.programs.values()[-1].program
+                if not self.front(self.numbers.applied(batch)).program.computes_as(before):
+                    self.numbers = self.numbers.with_constants(unread)
+                    rest = {n: v for n, v in changed.items() if n not in unread}
+                    return self._numbers_with(rest, batch) if rest else self.numbers
+            return numbers
         return self.numbers.with_constants(changed)
 
     def resolve(self, params: Any) -> None:

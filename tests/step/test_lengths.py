@@ -83,6 +83,12 @@ WRONG = {
         lambda: fs.Buckets(4, pad={"0": 0}).padded(Arguments(batch(0, 3))),
         r"(?s)1 batch leaves have a sequence.*batch\['1'\] \[2, 3\], dim 1.*fs.Sequence\(tensor, None\)",
     ),
+    "values that dtypes lack": (
+        lambda: fs.Buckets(4, pad={"0": -100, "1": 0.5, "2": 1e9, "*": 0}).padded(Arguments(tuple(
+            torch.zeros(2, 3, dtype=d) for d in (torch.bool, torch.int64, torch.float16, torch.uint8)
+        ))),
+        r"(?s)lack:\n.*'0'\] torch.bool: -100\n.*'1'\] torch.int64: 0.5\n.*'2'\] torch.float16: 1[^3]*Fix",
+    ),
 }  # fmt: skip
 
 

@@ -27,11 +27,15 @@ USES = {
     "whole, then not": (lambda p, x, n: (p["w"] * x * n).sum(), (2, 3, 0.5, 4, 0.7, 5, 2.5), 2),
     "exponent of thousands": (lambda p, x, n: (p["w"] * x * (1 - 0.9999**n)).sum(), (1000, 2000, 4000), 2),
     "index": (lambda p, x, n: p["w"][x.long().abs().clamp(max=n) * 0 + n].sum(), (1, 2, 0), 2),
+    "unused": (lambda p, x, n: (p["w"] * x).sum(), FLOATS, 2),
     "beyond int64": (lambda p, x, n: (p["w"] * x).sum() * (n / 2**80), (2**80, 2**81), 2),
     "branch": (lambda p, x, n: (p["w"] * x).sum() * (2 if n > 0.8 else 1), FLOATS, 4),
     "function of numbers": (lambda p, x, n: (p["w"] * x).sum() * math.exp(n), FLOATS, 4),
     "shape": (lambda p, x, n: (p["w"][:n] * x[:, :n]).sum(), COUNTS, 3),
     "checked by type": (lambda p, x, n: (p["w"] * x).sum() * (n if type(n) is float else {}["n"]), FLOATS, 4),
+    "looked at by type": (lambda p, x, n: (p["w"] * x).sum() * (n if isinstance(n, float) else 100),
+                          FLOATS, 4),
+    "key": (lambda p, x, n: (p["w"] * x).sum() * {0.5: 2.0, 0.7: 3.0, 0.9: 4.0}.get(n, 5.0), FLOATS, 4),
     "flag": (lambda p, x, n: (p["w"] * x).sum() * (2 if n else 1), (True, False, True), 2),
     "list": (lambda p, x, n: (p["w"] * x).sum() * sum(n), ([1, 2], [2, 3], [1, 2]), 2),
 }  # fmt: skip
@@ -50,7 +54,7 @@ def test_numbers_that_change_are_inputs_where_they_can_be(use: str) -> None:
             torch.testing.assert_close((loss, grads["w"]), (expected, *torch.autograd.grad(expected, w)))
     assert len(compiles) == programs
     again = [w for w in caught if "compiling again" in str(w.message)]
-    assert len(again) == (0 if use in list(USES)[:8] else programs - 1)
+    assert len(again) == (0 if use in list(USES)[:9] else programs - 1)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
