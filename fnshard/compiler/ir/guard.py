@@ -174,7 +174,7 @@ def guard_of(
         entries.append(Entry(each, "_version", each._version, f"{_path(reached, each)}._version", False))
     for each in reached.of_type((np.ndarray,)):
         entries.append(Entry(each, _LENGTH, _size(each, each), _path(reached, each), False))
-    entries += _held(reached) if opaque else []
+    entries += _immutable(reached) if opaque else []
     for each in reached.of_type((FunctionType,)):
         if each.__code__ in executed and not library(each.__module__):
             name = f"{each.__name__}.{{}}"
@@ -272,7 +272,7 @@ def _is_entered(reached: Reachable, value: Any) -> bool:
     return id(value) in reached.containers or id(getattr(value, "__dict__", None)) in reached.containers
 
 
-def _held(reached: Reachable) -> Iterator[Entry]:
+def _immutable(reached: Reachable) -> Iterator[Entry]:
     """What cannot change in its holder, and may be another in another process."""
     for each in reached.of_type((tuple, partial)):
         holder, _ = reached.parents.get(id(each), (None, None))
