@@ -115,7 +115,8 @@ def _bounded_cpu() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGPROF, end)
-    signal.setitimer(signal.ITIMER_PROF, READING_CPU_S)
+    # Again and again: what is raised inside a callback of the garbage collector is lost.
+    signal.setitimer(signal.ITIMER_PROF, READING_CPU_S, READING_CPU_S)
     try:
         yield
     finally:

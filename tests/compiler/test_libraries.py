@@ -99,13 +99,13 @@ def test_options_hold_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, build = [], libraries._built
 
     def built(groups: Any) -> Any:
-        seen.append(config.cpp.enable_unsafe_math_opt_flag)
+        seen.append(config.cpp.max_horizontal_fusion_size)
         return build(groups)
 
     monkeypatch.setattr(libraries, "_built", built)
     graphs = {("k", False): graph_of(lambda x: x.tan() + 5)}
-    compile_graphs(graphs, backend="inductor", options={"cpp.enable_unsafe_math_opt_flag": True})
-    assert seen == [True] and not config.cpp.enable_unsafe_math_opt_flag
+    compile_graphs(graphs, backend="inductor", options={"cpp.max_horizontal_fusion_size": 7})
+    assert seen == [7] and config.cpp.max_horizontal_fusion_size != 7
 
 
 def test_threads_that_wait_for_each_other_leave_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
