@@ -149,8 +149,8 @@ def _in_a_default(held: Any) -> Any:
 
 def _functions(factors: Any) -> Any:
     scaled = [lambda y, factor=factor: y * factor for factor in factors]
-    held = [(lambda f: lambda y: f(y))(each) for each in scaled]
-    return lambda p, x: held[0](x @ p["up"].T).sum()
+    wrapped = [(lambda f: lambda y: f(y))(each) for each in scaled]
+    return lambda p, x: wrapped[0](x @ p["up"].T).sum()
 
 
 def _gradient(factor: Any) -> Any:
