@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,13 @@ RANDOM: Mapping[str, Mapping[str, int]] = {
 
 
 def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path], None]) -> str:
-    """The directory of the configuration's model."""
+    """The directory of the configuration's model.
+
+    Raises:
+        ConfigError: a package that fine-tuning needs is not installed.
+    """
+    if missing := [name for name in ("transformers", "tokenizers", "jinja2") if find_spec(name) is None]:
+        raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
     if config.model == PRETRAINED:
         return str(_pretrained(config, pretrain))
     if config.model in RANDOM:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.pieces import encode_all
 from experiments.data.tokenizer import load_tokenizer
 from experiments.finetune import base_models, dataset, evaluate, job, loop, method, sizes
+from experiments.finetune.base_models import directory_of
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import choose_method, default_rate
@@ -412,3 +414,9 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
         ours = load_tokenizer(tmp_path / "run" / name)
         ((again, _),) = encode_all(ours, [ours.conversation(talk)])
         assert again.tolist() == ids
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"(?s)not installed:.*transformers.*fnshard\[finetune\]"):
+        directory_of(compose(*SMALL), lambda *_: None)
