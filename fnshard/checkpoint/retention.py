@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,8 +69,8 @@ def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
             found.check_files(folder)
         except (Corrupt, OSError):
             continue
-        name = folder.name.removeprefix(".").removesuffix(".old")
-        yield int(name) if name.isdecimal() else found.step, folder, found
+        number = _number(folder)
+        yield found.step if number is None else number, folder, found
 
 
 def candidates(root: Path) -> list[Path]:
@@ -92,15 +93,47 @@ def prune(written: Path, keep: Keep) -> None:
     """Delete the checkpoints beside a new one that need not be kept, and nothing else.
 
     Checkpoints of higher steps are left alone: the run went back behind them, perhaps because they are
-    corrupt, and then they must not count among the last.
+    corrupt, and then they must not count among the last. Manifests of checkpoints that stay for their step
+    alone are not read: a save takes no longer for them.
     """
     here = int(written.name)
-    found = {
-        step: (folder, of.metrics)
-        for step, folder, of in complete_checkpoints(written.parent)
-        if step <= here
-    }
-    kept = keep.kept({step: metrics for step, (_, metrics) in found.items()})
-    for step, (folder, _) in found.items():
-        if step not in kept and step != here and is_checkpoint_directory(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    numbered = {_number(folder): folder for folder in candidates(written.parent)}
+    folders = {step: folder for step, folder in numbered.items() if step is not None and step <= here}
+    metrics = {step: _metrics(folder) if keep.best else {} for step, folder in folders.items()}
+
+    @functools.cache
+    def complete(step: int) -> bool:
+        try:
+            Manifest.read(folders[step]).check_files(folders[step])
+        except (Corrupt, OSError):
+            return False
+        return True
+
+    chosen = replace(keep, every=None)
+    while broken := [step for step in chosen.kept(metrics) if not complete(step)]:
+        for step in broken:
+            del metrics[step]
+    for step in metrics.keys() - keep.kept(metrics) - {here}:
+        if complete(step) and is_checkpoint_directory(folders[step]):
+            shutil.rmtree(folders[step], ignore_errors=True)
+
+
+def _number(folder: Path) -> int | None:
+    """The step that a folder is named by, also one that stepped aside."""
+    name = folder.name.removeprefix(".").removesuffix(".old")
+    return int(name) if name.isdecimal() else None
+
+
+def _metrics(folder: Path) -> Mapping[str, float]:
+    """What came with a save; empty where it cannot be read."""
+    try:
+        seal = (folder / SEAL).stat()
+        return _sealed_metrics(folder, (seal.st_ino, seal.st_mtime_ns))
+    except (Corrupt, OSError):
+        return {}
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sealed_metrics(folder: Path, seal: tuple[int, int]) -> Mapping[str, float]:
+    """Read once; the seal of another checkpoint of the same name is another file."""
+    return Manifest.read(folder).metrics

@@ -14,6 +14,7 @@ import torch
 
 import fnshard as fs
 from fnshard import checkpoint
+from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.errors import CheckpointError, CheckpointWarning, StateError
 from fnshard.runtime.files import folder as folders
 from fnshard.runtime.files import tensorfile
@@ -197,6 +198,35 @@ def test_kept_are_the_last_the_rounds_and_the_best(tmp_path: Path) -> None:
     assert checkpoint.all_steps(tmp_path) == [10, 15, 20, 25]
     checkpoint.save(tmp_path / "30", saved.known(step, 30), keep=checkpoint.Keep(last=1, best=1, mode="max"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["30", "notes"]
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_save_reads_no_more_manifests_however_many_checkpoints_stay(
+    best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, reads, read = one(), [], Manifest.read
+    monkeypatch.setattr(Manifest, "read", staticmethod(lambda folder: reads.append(folder) or read(folder)))
+    keep, counts = checkpoint.Keep(last=2, every=2, best=best), []
+    for number in range(1, 17):
+        reads.clear()
+        checkpoint.save(
+            tmp_path / str(number), saved.known(step, number), keep=keep, metrics={"loss": abs(number - 3.0)}
+        )
+        counts.append(len(reads))
+    assert checkpoint.all_steps(tmp_path) == sorted({*range(2, 17, 2), 15, *([3] * best)})
+    assert counts[6:8] * 5 == counts[6:], counts
+
+
+def test_a_best_one_that_is_damaged_later_is_replaced(tmp_path: Path) -> None:
+    step, keep = one(), checkpoint.Keep(last=1, best=1)
+    for number in (1, 2, 3):
+        checkpoint.save(
+            tmp_path / str(number), saved.known(step, number), keep=keep, metrics={"loss": 1.0 * number}
+        )
+    assert checkpoint.all_steps(tmp_path) == [1, 3]
+    (tmp_path / "1" / "rank-00000.safetensors").write_bytes(b"short")
+    checkpoint.save(tmp_path / "4", saved.known(step, 4), keep=keep, metrics={"loss": 4.0})
+    assert checkpoint.all_steps(tmp_path) == [3, 4] and (tmp_path / "1").exists()
 
 
 def test_what_was_gone_back_behind_does_not_count_among_the_last(tmp_path: Path) -> None:
