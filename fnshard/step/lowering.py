@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fnshard import tree
+from fnshard.compiler.frontend.execution_path import execution_path
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
@@ -119,24 +120,20 @@ class Lowering:
         return {n: v for n, v in values.items() if changed(n, v)}
 
     def _numbers_with(self, changed: Mapping[str, int | float], batch: Arguments) -> Numbers:
-        """With these as inputs, where `fn` can take them as tensors and returns what it returned."""
+        """With these as inputs, where `fn` does with tensors what it does with numbers: it takes no other
+        branch, for their type say, has no use for their hash, and returns what it returned."""
         dtypes = self.programs.values()[-1].program.result_dtypes
         result = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float64)
+        with execution_path() as expected:  # of `fn` that is given the numbers themselves
+            self.front(self.numbers.applied(batch))
         for numbers in self.numbers.with_inputs(changed, result):
             try:
-                program = self.front(numbers.applied(batch)).program
+                with execution_path() as path:
+                    program = self.front(numbers.applied(batch)).program
             except Exception:  # of `fn`'s own code, too: it takes a number alone, or a whole one
                 continue
-            if program.result_dtypes != dtypes:
-                continue
-            if unread := {n: v for n, v in changed.items() if n not in program.batch_read}:
-                # `fn` has no use for it, or looks at it in Python: by its type, as the key of a dict.
-                before = self.programs.values()[-1].program
-                if not self.front(self.numbers.applied(batch)).program.computes_as(before):
-                    self.numbers = self.numbers.with_constants(unread)
-                    rest = {n: v for n, v in changed.items() if n not in unread}
-                    return self._numbers_with(rest, batch) if rest else self.numbers
-            return numbers
+            if program.result_dtypes == dtypes and path.value == expected.value:
+                return numbers
         return self.numbers.with_constants(changed)
 
     def resolve(self, params: Any) -> None:

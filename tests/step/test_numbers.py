@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from toys import step_of
 
 import fnshard as fs
+from fnshard.compiler import lower
+from fnshard.compiler.frontend.trace import trace
 
 W, X = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 1.0]])
 FLOATS, COUNTS = (0.5, 0.7, 0.9, 1.1), (1, 2, 3, 2)
@@ -33,12 +37,23 @@ USES = {
     "function of numbers": (lambda p, x, n: (p["w"] * x).sum() * math.exp(n), FLOATS, 4),
     "shape": (lambda p, x, n: (p["w"][:n] * x[:, :n]).sum(), COUNTS, 3),
     "checked by type": (lambda p, x, n: (p["w"] * x).sum() * (n if type(n) is float else {}["n"]), FLOATS, 4),
-    "looked at by type": (lambda p, x, n: (p["w"] * x).sum() * (n if isinstance(n, float) else 100),
+    "looked at by type": (lambda p, x, n: (p["w"] * x).sum() * n * (1 if isinstance(n, float) else 100),
                           FLOATS, 4),
-    "key": (lambda p, x, n: (p["w"] * x).sum() * {0.5: 2.0, 0.7: 3.0, 0.9: 4.0}.get(n, 5.0), FLOATS, 4),
+    "looked at by type, then by value": (
+        lambda p, x, n: (p["w"] * x).sum() * (0.8 if type(n) is float and n > 0.8 else n), FLOATS, 4),
+    "no tensor": (lambda p, x, n: (p["w"] * x).sum() * (n + 1 if torch.is_tensor(n) else n), FLOATS, 4),
+    "key": (lambda p, x, n: (p["w"] * x).sum() * n * {1.1: 3.0}.get(n, 5.0), FLOATS, 4),
+    "text": (lambda p, x, n: (p["w"] * x).sum() * n * {"n=1.1": 3.0}.get(f"n={n}", 5.0), FLOATS, 4),
     "flag": (lambda p, x, n: (p["w"] * x).sum() * (2 if n else 1), (True, False, True), 2),
     "list": (lambda p, x, n: (p["w"] * x).sum() * sum(n), ([1, 2], [2, 3], [1, 2]), 2),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def traced_anew() -> Iterator[None]:
+    """What `fn` runs is compared while it is traced; other tests remember traces."""
+    with mock.patch.object(lower, "trace", trace):
+        yield
 
 
 @pytest.mark.parametrize("use", USES)

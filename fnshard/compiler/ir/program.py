@@ -113,18 +113,6 @@ class Program:
         """Of `results`."""
         return tuple(node.meta["val"].dtype for node in self.results)
 
-    @property
-    def batch_read(self) -> set[str]:
-        """The leaves of the batch that a node reads."""
-        pairs = zip(self.placeholders, self.inputs, strict=True)
-        return {each.name for node, each in pairs if each.kind == "batch" and node.users}
-
-    def computes_as(self, other: Program) -> bool:
-        """Whether another one has the same nodes, and equal constants."""
-        here, there = self.constants, other.constants
-        alike = self.as_text() == other.as_text() and here.keys() == there.keys()
-        return alike and all(torch.equal(here[name], there[name]) for name in here)
-
     def as_text(self) -> str:
         """One line per node: name, op, arguments, shape and dtype."""
         lines = []
