@@ -139,8 +139,7 @@ def _trace(
             before = [v.requires_grad for v in leaf_values]
             names.update({id(v): f"params[{p!r}]" for p, v in zip(fakes, leaf_values, strict=True)})
             names.update({id(v): f"batch[{n!r}]" for n, v in given.items()})
-            with followed():
-                result = args.call(fn, params)
+            result = args.call(followed()(fn), params)
             _check_requires_grad(fakes, before, leaf_values)
             collected["outputs"], values = excesses.append(*read_outputs(result, loss=differentiate))
             return values
