@@ -112,7 +112,8 @@ def trace_and_split(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
         )  # fmt: skip
-        program = place_axes(program, stored, mesh, residual, sequence_dims(batch), attention)
+        sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
+        program = place_axes(program, stored, mesh, residual, sequences, attention)
         return cut(program if rewrite is None else rewrite(program), stored, mesh, plan_of)
 
 

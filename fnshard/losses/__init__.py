@@ -59,17 +59,25 @@ class Whole:
 class Sequence:
     """A batch leaf whose sequence is `dim`, which the context axis of a mesh splits; None: it has none.
 
-    Of other tensors it is the second dim, if they have two.
+    Of other tensors it is the second dim, if they have two. A mask [B, T, T] has several, `(1, 2)`:
+    `fs.Buckets` pads them all, and the context axis splits the first.
     """
 
     value: Any
-    dim: int | None = 1
+    dim: int | tuple[int, ...] | None = 1
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """All of them, as they were named."""
+        return () if self.dim is None else self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
     @property
     def fits(self) -> bool:
-        """Whether it is a tensor that has the dim."""
+        """Whether it is a tensor that has the dims."""
         value = self.value
-        return isinstance(value, Tensor) and (self.dim is None or -value.dim() <= self.dim < value.dim())
+        return isinstance(value, Tensor) and all(
+            isinstance(d, int) and -value.dim() <= d < value.dim() for d in self.dims
+        )
 
 
 def rows_of(leaf: Any, start: int, count: int) -> Any:

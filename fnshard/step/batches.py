@@ -56,7 +56,7 @@ class TensorShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     whole: bool
-    sequence: int | None = 1  # the dim
+    sequence: int | tuple[int, ...] | None = 1  # the dim
 
     def __str__(self) -> str:
         along = "" if self.sequence == 1 else f" sequence {self.sequence}"
@@ -127,7 +127,8 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         raise StateError(
             f"{len(odd)} batch leaves have no such sequence:",
             odd,
-            "fs.Sequence(tensor, dim), a dim that it has; None, or fs.Whole, where it has no sequence.",
+            "fs.Sequence(tensor, dim), a dim that it has, or a tuple of them; None, or fs.Whole, "
+            "where it has no sequence.",
         )
     empty = [f"batch[{n!r}] {list(v.shape)}" for n, v in inner.items() if isinstance(v, Tensor) and v.is_meta]
     if values and empty:

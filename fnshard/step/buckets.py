@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,12 +29,14 @@ class Buckets:
 
     `fn` sees the padded batch; the values must count for nothing there: a loss leaves them out by its targets
     (`fs.losses.IGNORE`) or a mask, and is a `Mean`, or a mean over what is counted. A leaf's sequence is its
-    second dim, or the one that `fs.Sequence(tensor, dim)` names.
+    second dim, or what `fs.Sequence(tensor, dim)` names, `(1, 2)` of a mask [B, T, T].
 
     Args:
         multiple: lengths are rounded up to multiples of it.
         pad: from globs of batch leaves to what fills them; the first that matches. None leaves them as they
-            are. A leaf is named by its position or keyword, then by its path: "0", "batch.labels".
+            are. A leaf is named by its position or parameter, then by its path: "0", "batch.labels". A
+            pattern that names no leaf is an error.
+        parameters: the names of `fn`'s, behind the first; `shard_step` fills them in.
 
     Raises:
         SpecError: `multiple` is no count, or values are no numbers.
@@ -46,6 +49,7 @@ class Buckets:
 
     multiple: int = 64
     pad: Mapping[str, Fill] = field(default_factory=dict)
+    parameters: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         wrong = []
@@ -64,13 +68,23 @@ class Buckets:
                 "invalid buckets:", wrong, "fs.Buckets(multiple=64, pad={'labels': -100, '*': 0})."
             )
 
+    def of_function(self, signature: inspect.Signature | None) -> Buckets:
+        """The same, that knows the names of a function's parameters."""
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = (
+            [] if signature is None else [p.name for p in signature.parameters.values() if p.kind in kinds]
+        )
+        return replace(self, parameters=tuple(parameters[1:]))
+
     def padded(self, batch: Arguments) -> Arguments:
         """A batch whose sequences have lengths that are multiples.
 
         Raises:
-            StateError: leaves with a sequence that nothing says how to pad, or whose dtype lacks the value.
+            StateError: leaves with a sequence that nothing says how to pad, masks that may have two of them,
+                patterns that name no leaf, or values that a leaf's dtype lacks.
         """
         named, structure = batch.leaves
+        self._check_patterns(named)
         dims = self._dims(batch)
         fills = {n: (self.pad[self._glob(n) or ""], unwrapped(named[n]).dtype) for n in dims}
         if wrong := [f"batch[{n!r}] {dtype}: {v!r}" for n, (v, dtype) in fills.items() if not _has(dtype, v)]:
@@ -85,34 +99,77 @@ class Buckets:
     def length(self, batch: Arguments) -> int | None:
         """Of a padded batch, in multiples; None where its sequences have several, or it has none."""
         named = batch.leaves[0]
-        found = {unwrapped(named[n]).shape[dim] for n, dim in self._dims(batch).items()}
+        found = {unwrapped(named[n]).shape[dim] for n, dims in self._dims(batch).items() for dim in dims}
         return found.pop() // self.multiple if len(found) == 1 else None
 
-    def _dims(self, batch: Arguments) -> dict[str, int]:
+    def _check_patterns(self, named: Mapping[str, Any]) -> None:
+        used = {self._glob(name) for name in named}
+        unused = [f"pad[{glob!r}]={value!r}" for glob, value in self.pad.items() if glob not in used]
+        if unused:
+            raise StateError(
+                "fs.Buckets has patterns that name no leaf of the batch, or only leaves of a pattern before:",
+                unused,
+                "put the narrower pattern first, mend or delete it, and pass a leaf that is sometimes left "
+                f"out as None; the leaves are: {', '.join(' or '.join(self._names(n)) for n in named)}.",
+            )
+
+    def _dims(self, batch: Arguments) -> dict[str, tuple[int, ...]]:
         """Of the leaves to pad."""
-        dims = sequence_dims(batch)
+        dims, named = sequence_dims(batch), batch.leaves[0]
         missing = [n for n in dims if self._glob(n) is None]
         if missing:
-            named = batch.leaves[0]
             raise StateError(
                 f"{len(missing)} batch leaves have a sequence, and fs.Buckets does not say what pads it:",
-                [f"batch[{n!r}] {list(unwrapped(named[n]).shape)}, dim {dims[n]}" for n in missing],
+                [f"batch[{n!r}] {list(unwrapped(named[n]).shape)}, dim {dims[n][0]}" for n in missing],
                 "pad={'labels': -100, '*': 0}, values that count for nothing; None for a leaf that stays as "
                 "it is; fs.Sequence(tensor, None) for one whose second dim is no sequence.",
             )
-        return {n: dim for n, dim in dims.items() if self.pad[self._glob(n) or ""] is not None}
+        padded = {n: each for n, each in dims.items() if self.pad[self._glob(n) or ""] is not None}
+        _check_masks(named, padded)
+        return padded
 
     def _glob(self, name: str) -> str | None:
-        return next((glob for glob in self.pad if fnmatch.fnmatchcase(name, glob)), None)
+        names = self._names(name)
+        return next((glob for glob in self.pad if any(fnmatch.fnmatchcase(n, glob) for n in names)), None)
 
-    def _filled(self, name: str, leaf: Any, dim: int) -> Any:
+    def _names(self, name: str) -> tuple[str, ...]:
+        """Of a leaf: by position, and by the parameter of `fn`."""
+        place, dot, path = name.partition(".")
+        if not place.isdigit() or int(place) >= len(self.parameters):
+            return (name,)
+        return name, f"{self.parameters[int(place)]}{dot}{path}"
+
+    def _filled(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
         value: Tensor = unwrapped(leaf)
-        missing = -value.shape[dim] % self.multiple
-        if not missing:
+        behind = [-size % self.multiple if dim in dims else 0 for dim, size in enumerate(value.shape)]
+        if not any(behind):
             return leaf
-        after = [0, 0] * (value.dim() - dim - 1) + [0, missing]
+        after = [each for missing in reversed(behind) for each in (0, missing)]
         padded = F.pad(value, after, value=self.pad[self._glob(name) or ""])
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
+
+
+def _check_masks(named: Mapping[str, Any], dims: Mapping[str, Sequence[int]]) -> None:
+    """Refuse what is a mask by its shape, [B, T, T] or [B, 1, T, T], and of which nobody says so."""
+    tensors = {n: unwrapped(named[n]) for n in dims}
+    lengths = {v.shape[d] for n, v in tensors.items() if v.dim() == 2 or v is not named[n] for d in dims[n]}
+    unclear = [n for n, v in tensors.items() if v is named[n] and _is_mask(v, lengths)]
+    if unclear:
+        raise StateError(
+            f"{len(unclear)} batch leaves look like masks, and fs.Buckets would pad their second dim alone:",
+            [f"batch[{n!r}] {list(tensors[n].shape)} {tensors[n].dtype}" for n in unclear],
+            "fs.Sequence(mask, (1, 2)) names all dims to pad, (2, 3) of [B, 1, T, T]; fs.Sequence(tensor, 1) "
+            "is for one whose second dim is the only sequence.",
+        )
+
+
+def _is_mask(value: Tensor, lengths: set[int]) -> bool:
+    """Whether its last dim is as long as the sequences, and the second is not, or it is bool and square."""
+    if value.dim() < 3 or value.shape[-1] not in lengths:
+        return False
+    if value.shape[1] in lengths:
+        return value.dtype == torch.bool and value.shape[-2] == value.shape[-1]
+    return value.dim() > 3 or value.shape[1] == 1
 
 
 def _has(dtype: torch.dtype, value: Fill) -> bool:

@@ -81,6 +81,7 @@ class Lowering:
             raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
         self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
         self._signature = signature_of(fn)
+        self.shapes = options.shapes and options.shapes.of_function(self._signature)
         self.optimizer = optimizer
         self._take(ResolvedSpecs.of(specs))
         self.programs = (
@@ -96,8 +97,8 @@ class Lowering:
         """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
         they are to be, and numbers that change are tensors."""
         passed = Arguments(tuple(positional), keywords).in_order_of(self._signature)
-        if self.options.shapes is not None:
-            passed = self.options.shapes.padded(passed)
+        if self.shapes is not None:
+            passed = self.shapes.padded(passed)
         with self.lock:
             if changed := self._changed_numbers(passed):
                 self.numbers = self._numbers_with(changed, passed)
@@ -261,10 +262,9 @@ class Lowering:
 
     def _shared(self, batch: Batch) -> tuple[SharedKernels, int] | None:
         """What a lowering of this batch shares with those of other lengths."""
-        shapes = self.options.shapes
-        if shapes is None or self.options.backend != "inductor":
+        if self.shapes is None or self.options.backend != "inductor":
             return None
-        length = shapes.length(Arguments.of(batch))
+        length = self.shapes.length(Arguments.of(batch))
         return None if length is None else (self.kernels, length)
 
     def front(self, batch: Batch, *, sources: bool = False) -> Front:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -83,6 +84,22 @@ WRONG = {
         lambda: fs.Buckets(4, pad={"0": 0}).padded(Arguments(batch(0, 3))),
         r"(?s)1 batch leaves have a sequence.*batch\['1'\] \[2, 3\], dim 1.*fs.Sequence\(tensor, None\)",
     ),
+    "a pattern that names no leaf": (
+        lambda: fs.Buckets(4, pad={"0": 0, "lables": -100, "*": 0}).padded(Arguments(batch(0, 3))),
+        r"(?s)name no leaf.*\n +pad\['lables'\]=-100\n.*the leaves are: 0, 1\.",
+    ),
+    "a pattern behind one that takes all": (
+        lambda: fs.Buckets(4, pad={"*": 0, "1": -100}).padded(Arguments(batch(0, 3))),
+        r"of a pattern before:\n +pad\['1'\]=-100",
+    ),
+    "masks of unnamed dims": (
+        lambda: fs.Buckets(4, pad={"*": 0}).padded(Arguments((
+            torch.ones(2, 3), torch.ones(2, 3, 3) > 0, torch.ones(2, 1, 3, 3), torch.ones(2, 1, 3),
+            torch.ones(2, 3, 3), torch.ones(2, 5, 8),
+        ))),
+        r"(?s)3 batch leaves look like masks.*'1'\] \[2, 3, 3\] torch.bool\n.*'2'\] \[2, 1, 3, 3\].*"
+        r"'3'\] \[2, 1, 3\].*Fix: fs.Sequence\(mask, \(1, 2\)\)",
+    ),
     "values that dtypes lack": (
         lambda: fs.Buckets(4, pad={"0": -100, "1": 0.5, "2": 1e9, "*": 0}).padded(Arguments(tuple(
             torch.zeros(2, 3, dtype=d) for d in (torch.bool, torch.int64, torch.float16, torch.uint8)
@@ -144,6 +161,40 @@ def test_ranks_that_split_the_same_rows_may_exchange_otherwise_at_a_length(axes:
     expected = [reference.gradients(loss, params(), *each)[1] for each in batches]
     for losses in fs.simulate(mesh, run):
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)
+
+
+def masked(p: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor) -> fs.Mean:
+    """Attention of each token to those that a mask [B, T, T] or [B, 1, T, T] names."""
+    q, k, v = (F.embedding(tokens, p["table"]) @ p["w"]).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    mask = mask if mask.dim() == 4 else mask[:, None]
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+    scores = F.linear(x, p["head"]).flatten(0, 1)
+    return fs.Mean(F.cross_entropy(scores, targets.flatten(), reduction="sum"), (targets != -100).sum())
+
+
+@pytest.mark.parametrize("axis", ["shard", "context"])
+@pytest.mark.parametrize(("dims", "fill"), [((1, 2), False), ((-2, 3), -math.inf)], ids=str)
+def test_a_mask_is_padded_along_both_dims(axis: str, dims: tuple[int, int], fill: Any) -> None:
+    leaves = {
+        p: v.double() for p, v in floats({"table": (VOCAB, 8), "w": (8, 24), "head": (VOCAB, 8)}).items()
+    }
+    mesh = fs.make_mesh(**{axis: 2}, simulated=True)
+    specs, buckets = fs.presets.full_shard(leaves, mesh), fs.Buckets(4, pad={"mask": fill, **PAD})
+    step = fs.shard_step(masked, specs, mesh=mesh, backend="eager", shapes=buckets)
+    for length in (3, 8, 5):
+        mask = (torch.rand(2, length, length, generator=generator(length)) > 0.5) | torch.eye(length).bool()
+        if fill:
+            mask = torch.zeros(2, 1, length, length).double().masked_fill(~mask[:, None], fill)
+        passed = (*batch(length, length), mask)
+        expected, mean = reference.gradients(masked, leaves, *passed)
+
+        def run(rank: int, passed: Any = passed) -> Any:
+            tokens, targets, mask = (v[rank:][:1] if axis == "shard" else v for v in passed)
+            found = step(fs.shard(leaves, specs, mesh), tokens, targets, mask=fs.Sequence(mask, dims))
+            return found[0], fs.unshard(found[1], step.specs, mesh)
+
+        for found in fs.simulate(mesh, run):
+            torch.testing.assert_close(found, (mean, expected), rtol=0, atol=1e-10)
 
 
 # ------------------------------------------------------------------ kernels of all lengths

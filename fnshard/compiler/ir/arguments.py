@@ -99,12 +99,12 @@ def _join(children: dict[Any, Any]) -> Arguments:
 tree.register(Arguments, _children, _join)
 
 
-def sequence_dims(batch: Arguments | Sequence[Any]) -> dict[str, int]:
-    """The dim that is a sequence, of each leaf of a batch that has one: the second, if none is named."""
+def sequence_dims(batch: Arguments | Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """The dims that are sequences, of each leaf of a batch that has one: the second, if none is named."""
     dims = {}
     for name, leaf in Arguments.of(batch).leaves[0].items():
-        if isinstance(leaf, losses.Sequence):
-            dims |= {} if leaf.dim is None else {name: leaf.dim % leaf.value.dim()}
+        if isinstance(leaf, losses.Sequence) and leaf.dims:
+            dims[name] = tuple(dim % leaf.value.dim() for dim in leaf.dims)
         elif isinstance(leaf, Tensor) and leaf.dim() > 1:
-            dims[name] = 1
+            dims[name] = (1,)
     return dims
