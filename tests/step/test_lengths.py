@@ -256,6 +256,41 @@ def test_kernels_of_a_block_serve_all_lengths() -> None:
     assert second == 2 * first and set(others) == {second}
 
 
+@torch.library.custom_op("fnshard_lengths::scaled", mutates_args=())
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """By rows of two factors; its backward has a constant of its own, of which no argument tells."""
+    return x * torch.tensor([factor, 1.0]).repeat(x.shape[-1] // 2)
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _scaled_backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient * torch.tensor([context.factor, 1.0]).repeat(gradient.shape[-1] // 2), None
+
+
+def _keep_factor(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.factor = inputs[1]
+
+
+scaled.register_autograd(_scaled_backward, setup_context=_keep_factor)
+
+
+def scaled_thrice(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
+    x = F.embedding(tokens, p["table"])
+    for layer, factor in enumerate((2.0, 3.0, 5.0)):
+        x = scaled((x * p[f"layers.{layer}.w"]).tanh(), factor)
+    return fs.losses.linear_cross_entropy(x, p["table"], targets)
+
+
+def test_constants_of_a_backward_are_compared() -> None:
+    leaves = floats({"table": (VOCAB, WIDTH), **{f"layers.{i}.w": (WIDTH,) for i in range(3)}})
+    _, second, third = compiled_graphs(scaled_thrice, leaves, (3, 9, 6))
+    assert second == third
+
+
 @pytest.mark.parametrize("fn", [branching, quadratic])
 def test_what_does_otherwise_at_a_length_is_compiled_for_it(fn: Any) -> None:
     first, second, third, fourth, again = compiled_graphs(fn, floats(LEAVES), (3, 9, 16, 18, 13))

@@ -49,7 +49,8 @@ class Form:
             arguments = rebuilt([node.args, node.kwargs], note, lambda n: ("node", places[n]))
             layouts = [rebuilt(layout, note, places.get) for layout in layouts_of(node)]
             kinds = [(v.dtype, v.device) for v in _results(node)]
-            skeleton.append((node.op, node.target, arguments, layouts, kinds))
+            target = _content(getattr(module, node.target)) if node.op == "get_attr" else node.target
+            skeleton.append((node.op, target, arguments, layouts, kinds))
         return Form(tuple(skeleton), tuple(numbers))
 
     def expressions(self, n: int, other: Form, m: int) -> list[Expression] | None:
@@ -91,6 +92,18 @@ def layouts_of(node: fx.Node) -> list[tuple[list[Any], list[Any]]]:
 def _results(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
     return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+
+
+def _content(constant: Any) -> Any:
+    """What a constant that a backward has made of its own is compared by: its name tells nothing."""
+    if not isinstance(constant, Tensor):
+        return constant
+    return (
+        constant.dtype,
+        constant.device,
+        constant.shape,
+        constant.flatten().view(torch.uint8).cpu().tolist(),
+    )
 
 
 def symbolic_module(
@@ -149,13 +162,16 @@ def symbolic_module(
                 nodes[old].meta["val"] = old.target(*values, **options)
                 if layouts_of(nodes[old]) != layouts:  # of symbols: asked, and to hold at each length
                     raise ValueError(f"{old.target} has other strides where a size is a symbol")
+            elif old.op == "get_attr":
+                nodes[old] = graph.get_attr(old.target)
+                nodes[old].meta["val"] = mode.from_tensor(getattr(module, old.target), static_shapes=True)
             else:
                 graph.output(args[0])
 
     def holds(length: int) -> bool:
         return all(bool(guard.expr.subs({symbol: length})) for guard in env.guards)
 
-    return fx.GraphModule({}, graph), holds
+    return fx.GraphModule(module, graph), holds
 
 
 @dataclass(frozen=True, eq=False)
