@@ -6,6 +6,8 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import logging
+import os
 import pickle
 import sys
 import threading
@@ -22,7 +24,7 @@ from guarded import PARAMS, SPECS, WIDTH, Fn, X, assert_plain, make, scaled
 from torch import Tensor, nn
 
 import fnshard as fs
-from fnshard.compiler.ir.guard import computed_names, guard_of
+from fnshard.compiler.ir.guard import Ran, guard_of, recorded
 from fnshard.compiler.ir.reachable import Reachable
 
 # ------------------------------------------------------------------ wherever a number lives
@@ -257,6 +259,46 @@ def all_attributes() -> Place:
 
 
 @place
+def an_attribute_of_all_by_a_computed_name() -> Place:
+    trainer, name = Trainer(), "be"
+    return lambda p, x: scaled(p, x, trainer.__dict__[name + "ta"]), [lambda: setattr(trainer, "beta", 3.0)]
+
+
+@place
+def an_attribute_of_a_function() -> Place:
+    def helper(x: Tensor) -> Tensor:
+        return x * helper.beta
+
+    helper.beta = 2.0
+    return lambda p, x: scaled(p, helper(x), 1.0), [lambda: setattr(helper, "beta", 3.0)]
+
+
+@place
+def variables_of_the_environment() -> Place:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        both = float(os.environ.get("A_BETA", 2)) + float(os.getenv("A_GAMMA", "1"))
+        return scaled(p, x, both + ("A_DELTA" in os.environ))
+
+    def change(name: str, value: str) -> Callable[[], None]:
+        return lambda: os.environ.__setitem__(name, value)
+
+    def clear() -> None:
+        for name in ("A_BETA", "A_GAMMA", "A_DELTA"):
+            del os.environ[name]
+        os.environ["A_DELTA"] = "2"  # a program is there for none of them
+
+    return fn, [change("A_BETA", "3"), change("A_GAMMA", "4"), change("A_DELTA", "0"), clear]
+
+
+@place
+def the_level_of_a_logger() -> Place:
+    log = logging.getLogger("some.losses")
+    log.setLevel(logging.WARNING)
+    fn = lambda p, x: scaled(p, x, 2.0 if log.isEnabledFor(logging.DEBUG) else 3.0)  # noqa: E731
+    return fn, [lambda: log.setLevel(logging.DEBUG)]
+
+
+@place
 def an_optimizers_rate() -> Place:
     optimizer = torch.optim.SGD([nn.Parameter(X)], lr=2.0)
     return lambda p, x: scaled(p, x, optimizer.param_groups[0]["lr"]), [
@@ -336,20 +378,20 @@ def test_a_profiler_that_runs_already_keeps_its_place(monkeypatch: pytest.Monkey
 
 def test_others_pickle_methods_while_one_traces_and_patches_end_with_the_trace() -> None:
     trainer = Trainer()
-    with ThreadPoolExecutor(1) as loader, computed_names() as names:
+    with ThreadPoolExecutor(1) as loader, recorded() as ran:
         kept = getattr, vars
         pickled = [pickle.dumps(trainer.record), loader.submit(pickle.dumps, trainer.record).result()]
         assert kept[0](trainer, "beta") == 2.0
     for each in (pickle.loads(p).__self__ for p in pickled):
         assert kept[0](each, "gamma") == 1.0 and kept[1](each) == vars(trainer)
-    assert names == {"beta"}
+    assert "beta" in ran.computed and "gamma" not in ran.computed
 
 
 def test_a_tensor_follows_what_is_written_to_it_and_its_copy_does_not_hold() -> None:
     table = torch.ones(WIDTH, dtype=torch.float64)
     fn = lambda p, x: scaled(p, x, table)  # noqa: E731
     step = make(fn)
-    copied = guard_of(fn, set(), set(), Reachable(fn, code=True), [table])  # as on another device
+    copied = guard_of(fn, Ran(), Reachable(fn, code=True), [table])  # as on another device
     for _ in range(2):
         with fs.debug.assert_max_compiles(1):
             assert_plain(step, fn)
@@ -383,6 +425,29 @@ def test_what_fn_does_not_read_traces_nothing_anew() -> None:
             trainer.record()
             cfg["step"], cfg["unused"], data[1] = number, 2.0, number
             assert_plain(step, fn)
+
+
+def test_other_attributes_of_functions_objects_and_loggers_trace_nothing_anew() -> None:
+    log, names = logging.getLogger("some.model"), types.SimpleNamespace(beta=2.0, other=0)
+    listed = Config(2.0)
+
+    def helper(x: Tensor) -> Tensor:
+        return x * names.__dict__.get("beta") * helper.gamma
+
+    def chatty(p: Any, x: Tensor) -> Tensor:
+        log.debug("loss")
+        return scaled(p, x, len(listed.__dict__))
+
+    helper.gamma, helper.other = 1.0, 0
+    for fn in (lambda p, x: scaled(p, helper(x), 1), chatty):
+        step = make(fn)
+        assert_plain(step, fn)
+        with fs.debug.assert_max_compiles(0):
+            logging.getLogger("some.other").isEnabledFor(10)
+            log.addHandler(handler := logging.NullHandler())
+            names.other = helper.other = 1
+            assert_plain(step, fn)
+            log.removeHandler(handler)
 
 
 def test_equal_values_in_new_objects_trace_nothing_anew() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import pickle
 import random
@@ -244,29 +245,57 @@ print(step(params, torch.arange(4.0))[0].item(), step.made)
 """
 
 
-def test_source_files_are_compared_and_environment_readers_never_saved(tmp_path: Path) -> None:
+def test_source_files_and_variables_of_the_environment_are_compared(tmp_path: Path) -> None:
     source, folder = tmp_path / "losses_of_mine.py", tmp_path / "cache"
-    program, numbers = tmp_path / "program.py", tmp_path / "numbers.npy"
-    np.save(numbers, 4.0)
+    program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(module=source.stem))
 
-    def out(text: str) -> str:
+    def out(text: str, **variables: str) -> str:
         source.write_text(text)
         time.sleep(0.05)  # a process knows to 10 ms when it began
         path = os.pathsep.join([str(tmp_path), str(Path(fs.__file__).parents[1])])
-        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
         command = [sys.executable, str(program), str(folder)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     plain = "def loss_fn(params, x):\n    return (params['w'] * x).sum() * 2\n"
     assert out(plain).startswith("12.0 0 loaded, 1 traced")
     assert out(plain).startswith("12.0 1 loaded, 0 traced")
-    changed = out(plain.replace("* 2", "* 3"))
-    assert changed.startswith("18.0 0 loaded, 1 traced") and "source files have changed" in changed
-    reads = out("import os\n" + plain.replace("* 2", "* float(os.environ.get('SCALE', 1))"))
-    assert "`fn` calls environ" in reads and reads.startswith("6.0 0 loaded")
-    loads = out("import numpy\n" + plain.replace("* 2", f"* float(numpy.load({str(numbers)!r}))"))
-    assert "`fn` calls load" in loads and loads.startswith("24.0 0 loaded")
+    reads = "import os\n" + plain.replace("* 2", "* float(os.environ.get('SCALE', 1))")
+    changed = out(reads)
+    assert changed.startswith("6.0 0 loaded, 1 traced") and "source files have changed" in changed
+    assert out(reads).startswith("6.0 1 loaded, 0 traced")
+    other = out(reads, SCALE="2")
+    assert other.startswith("12.0 0 loaded, 1 traced") and "reads other values: os.environ['SCALE']" in other
+
+
+there = os.path.exists
+
+
+@pytest.mark.parametrize(
+    ("read", "named"),
+    [
+        (lambda path: os.path.exists(path), "calls exists"),
+        (lambda path: there(path), "calls exists"),
+        (lambda path: partial(there, path)(), "calls exists"),
+        (lambda path: Path(path).is_file(), "calls is_file"),
+        (lambda path: os.stat(path).st_size, "calls stat"),
+        (lambda path: len(os.listdir(os.path.dirname(path))), "calls listdir"),
+        (lambda path: len(glob.glob(path)), "calls glob"),
+        (lambda path: np.load(path), "calls load"),
+        (lambda path: {**os.environ}.get("SCALE", 1), "lists the variables of the environment"),
+    ],
+    ids=["exists", "another name", "a partial", "a path", "stat", "listdir", "glob", "load", "variables"],
+)
+def test_a_function_that_looks_at_files_is_never_saved(
+    tmp_path: Path, read: Callable[[str], Any], named: str
+) -> None:
+    np.save(tmp_path / "numbers.npy", 4.0)
+    path, folder = str(tmp_path / "numbers.npy"), tmp_path / "cache"
+    step = step_of(lambda p, x: (x @ p["up"].T).sum() * float(read(path)), folder, optimizer=None)
+    step(PARAMS, *BATCH)
+    (note,) = step.made.notes
+    assert named in note and not list(folder.iterdir())
 
 
 def test_torch_itself_is_compared(tmp_path: Path, monkeypatch: Any) -> None:

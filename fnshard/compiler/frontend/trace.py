@@ -37,7 +37,7 @@ from fnshard.compiler.frontend.unsupported import refusals
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.failures import Call, explain, higher_order, refused_at
-from fnshard.compiler.ir.guard import computed_names, guard_of, recorded
+from fnshard.compiler.ir.guard import guard_of, recorded
 from fnshard.compiler.ir.program import (
     Input,
     Program,
@@ -149,7 +149,7 @@ def _trace(
             return values
 
         given = list(fakes.values()), list(tensors.values())
-        with recorded() as executed, computed_names() as computed:
+        with recorded() as ran:
             graph_module, hooks = _capture(
                 prepared(flat), padded, given, differentiate, device, explained, sources
             )
@@ -176,8 +176,7 @@ def _trace(
         apply_hooks(pure, hooks)
         for rewrite in (recognise_causal, keep_rounding, copy_outgoing):
             rewrite(pure)
-        computed |= {c.co_name for c in executed if source_lines.is_users(c.co_filename)}  # by operators
-        guard = guard_of(runs, executed, computed, reached, copied)
+        guard = guard_of(runs, ran, reached, copied)
         return replace(program, graph=pure, guard=guard, rows=_rows(batch))
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import builtins
 import cProfile
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import repeat
 from operator import eq, is_
@@ -33,6 +35,7 @@ import numpy as np
 from torch import Tensor
 
 from fnshard.compiler.ir.reachable import ABSENT, LONG, Container, Reachable, library, lookup
+from fnshard.compiler.ir.source_lines import is_users
 from fnshard.tree import is_constant, is_same
 
 _CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, partial, property, staticmethod, classmethod)
@@ -40,6 +43,22 @@ _LENGTH = object()  # the key of a container's length, of a set's elements, of t
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _REGISTRIES = ("_modules", "_buffers")  # dicts of a module: it never replaces them
 _SMALL_bytes = 1 << 16  # larger arrays are data: to hash one of these takes 15 microseconds
+_ENVIRON = type(os.environ)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a trace has run and read, as far as the code of `fn` does not tell.
+
+    Args:
+        executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
+        computed: attributes that it read, or methods that ran, by names which it does not spell.
+        variables: those of the environment that it read; "" where it listed all.
+    """
+
+    executed: Collection[CodeType] = ()
+    computed: Collection[str] = ()
+    variables: Collection[str] = ()
 
 
 class Entry(NamedTuple):
@@ -60,7 +79,10 @@ class Entry(NamedTuple):
         owner, is_size = self.owner, self.key is _LENGTH
         if is_size:
             return _same_lengths if isinstance(self.value, int) else _same_sizes
-        kinds = (dict, _same_items), (list, _same_elements), (MappingProxyType, _same_members)
+        kinds = (
+            (dict, _same_items), (list, _same_elements), (MappingProxyType, _same_members),
+            (_ENVIRON, _same_variables),
+        )  # fmt: skip
         others = _same_others if isinstance(owner, deque | ContextVar) else _same_attributes
         return next((same for kind, same in kinds if isinstance(owner, kind)), others)
 
@@ -85,6 +107,10 @@ def _same_others(owners: Any, keys: Any, values: Any) -> bool:
     return all(map(is_, map(lookup, owners, keys), values))
 
 
+def _same_variables(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(is_same, map(lookup, owners, keys), values))
+
+
 def _same_lengths(owners: Any, keys: Any, values: Any) -> bool:
     return all(map(eq, map(len, owners), values))
 
@@ -94,15 +120,10 @@ def _same_sizes(owners: Any, keys: Any, values: Any) -> bool:
 
 
 class Guard:
-    """The values that one program has baked in. `executed`, `computed`: as `guard_of` took them."""
+    """The values that one program has baked in; `ran` is what its trace did."""
 
-    def __init__(
-        self,
-        entries: Iterable[Entry] = (),
-        executed: Collection[CodeType] = (),
-        computed: Collection[str] = (),
-    ):
-        self.entries, self.executed, self.computed = tuple(entries), executed, computed
+    def __init__(self, entries: Iterable[Entry] = (), ran: Ran = Ran()):
+        self.entries, self.ran = tuple(entries), ran
         groups: dict[Callable[..., bool], list[Entry]] = {}
         for entry in self.entries:
             if entry.key not in _REGISTRIES:
@@ -142,8 +163,7 @@ class Guard:
 
 def guard_of(
     fn: Any,
-    executed: Collection[CodeType],
-    computed: Collection[str],
+    ran: Ran,
     before: Reachable | None = None,
     copied: Sequence[Tensor] = (),
     opaque: bool = False,
@@ -151,15 +171,14 @@ def guard_of(
     """The guard of a program, made right after its trace, or of one that is loaded.
 
     Args:
-        executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
-        computed: attributes that it read, or methods that ran, by names which it does not spell.
         before: what `fn` could reach before it ran; what it has written there itself is its own. None where
             it has not run.
         opaque: have entries too for objects that cannot be compared by what they hold, and for what stays as
             it is in one process: what tuples and partials hold, the order of keys.
         copied: tensors that the program has copies of; others it reads where they are.
     """
-    reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=computed)
+    executed = ran.executed
+    reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=ran.computed)
     before = reached if before is None else before
     entries = []
     for container in reached.containers.values():
@@ -179,11 +198,22 @@ def guard_of(
         if each.__code__ in executed and not library(each.__module__):
             name = f"{each.__name__}.{{}}"
             entries += [Entry(each, k, getattr(each, k), name.format(k), False) for k in _OF_FUNCTIONS]
-    return Guard(entries, executed, computed)
+    for name in ran.variables:
+        value = lookup(os.environ, name)
+        entries.append(Entry(os.environ, name, value, f"os.environ[{name!r}]", False))
+    return Guard(entries, ran)
 
 
 @contextmanager
-def computed_names() -> Iterator[set[str]]:
+def recorded() -> Iterator[Ran]:
+    """What users' code runs and reads inside: complete behind the `with`."""
+    with _executed_code() as executed, _computed_names() as computed, _read_variables() as variables:
+        yield Ran(executed, computed, variables)
+    computed.update(c.co_name for c in executed if is_users(c.co_filename))  # methods that operators call
+
+
+@contextmanager
+def _computed_names() -> Iterator[set[str]]:
     """Attributes that users' code, on this thread, reads inside by `getattr` and `vars`.
 
     Their replacements, the whole process's, bear their names: `pickle` looks up what a method reduces to.
@@ -192,12 +222,12 @@ def computed_names() -> Iterator[set[str]]:
     read, list_all = getattr, vars
     thread: int | None = threading.get_ident()
 
-    def is_users(module: str) -> bool:
+    def is_theirs(module: str) -> bool:
         return threading.get_ident() == thread and (module == "dataclasses" or not library(module))
 
     @wraps(read)
     def reading(each: Any, name: str, *default: Any) -> Any:
-        if is_users(sys._getframe(1).f_globals.get("__name__", "")):
+        if is_theirs(sys._getframe(1).f_globals.get("__name__", "")):
             names.add(name)
         return read(each, name, *default)
 
@@ -205,7 +235,7 @@ def computed_names() -> Iterator[set[str]]:
     def listing(*each: Any) -> Any:
         caller = sys._getframe(1)
         found = list_all(*each) if each else caller.f_locals
-        if each and is_users(caller.f_globals.get("__name__", "")):
+        if each and is_theirs(caller.f_globals.get("__name__", "")):
             names.update(found)
         return found
 
@@ -217,7 +247,37 @@ def computed_names() -> Iterator[set[str]]:
 
 
 @contextmanager
-def recorded() -> Iterator[set[CodeType]]:
+def _read_variables() -> Iterator[set[str]]:
+    """Variables of the environment that users' code, on this thread, reads inside."""
+    names: set[str] = set()
+    thread = threading.get_ident()
+    read, list_all = _ENVIRON.__getitem__, _ENVIRON.__iter__
+
+    def note(name: str) -> None:
+        frame: Any = sys._getframe(2)
+        while frame.f_globals.get("__name__") in ("os", "collections.abc"):  # of `os.getenv`, `in`
+            frame = frame.f_back
+        if threading.get_ident() == thread and not library(frame.f_globals.get("__name__", "")):
+            names.add(name)
+
+    @wraps(read)
+    def reading(environ: Any, name: Any) -> Any:
+        note(os.fsdecode(name))
+        return read(environ, name)
+
+    @wraps(list_all)
+    def listing(environ: Any) -> Any:
+        note("")
+        return list_all(environ)
+
+    with (
+        mock.patch.object(_ENVIRON, "__getitem__", reading), mock.patch.object(_ENVIRON, "__iter__", listing)
+    ):  # fmt: skip
+        yield names
+
+
+@contextmanager
+def _executed_code() -> Iterator[set[CodeType]]:
     """The code of the Python functions called inside; empty where a profiler runs already."""
     codes: set[CodeType] = set()
     if sys.getprofile() is not None:

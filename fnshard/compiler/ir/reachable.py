@@ -7,6 +7,7 @@ a closure's cell, the globals that a function names. `make_functional` and a tra
 from __future__ import annotations
 
 import dis
+import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -34,6 +35,8 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, *_TESTERS, "torch", "numpy", "
 _ALWAYS = frozenset(
     {"forward", "training", "_modules", "__call__", "__getattr__", "__getitem__", "__setitem__", "__iter__"}
 )
+# Of a logger: what it tells its user's code. Handlers and the registry of all loggers lead everywhere.
+_OF_LOGGERS = frozenset({"level", "disabled", "disable", "parent", "manager", "logger"})
 ABSENT = object()
 
 
@@ -43,7 +46,7 @@ class Container:
 
     owner: Any
     before: dict[Any, Any]
-    only: set[str] | None = None
+    only: Collection[str] | None = None
 
     def read(self) -> dict[Any, Any]:
         """What counts of it, by key; all that code lists by `__dict__`."""
@@ -113,6 +116,8 @@ def lookup(owner: Any, key: Any) -> Any:
         return dict.get(owner, key, ABSENT)
     if isinstance(owner, list | deque):
         return owner[key] if key < len(owner) else ABSENT
+    if isinstance(owner, type(os.environ)):
+        return owner.get(key, ABSENT)
     if isinstance(owner, type | ModuleType | MappingProxyType):
         return (owner if isinstance(owner, MappingProxyType) else vars(owner)).get(key, ABSENT)
     try:
@@ -224,9 +229,9 @@ class Reachable:
     def _object(self, each: Any, kind: type) -> None:
         all_attributes = not self.code or (issubclass(kind, nn.Module) and not self.mentioned)
         only = None if all_attributes else self.names
-        if hasattr(each, "__dict__"):
-            self.parents.setdefault(id(vars(each)), (each, None))
-            self._enter(vars(each), only)
+        if kind.__module__ == "logging":
+            only = _OF_LOGGERS
+        self._attributes(each, only)
         if any("__slots__" in vars(k) for k in kind.__mro__[:-1]):
             self._enter(each, only)
         if self.code:
@@ -234,12 +239,18 @@ class Reachable:
                 if _users(each_class.__module__, each_class) and each_class is not nn.Module:
                     self._found(each_class, each, "__class__")
 
+    def _attributes(self, each: Any, only: Collection[str] | None) -> None:
+        if hasattr(each, "__dict__"):
+            self.parents.setdefault(id(vars(each)), (each, None))
+            self._enter(vars(each), only)
+
     def _function(self, each: FunctionType) -> None:
         if self.executed is not None and each.__code__ not in self.executed:
             return
         for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
             self._found(cell, each, name)
-        for values in (vars(each), each.__defaults__, each.__kwdefaults__):
+        self._attributes(each, self.names)
+        for values in (each.__defaults__, each.__kwdefaults__):
             self._found(values, each, None)
         globals_named, names = mentioned(each.__code__)
         self.names |= names
@@ -322,6 +333,7 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     _CACHE: ("__wrapped__",),
 }
+_CALLS = frozenset({"PRECALL", "CALL", "PUSH_NULL", "CACHE"})
 _CODE = frozenset({*_WRAPPERS, FunctionType, ModuleType, type})
 
 
@@ -342,7 +354,22 @@ def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     loads = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
     globals_named = {i.argval for c in every for i in dis.get_instructions(c) if i.opname in loads}
     strings = {s for c in every for s in c.co_consts if isinstance(s, str) and len(s) < 64}
-    return frozenset(globals_named), frozenset({n for c in every for n in c.co_names} | strings)
+    names = {n for c in every for n in c.co_names} | strings
+    return frozenset(globals_named), frozenset(names if any(map(_lists_all, every)) else names - {"__dict__"})
+
+
+def _lists_all(code: CodeType) -> bool:
+    """Whether it may do more with some `__dict__` than `__dict__["name"]` and `__dict__.get("name")`."""
+    if "__dict__" not in (*code.co_names, *code.co_consts):
+        return False
+    done = [(i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in _CALLS]
+    done += [("", ""), ("", "")]
+    return any(
+        value == "__dict__"
+        and not (first in ("LOAD_ATTR", "LOAD_METHOD") and name == "get" and behind == "LOAD_CONST")
+        and not (first == "LOAD_CONST" and behind == "BINARY_SUBSCR")
+        for (_, value), (first, name), (behind, _) in zip(done, done[1:], done[2:], strict=False)
+    )
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

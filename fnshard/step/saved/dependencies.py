@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.ir.guard import Entry, Guard, guard_of
-from fnshard.compiler.ir.reachable import ABSENT, is_plain
+from fnshard.compiler.ir.guard import Entry, Guard, Ran, guard_of
+from fnshard.compiler.ir.reachable import ABSENT, is_plain, library
 from fnshard.errors import stable_repr
 from fnshard.step.saved.encoding import NotSaved
 
@@ -41,10 +41,13 @@ _OF_A_RANK = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG", "TORCH_DISTRIBUTE
 _PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # What `fn` may call that no value tells: a trace that has run such code is made anew in every process.
 _READERS = frozenset({
-    "environ", "getenv", "open", "read_text", "read_bytes", "get_rank", "get_local_rank", "getpid",
+    "open", "read_text", "read_bytes", "get_rank", "get_local_rank", "getpid",
     "gethostname", "urandom", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "input", "argv",
     "load", "load_file", "safe_open", "loadtxt", "genfromtxt", "fromfile", "memmap", "cpu_count", "now",
-    "today",
+    "today", "exists", "lexists", "isfile", "isdir", "islink", "ismount", "is_file", "is_dir", "is_symlink",
+    "stat", "lstat", "access", "samefile", "getsize", "getmtime", "getatime", "getctime", "readlink",
+    "listdir", "scandir", "walk", "iterdir", "glob", "iglob", "rglob", "getcwd", "cwd", "expanduser",
+    "expandvars", "which", "popen", "check_output", "uname", "from_file",
 })  # fmt: skip
 
 
@@ -206,13 +209,15 @@ class Reading:
     """What `fn` read beside its arguments when it was traced.
 
     Args:
-        executed: digests of the code that ran; computed: attributes that it read by computed names.
+        executed: digests of the code that ran; computed: attributes that it read by computed names;
+            variables: those of the environment that it read.
         values: texts of what was read, by name.
         written: names of what the trace has written, which it will write again.
     """
 
     executed: tuple[str, ...]
     computed: tuple[str, ...]
+    variables: tuple[str, ...]
     values: Mapping[str, tuple[str, ...]]
     written: tuple[str, ...]
 
@@ -223,22 +228,29 @@ def reading_of(fn: Callable[..., Any], guard: Guard) -> Reading:
     Raises:
         NotSaved: the trace read what cannot be compared in another process.
     """
-    if not guard.executed:
+    if not guard.ran.executed:
         raise NotSaved("what `fn` runs is not known under a profiler")
-    for code in guard.executed:
+    for code in guard.ran.executed:
         told = sorted(_READERS & set(code.co_names))
         if told and not _of_library(code):
             raise NotSaved(f"{code.co_name} in `fn` calls {', '.join(told)}")
-    again = guard_of(fn, guard.executed, guard.computed, opaque=True)
+    if "" in guard.ran.variables:
+        raise NotSaved("`fn` lists the variables of the environment")
+    again = guard_of(fn, guard.ran, opaque=True)
+    for entry in again.entries:  # under another name
+        name = getattr(entry.value, "__name__", None)
+        if callable(entry.value) and name in _READERS and library(entry.value.__module__):
+            raise NotSaved(f"`fn` calls {name} as {entry.name}")
     known = {_identity(e) for e in guard.entries}
-    comparable = {_identity(e) for e in guard_of(fn, guard.executed, guard.computed).entries}
+    comparable = {_identity(e) for e in guard_of(fn, guard.ran).entries}
     written = {e.name for e in again.entries if _identity(e) in comparable and _identity(e) not in known}
     both = sorted(written & {e.name for e in guard.entries})
     if both:
         raise NotSaved(f"`fn` writes {both[0]}, and reads another value of that name")
     values = _texts(e for e in again.entries if e.name not in written)
-    executed = tuple(sorted(map(_code_digest, guard.executed)))
-    return Reading(executed, tuple(sorted(guard.computed)), values, tuple(sorted(written)))
+    executed = tuple(sorted(map(_code_digest, guard.ran.executed)))
+    computed, variables = tuple(sorted(guard.ran.computed)), tuple(sorted(guard.ran.variables))
+    return Reading(executed, computed, variables, values, tuple(sorted(written)))
 
 
 def guard_for(
@@ -249,8 +261,8 @@ def guard_for(
     Args:
         constants: the program's own copies; a tensor of `fn` that is written to later makes it trace anew.
     """
-    executed = _Executed(frozenset(reading.executed))
-    again = guard_of(fn, executed, reading.computed, opaque=True)
+    ran = Ran(_Executed(frozenset(reading.executed)), reading.computed, reading.variables)
+    again = guard_of(fn, ran, opaque=True)
     try:
         now = _texts(e for e in again.entries if e.name not in reading.written)
     except NotSaved as error:
@@ -259,7 +271,7 @@ def guard_for(
     like = [c for c in constants if c.device.type == "cpu"]
     tensors = [e.value for e in again.entries if isinstance(e.value, Tensor) and is_plain(e.value)]
     copied = [t for t in tensors if not t.is_meta and any(_equal(t, c) for c in like)]
-    return guard_of(fn, executed, reading.computed, copied=copied), names
+    return guard_of(fn, ran, copied=copied), names
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -370,4 +382,6 @@ def _code_digest(code: CodeType) -> str:
 def _of_library(code: CodeType) -> bool:
     """Whether it is of Python itself, or of a library that `fn` is written in."""
     path = code.co_filename
+    if f"{os.sep}_pytest{os.sep}" in path:  # whose hook runs where `fn` imports
+        return True
     return path.startswith(_LIBRARIES) or (path.startswith(_PYTHON) and "-packages" not in path)

@@ -150,7 +150,7 @@ class _Content:
     kernels: Mapping[str, tuple[_Kernel | None, ...]]
 
 
-_FORMAT = 2
+_FORMAT = 3
 _JSON = "step.json"
 
 
