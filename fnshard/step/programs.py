@@ -30,6 +30,7 @@ class Programs:
     lengths: bool = False  # batches have many, on purpose
     entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
     baked: dict[str, list[Any]] = field(default_factory=dict)
+    crowded: bool = False  # was warned of
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -78,11 +79,24 @@ class Programs:
             )
         if baked:
             return self._schedules(baked)
-        if self.lengths or all(map(_became_input, changed)):
+        if self.lengths:
+            return self._crowded()
+        if all(map(_became_input, changed)):
             return None
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
             f"{'; '.join(lines(changed))}. {' '.join(dict.fromkeys(map(_way_out, changed)))}"
+        )
+
+    def _crowded(self) -> str | None:
+        """A warning, once, of more lengths than are kept."""
+        if len(self) < self.size or self.crowded:
+            return None
+        self.crowded = True
+        return report(
+            f"batches have more lengths than the {self.size} whose steps are kept; those used longest ago "
+            "are forgotten, and traced again when they return.",
+            fix="a larger multiple in fs.Buckets, or shard_step(cache=), as many as there are.",
         )
 
     def _schedules(self, changes: list[Change]) -> str | None:
