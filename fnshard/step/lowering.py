@@ -98,6 +98,7 @@ class Lowering:
         they are to be, and numbers that change are tensors."""
         passed = Arguments(tuple(positional), keywords).in_order_of(self._signature)
         if self.shapes is not None:
+            check_leaves(passed)
             passed = self.shapes.padded(passed)
         with self.lock:
             if changed := self._changed_numbers(passed):

@@ -82,6 +82,10 @@ WRONG = {
     "no number": (lambda: fs.Buckets(pad={"*": "0"}), r"pad\['\*'\]='0': a number, or None"),
     "no buckets": (lambda: make_step(fs.make_mesh(shard=1, abstract=True), decoder(), {}, None, shapes=64),
                    "shapes=64: fs.Buckets"),
+    "a sequence of a number": (
+        lambda: step_of(fs.make_mesh(shard=2, abstract=True)).lower(params(), fs.Sequence(2.0), 1),
+        "fs.Sequence of float",
+    ),
     "a leaf that no rule names": (
         lambda: fs.Buckets(4, pad={"0": 0}).padded(Arguments(batch(0, 3))),
         r"(?s)1 batch leaves have a sequence.*batch\['1'\] \[2, 3\], dim 1.*fs.Sequence\(tensor, None\)",
