@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
+from fnshard.compiler.kernels.reuse import FirstResults
 from fnshard.compiler.kernels.symbolic import Sized
 from fnshard.compiler.schedule.paper import storage_bytes
 
@@ -86,11 +87,11 @@ def compiled_footprint(
 ) -> Footprint | None:
     """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
     watch = StorageWatch(device)
-    sized = compiled if isinstance(compiled, Sized) else None
-    wrapper = generated_wrapper(sized.compiled if sized else compiled, watch)
+    around = compiled if isinstance(compiled, Sized | FirstResults) else None
+    wrapper = generated_wrapper(around.compiled if around else compiled, watch)
     if wrapper is None:
         return None
-    run = replace(sized, compiled=wrapper) if sized else wrapper
+    run = replace(around, compiled=wrapper) if around else wrapper
     return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, watch)
 
 
@@ -102,6 +103,8 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
 def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int:
     """Tensors that a kernel holds for itself between calls."""
     tensors = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
+    if isinstance(compiled, Sized | FirstResults):
+        compiled = compiled.compiled
     if compiled is not None and hasattr(compiled, "current_callable"):
         tensors = list((getattr(compiled, "constants", None) or {}).values())
     storages = {

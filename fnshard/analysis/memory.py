@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -263,7 +264,7 @@ def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
 
 
 def _kernels_by(compiled: Compiled | None) -> str:
-    eager = all(not hasattr(f, "current_callable") for pair in (compiled or {}).values() for f in pair)
+    eager = all(f is None or isinstance(f, FunctionType) for pair in (compiled or {}).values() for f in pair)
     return "eager" if eager else "inductor"
 
 

@@ -51,6 +51,12 @@ def world_size() -> int:
     return 1
 
 
+def place_on_host() -> tuple[int, int]:
+    """Which of this machine's ranks this process is, and how many there are, as the launcher says."""
+    names = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    return (_number(names[0]), _number(names[1])) if all(n in os.environ for n in names) else (0, 1)
+
+
 def _number(variable: str) -> int:
     """The value of an environment variable that counts.
 

@@ -20,6 +20,7 @@ from fnshard.step.options import Backend, Options
 from fnshard.step.runner import Runner, default_mesh
 from fnshard.step.saved.cache import Made
 from fnshard.step.state import TrainState
+from fnshard.step.step import Step
 
 __all__ = ["Forward", "shard_forward"]
 
@@ -38,6 +39,7 @@ def shard_forward(
     shapes: Buckets | None = None,
     cache: int = 8,
     cache_dir: str | None = None,
+    kernels: Step | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Forward:
     """Compile `fn(params, *batch) -> outputs` for sharded parameters.
@@ -45,7 +47,11 @@ def shard_forward(
     `forward(params, *batch)` takes this rank's stored blocks (or a TrainState) and its slice of the
     batch, and returns `fn`'s outputs for that slice: any pytree of tensors.
 
-    Args: as `shard_step`'s.
+    Args: as `shard_step`'s, and
+        kernels: a step that trains; where a kernel of it has the code of one of this forward, at the same
+            shapes, it serves both and is compiled once.
+
+    `forward.lower(params, *batch).compile_async()` compiles while steps run.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, match_specs
@@ -59,15 +65,18 @@ def shard_forward(
         inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
         context_attention=context_attention, shapes=shapes, cache_dir=cache_dir,
     )  # fmt: skip
-    return Forward(fn, specs, mesh or default_mesh(), chosen)
+    return Forward(fn, specs, mesh or default_mesh(), chosen, kernels)
 
 
 class Forward:
     """A compiled forward; made by `shard_forward`."""
 
-    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options):
+    def __init__(
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options, kernels: Step | None = None
+    ):
         self.mesh, self.options = mesh, options
-        self._lowering = Lowering(fn, specs, mesh, options, None)
+        shared = None if kernels is None else kernels._lowering
+        self._lowering = Lowering(fn, specs, mesh, options, None, kernels=shared)
         self._runner = Runner(self._lowering)
 
     @property
@@ -77,7 +86,9 @@ class Forward:
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""
-        if not isinstance(params, TrainState):
+        if isinstance(params, TrainState):
+            self._lowering.follow(params.params)
+        else:
             self._lowering.resolve(params)
         return self._lowering.lower(self._lowering.arguments(batch, keywords))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,21 +24,25 @@ from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.attention import backends
-from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
+from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
+from fnshard.compiler.kernels.reuse import reusable
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import SpecError, StateError
+from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
+from fnshard.step.saved.cache import Made
 from fnshard.step.saved.encoding import NotSaved, digest_of
 from fnshard.step.saved.store import Request, save
 
 __all__ = ["Lowered", "diff"]
 
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
+KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
 
 @dataclass(repr=False)
@@ -46,8 +51,9 @@ class Lowered:
 
     Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
     this rank's batch, by leaf. `shared`: the kernels of all lengths, and the length of this batch, in
-    multiples of its buckets. `request`: what it was lowered for; `loaded`: from a file. `moved`: bytes of
-    transfers by instruction number, once a ledger was made.
+    multiples of its buckets. `request`: what it was lowered for; `loaded`: from a file. `made` counts what is
+    compiled. `others`: steps whose kernels serve this one where they have its code. `moved`: bytes of
+    transfers by instruction number, once a ledger was made. `ahead`: kernels that a thread compiles.
     """
 
     stages: Stages
@@ -58,7 +64,10 @@ class Lowered:
     shared: tuple[SharedKernels, int] | None = None
     request: Callable[[], Request] | None = field(default=None, repr=False)
     loaded: bool = False
+    made: Made = field(default_factory=Made)
+    others: Callable[[], Sequence[Lowered]] = tuple
     moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
+    ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
 
     @property
     def program(self) -> Program:
@@ -206,17 +215,65 @@ class Lowered:
         Args:
             known: kernels that are compiled already, by name and whether it is the backward.
         """
-        if self.compiled is None:
-            kernels, options = self.stages.kernels.values(), self.options
-            with self.settings():
-                if self.shared is None:
-                    self.compiled = compile_kernels(
-                        kernels, backend=options.backend, options=options.inductor, known=known
-                    )
-                else:
-                    shared, length = self.shared
-                    self.compiled = shared.compile(kernels, length, options=options.inductor)
+        if self.compiled is not None:
+            return self
+        kernels = self.kernels.values()
+        if self.shared is None:
+            done = self.known() | dict(known or {})
+            done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
+            self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
+            return self
+        shared, length = self.shared
+        before = len(shared)
+        with self.settings():
+            self.compiled = shared.compile(kernels, length, options=self.options.inductor)
+        self.made.compiles += len(shared) - before
         return self
+
+    def compile_async(self) -> Lowered:
+        """Compile in a thread, while steps run; `compile`, and the first step, wait for it. Returns itself.
+
+        Ranks of one host compile a share each, and exchange kernels at the first step.
+        """
+        if self.compiled is None and self.ahead is None and self.shared is None:
+            mesh = self.schedule.mesh
+            start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
+            shared = mesh.kind == "group" and mesh.device_type == "cpu"
+            pool = ThreadPoolExecutor(1, "fnshard-compile", start)
+            self.ahead = pool.submit(self._share, *(place_on_host() if shared else (0, 1)))
+            pool.shutdown(wait=False)
+        return self
+
+    def _share(self, place: int, parts: int) -> KnownKernels:
+        """What other steps have, and this rank's share of the rest."""
+        known, graphs = self._reused(), graphs_of(self.kernels.values())
+        left = {key: graph for key, graph in graphs.items() if key not in known}
+        return known | self.compile_graphs(share_of(left, place, parts))
+
+    def known(self) -> KnownKernels:
+        """Kernels that are compiled, by name and whether it is the backward: for this step, or for another
+        one with the same code. Waits for those under way."""
+        if self.compiled is not None:
+            pairs = self.compiled.items()
+            return {(n, b): pair[b] for n, pair in pairs for b in (False, True) if pair[b] is not None}
+        return self._reused() if self.ahead is None else dict(self.ahead.result())
+
+    def _reused(self) -> KnownKernels:
+        """Of steps that are compiled, or are being compiled, in the same way."""
+        found: KnownKernels = {}
+        for other in self.others() if self.options.backend != "eager" else ():
+            alike = [(o.backend, o.inductor, o.deterministic) for o in (self.options, other.options)]
+            if alike[0] == alike[1] and other.shared is None and (other.compiled or other.ahead):
+                found |= reusable(self.kernels.values(), other.kernels.values(), other.known())
+        return found
+
+    def compile_graphs(self, graphs: Graphs) -> KnownKernels:
+        """Some of its graphs, compiled and counted."""
+        options = self.options
+        with self.settings():
+            done = compile_graphs(graphs, backend=options.backend, options=options.inductor)
+        self.made.compiles += len(done) if options.backend != "eager" else 0
+        return done
 
     def save(self, path: str | os.PathLike) -> None:
         """Compile, and write all of it to a file for `fs.load_step`: graphs, schedule and machine code.

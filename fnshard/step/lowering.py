@@ -68,6 +68,7 @@ class Lowering:
         options: Options,
         plan: PlanOf | None,
         optimizer: Optimizer | None = None,
+        kernels: Lowering | None = None,
     ):
         if isinstance(fn, nn.Module):
             raise TraceError(
@@ -92,6 +93,7 @@ class Lowering:
         self.numbers = Numbers()
         self.lock = threading.RLock()
         self.made = Made()
+        self.others: Callable[[], Sequence[Lowered]] = tuple if kernels is None else kernels.known
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
         """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
@@ -207,7 +209,9 @@ class Lowering:
             self.options.residual, self.options.context_attention, self._rewrite(sizes),
         )  # fmt: skip
         shared = self._shared(batch)
-        return self._checked(Lowered(stages, self.options, None, self.optimizer, sizes, shared, request))
+        counted = {"made": self.made, "others": self.others}
+        lowered = Lowered(stages, self.options, None, self.optimizer, sizes, shared, request, **counted)
+        return self._checked(lowered)
 
     def _request(self, key: BatchKey) -> Callable[[], Request]:
         return cache(lambda: Request.of(self.fn, self.specs, self.mesh, self.options, self.plan, key))
@@ -294,10 +298,17 @@ class Lowering:
 
         return rewrite_of(option, mesh, seconds)
 
+    def known(self) -> list[Lowered]:
+        """What it has lowered and keeps."""
+        return [lowered for _, lowered in self._entries]
+
+    @property
+    def _entries(self) -> list[tuple[BatchKey, Lowered]]:
+        return self.programs.entries + ([self.on_paper] if self.on_paper is not None else [])
+
     def share(self, other: Lowering) -> None:
         """Keep the programs that another lowering of the same function and specs has."""
-        entries = other.programs.entries + ([other.on_paper] if other.on_paper is not None else [])
-        for key, known in entries:
+        for key, known in other._entries:
             self.programs.put(key, replace(known, options=self.options))
 
     def check_indices(self, lowered: Lowered, batch: Batch, micros: Sequence[Mapping[str, Any]]) -> None:

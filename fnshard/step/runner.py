@@ -18,7 +18,6 @@ from fnshard.compiler.frontend.trace import deterministic, flatten_batch, withou
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Limit, Program
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.inductor import graphs_of
 from fnshard.compiler.schedule.passes.graph import graph_length
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
@@ -194,15 +193,12 @@ class Runner:
 
     def _compile(self, rank: RankState, lowered: Lowered, batch: Batch, first: bool) -> None:
         """Compile what is not compiled. At the first step a collective: ranks of a host share the work."""
-        agreement, made = rank.agreement, self.lowering.made
-        fresh = lowered.compiled is None and lowered.options.backend != "eager"
+        agreement = rank.agreement
         if first and self._in_processes and not agreement.compiled:
             if agreement.alike and lowered.shared is None and self.replayed is None:
-                made.compiles += compile_together(lowered, rank.comm, agreement.neighbours)
-                return
+                return compile_together(lowered, rank.comm, agreement.neighbours)
             compile_in_turn(rank.comm, agreement.neighbours, lowered.compile)
-        self.lowering.compile(lowered, batch)
-        made.compiles += len(graphs_of(lowered.kernels.values())) if fresh else 0
+        return self.lowering.compile(lowered, batch)
 
     @property
     def _in_processes(self) -> bool:

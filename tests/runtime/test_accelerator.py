@@ -388,9 +388,9 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
         return -grad, {}
 
     mesh, params = fs.make_mesh(shard=2, simulated=True), {"w": torch.ones(4, 4)}
-    compile_kernels = lowered.compile_kernels
+    compile_graphs = lowered.compile_graphs
     monkeypatch.setattr(
-        lowered, "compile_kernels", lambda *a, **k: (note("compile"), compile_kernels(*a, **k))[1]
+        lowered, "compile_graphs", lambda *a, **k: (note("compile"), compile_graphs(*a, **k))[1]
     )
     step = fs.shard_step(
         loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.Optimizer("own()", leaf),

@@ -134,7 +134,7 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(inductor.sys, "stderr", shown)
     logger.setLevel(logging.WARNING)
     try:
-        inductor.compile_kernels(lowered.kernels.values(), backend="inductor", options={})
+        inductor.compile_graphs(inductor.graphs_of(lowered.kernels.values()), backend="inductor", options={})
     finally:
         logger.setLevel(logging.NOTSET)
     assert [

@@ -98,11 +98,17 @@ def test_simulated_ranks_on_a_tensor_axis_load_one_file(tmp_path: Path) -> None:
 
 def test_ranks_compile_a_share_each_and_load_what_one_of_them_saved(tmp_path: Path, ranks: Any) -> None:
     first, second = (ranks(2).run(on_ranks, str(tmp_path / "cache")) for _ in range(2))
-    assert [made["traces"] for *_, made in first] == [1, 1]
-    assert sum(made["compiles"] for *_, made in first) == first[0][0] > 1  # each by one of them
-    assert all(made["compiles"] for *_, made in first)
-    assert [(made["traces"], made["compiles"], made["loads"]) for *_, made in second] == [(0, 0, 1)] * 2
+    made = [each[3] for each in first]
+    assert [each["traces"] for each in made] == [1, 1]
+    assert sum(each["compiles"] for each in made) == first[0][0] > 1  # each by one of them
+    assert all(each["compiles"] for each in made)
+    same, other = zip(*(each[4] for each in first), strict=True)  # shapes as the step's or not
+    assert [(made["traces"], made["compiles"]) for made in (*same, *other)] == [(1, 0)] * 2 + [(1, 1)] * 2
+    again = [made for each in second for made in (each[3], *each[4])]
+    assert [(made["traces"], made["compiles"], made["loads"]) for made in again] == [(0, 0, 1)] * 6
     assert all(a[1] == b[1] and torch.equal(a[2], b[2]) for a, b in zip(first, second, strict=True))
+    for *_, losses, expected in (*first, *second):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # ------------------------------------------------------------------ what is stale

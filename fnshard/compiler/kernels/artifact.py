@@ -13,12 +13,14 @@ import os
 import tempfile
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fnshard.compiler.kernels.reuse import FirstResults
 
 _count = itertools.count()
 
@@ -27,12 +29,13 @@ _count = itertools.count()
 class Artifact:
     """A compiled kernel. `source` defines `call(args)`; `libraries`: shared objects; `entries`: by the name
     that it calls, the name of a library and of a module in it; `constants`: tensors, by the name that it
-    reads."""
+    reads; `results`: how many of its results are used, the first ones; None: all."""
 
     source: str
     libraries: Mapping[str, bytes]
     entries: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    results: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,9 @@ class LoadedKernel:
 
 def artifact_of(compiled: Any) -> Artifact | None:
     """What Inductor made, as data; None where it is more than a Python wrapper around C++ kernels."""
+    if isinstance(compiled, FirstResults):
+        whole = artifact_of(compiled.compiled)
+        return None if whole is None else replace(whole, results=compiled.count)
     if isinstance(compiled, LoadedKernel):
         return compiled.artifact
     call = getattr(compiled, "current_callable", None)
@@ -79,8 +85,10 @@ def artifact_of(compiled: Any) -> Artifact | None:
     return Artifact(ast.unparse(ast.Module(body, [])), libraries, entries, constants)
 
 
-def load_artifact(artifact: Artifact) -> LoadedKernel:
+def load_artifact(artifact: Artifact) -> LoadedKernel | FirstResults:
     """The kernel, ready to run; `artifact` is trusted: this executes it."""
+    if artifact.results is not None:
+        return FirstResults(load_artifact(replace(artifact, results=None)), artifact.results)
     names: dict[str, Any] = {"__name__": "fnshard.kernel"}
     with tempfile.TemporaryDirectory(prefix="fnshard-kernel-") as folder:
         paths = {name: Path(folder) / f"{i}.so" for i, name in enumerate(artifact.libraries)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -131,25 +132,12 @@ def compile_graphs(
     return done
 
 
-def compile_kernels(
-    kernels: Iterable[Kernel],
-    *,
-    backend: str,
-    options: Mapping[str, Any],
-    known: Mapping[tuple[str, bool], Boxed] | None = None,
-) -> dict[str, tuple[Boxed, Boxed | None]]:
-    """Forward and backward of each kernel, by name; those that are not `known` are compiled."""
-    kernels, done = list(kernels), dict(known or {})
-    left = {key: graph for key, graph in graphs_of(kernels).items() if key not in done}
-    done |= compile_graphs(left, backend=backend, options=options)
-    return {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
-
-
 def _say(text: str, end: str = "") -> None:
     """To the logger; where nobody listens to it, rank 0 says it on a terminal, in one line."""
     LOG.info(text)
     unheard = not LOG.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
-    if unheard and sys.stderr.isatty():
+    in_front = threading.current_thread() is threading.main_thread()  # else the terminal shows steps
+    if unheard and in_front and sys.stderr.isatty():
         print(f"\rfnshard: {text}\x1b[K", end=end, file=sys.stderr, flush=True)
 
 

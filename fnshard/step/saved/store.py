@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 from fnshard.compiler.frontend.trace import with_functions
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.kernels.artifact import Artifact, artifact_of, load_artifact
-from fnshard.compiler.kernels.inductor import Boxed, compile_kernels
+from fnshard.compiler.kernels.inductor import Boxed, compile_graphs, graphs_of
 from fnshard.compiler.lower import PlanOf, Stages
 from fnshard.errors import stable_repr
 from fnshard.layout.codecs import CODECS
@@ -134,6 +135,7 @@ class _Kernel:
     libraries: Mapping[str, str]
     entries: Mapping[str, tuple[str, str]]
     constants: Mapping[str, str]
+    results: int | None = None
 
 
 @dataclass(frozen=True)
@@ -244,18 +246,18 @@ def read_kernels(path: Path) -> dict[tuple[str, bool], Boxed]:
 def _load_kernels(
     content: _Content, stages: Stages, members: Mapping[str, Tensor], options: Options
 ) -> Kernels:
-    eager = compile_kernels(stages.kernels.values(), backend="eager", options={})
+    eager = compile_graphs(graphs_of(stages.kernels.values()), backend="eager", options={})
     loaded: Kernels = {}
     for name, pair in content.kernels.items():
-        made = [_read_kernel(k, members) if k else run for k, run in zip(pair, eager[name], strict=True)]
+        made = [_read_kernel(k, members) if k else eager.get((name, b)) for b, k in enumerate(pair)]
         loaded[name] = made[0], made[1]
     return loaded
 
 
 def _write_kernel(each: Any, options: Options, members: dict[str, Tensor]) -> _Kernel | None:
     """A kernel's entry; its bytes become members, once for equal ones."""
-    if each is None or options.backend == "eager" or not hasattr(each, "current_callable"):
-        return None
+    if each is None or options.backend == "eager" or isinstance(each, FunctionType):
+        return None  # the graph itself runs
     artifact = artifact_of(each)
     if artifact is None:
         raise NotSaved("kernels that are more than C++ for the CPU")
@@ -267,13 +269,13 @@ def _write_kernel(each: Any, options: Options, members: dict[str, Tensor]) -> _K
     for name, value in artifact.constants.items():
         constants[name] = f"kernel/{len(members)}"
         members[constants[name]] = value.detach().contiguous()
-    return _Kernel(artifact.source, libraries, artifact.entries, constants)
+    return _Kernel(artifact.source, libraries, artifact.entries, constants, artifact.results)
 
 
 def _read_kernel(kernel: _Kernel, members: Mapping[str, Tensor]) -> Boxed:
     libraries = {n: members[m].numpy().tobytes() for n, m in kernel.libraries.items()}
     constants = {n: members[m] for n, m in kernel.constants.items()}
-    return load_artifact(Artifact(kernel.source, libraries, kernel.entries, constants))
+    return load_artifact(Artifact(kernel.source, libraries, kernel.entries, constants, kernel.results))
 
 
 def _texts(stages: Stages) -> list[str]:
