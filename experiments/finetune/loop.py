@@ -51,6 +51,7 @@ class FinetuneSetup:
     held_out: Any
     logprobs: Any
     shown: Shown
+    batch: Any
 
     @property
     def tuning(self) -> Tuning:
@@ -87,6 +88,7 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
                 flush=True,
             )
             write_plan(setup.planned.plan, folder)
+    compile_ahead(setup, state, spent)
     saver = Saver(config, run.root, mesh.rank)
     with report:
         before = baseline(setup, state, folder, spent)
@@ -106,6 +108,12 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
             fs.checkpoint.wait()
         if isinstance(report, Report):
             tell_end(report, setup, run, overrides, before, after, written)
+
+
+def compile_ahead(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> None:
+    """Compile the step in a thread, while the model is measured as it is."""
+    with spent.on("compile"):
+        setup.step.lower(state, setup.batch).compile_async()
 
 
 def begin(
@@ -158,7 +166,8 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
         "cache_dir": plan.options["cache_dir"],
     }  # fmt: skip
-    held_out = fs.shard_forward(objective(tuning, config.objective, training=False), plan.specs, **how)
+    objective_of_data = objective(tuning, config.objective, training=False)
+    held_out = fs.shard_forward(objective_of_data, plan.specs, kernels=step, **how)
 
     def logprobs(params: Any, batch: Any) -> Any:
         return row_logprobs(lm, params, batch)
@@ -172,7 +181,7 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
         wrap=tuning.policy, timeout=run.timeout_s, cache_dir=plan.options["cache_dir"],
     )  # fmt: skip
     shown = Shown(generator, data.tokenizer, examples, run.sample_tokens)
-    return FinetuneSetup(config, mesh, chosen, data, step, held_out, choosing, shown)
+    return FinetuneSetup(config, mesh, chosen, data, step, held_out, choosing, shown, batch)
 
 
 @dataclass

@@ -69,6 +69,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
     training = Training.of(
         config, setup.plan, setup.step, lambda params: evaluate(setup, params), loader,
         lambda: begin(setup, run)[:2], report, folder, spent, replicas,
+        lambda state: compile_ahead(setup, state),
     )  # fmt: skip
     with report:
         state, held_out = run_steps(training, state, report, saver, stop)
@@ -137,7 +138,7 @@ def prepare(config: TrainConfig) -> TrainSetup:
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
         "cache_dir": plan.options["cache_dir"], "context_attention": config.mesh.context_attention,
     }  # fmt: skip
-    forward = fs.shard_forward(loss_fn, plan.specs, **how)
+    forward = fs.shard_forward(loss_fn, plan.specs, kernels=step, **how)
     dataset = open_dataset(config)
     sampler = Sampler(
         fs.shard_forward(last_logits(apply), plan.specs, **how),
@@ -151,15 +152,22 @@ def prepare(config: TrainConfig) -> TrainSetup:
 
 def evaluate(setup: TrainSetup, params: Any) -> float:
     """Mean loss over all held-out windows, nats per token; all ranks call it together."""
-    config, mesh = setup.config, setup.mesh
-    mine = setup.dataset.starts.chunk(mesh.data_size)[mesh.data_rank]
-    # As many rows at once as a training step holds: that much memory there is.
-    rows = math.gcd(len(mine), config.data.rows // mesh.data_size // setup.plan.accumulate)
-    losses = []
-    for starts in mine.split(rows):
-        batch = setup.dataset.held_out(starts)
-        losses.append(setup.forward(params, *batch))  # which sends it to the device
+    # The forward sends them to the device.
+    losses = [setup.forward(params, *setup.dataset.held_out(s)) for s in held_out_starts(setup)]
     mean = torch.stack(losses).double().mean().cpu()
     if dist.is_initialized():  # every rank's mean is over equally many tokens
         dist.all_reduce(mean)
-    return mean.item() / mesh.size
+    return mean.item() / setup.mesh.size
+
+
+def held_out_starts(setup: TrainSetup) -> tuple[Tensor, ...]:
+    """Of this rank's held-out windows, as many at once as a training step has: that much memory there is."""
+    mine = setup.dataset.starts.chunk(setup.mesh.data_size)[setup.mesh.data_rank]
+    rows = setup.config.data.rows // setup.mesh.data_size // setup.plan.accumulate
+    return mine.split(math.gcd(len(mine), rows))
+
+
+def compile_ahead(setup: TrainSetup, state: fs.TrainState) -> None:
+    """Compile what measures the model and samples from it, while it trains."""
+    setup.forward.lower(state, *setup.dataset.held_out(held_out_starts(setup)[0])).compile_async()
+    setup.sampler.compile_async(state)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Forward = Callable[[Any, Tensor, Tensor], Tensor]
+from fnshard.step.forward import Forward
+
+Logits = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def last_logits(apply: Callable[[Any, Tensor], Tensor]) -> Forward:
+def last_logits(apply: Callable[[Any, Tensor], Tensor]) -> Logits:
     """`fn(params, tokens [B, T], last [B]) -> logits [B, V]`: what follows position `last` of each row."""
 
     def fn(params: Any, tokens: Tensor, last: Tensor) -> Tensor:
@@ -28,7 +30,7 @@ class Sampler:
     """Draws tokens one by one.
 
     Args:
-        forward: `last_logits`, sharded. All ranks call it together, each with a row of its own.
+        forward: `last_logits`, of sharded parameters. All ranks call it together, each with a row of its own.
         context: T, tokens in the window. Beyond them the oldest fall out.
         temperature: logits are divided by it; below 1 keeps closer to the likely tokens.
         encode, decode: text to tokens and back; bytes by default.
@@ -41,21 +43,28 @@ class Sampler:
     encode: Callable[[str], list[int]] = lambda text: list(text.encode())
     decode: Callable[[list[int]], str] = lambda tokens: printable(tokens)
 
+    def compile_async(self, params: Any) -> None:
+        """Compile in a thread what draws a token; drawing waits for it."""
+        self.forward.lower(params, *self._window([0])).compile_async()
+
     def __call__(self, params: Any, prompt: str, length: int, seed: int) -> str:
         """`prompt` and `length` tokens after it; what cannot be printed shows as a replacement sign."""
         random = torch.Generator().manual_seed(seed)
         written = list(self.encode(prompt))
         for _ in range(length):
-            window = written[-self.context :]
-            last = torch.tensor([len(window) - 1], device=self.device)
-            # What stands behind `last` is never looked at: attention is causal.
-            padded = window + [0] * (self.context - len(window))
-            logits = self.forward(params, torch.tensor([padded], device=self.device), last)  # [1, V]
+            logits = self.forward(params, *self._window(written[-self.context :]))  # [1, V]
             # A model that is not finite (run.watch=off) gives noise, not an error: the ranks go on together.
             logits = logits[0].float().cpu().nan_to_num()
             weights = torch.softmax(logits / self.temperature, dim=-1)
             written.append(int(torch.multinomial(weights, 1, generator=random)))
         return self.decode(written)
+
+    def _window(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """The arguments [1, T] and [1] of `last_logits`."""
+        last = torch.tensor([len(tokens) - 1], device=self.device)
+        # What stands behind `last` is never looked at: attention is causal.
+        padded = tokens + [0] * (self.context - len(tokens))
+        return torch.tensor([padded], device=self.device), last
 
 
 def printable(tokens: list[int]) -> str:

@@ -56,6 +56,7 @@ class Training:
         spent: where this process's time goes.
         unread: the step that was launched last, until its numbers are read.
         replicas: what keeps states in memory, if anything does.
+        prepare: called once behind the first step, with its state: compiles what later steps need.
     """
 
     run: RunConfig
@@ -69,6 +70,7 @@ class Training:
     spent: TimeSpent = field(default_factory=TimeSpent)
     unread: list[Launched] = field(default_factory=list)
     replicas: fs.checkpoint.Replicas | None = None
+    prepare: Callable[[fs.TrainState], None] = lambda state: None
 
     @staticmethod
     def of(
@@ -82,12 +84,15 @@ class Training:
         folder: Path,
         spent: TimeSpent,
         replicas: fs.checkpoint.Replicas | None = None,
+        prepare: Callable[[fs.TrainState], None] = lambda state: None,
     ) -> Training:
         """As a job's configuration says."""  # fmt: skip
         run = config.run
         tracer = Tracer(step, run.profile, folder, report.say, spent)
         watch = Watchdog(step, run.watch, begin, report.say, tracer.range)
-        return Training(run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent, replicas=replicas)
+        return Training(
+            run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent, [], replicas, prepare
+        )
 
 
 def run_steps(
@@ -181,6 +186,10 @@ def one_step(
     report_rows(training, report, before)
     training.unread.append(Launched(number, metrics, seconds))
     training.watch.after(here, seconds, waited)
+    if here == 1:
+        with spent.on("compile"):
+            report_rows(training, report, read(training))  # nobody waits for what is prepared
+            training.prepare(state)
     if tells:
         report.say(f"programs: {step.made}")
         with spent.on("compile"):
