@@ -3,6 +3,7 @@ anything is made or started; what goes wrong later is exit code 1, and a bug has
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -24,8 +25,10 @@ def main(job: Job) -> None:
     def run() -> None:
         check_plugins(sys.argv[1:])
         validated = validated_arguments(job.spec)
+        gc.disable()  # as in `experiments.cli.worker`
         from experiments.cli.job import run  # and with it torch, which a mistake does not wait for
 
+        gc.enable()
         run(job, validated)
 
     exiting(run)
