@@ -24,8 +24,9 @@ from guarded import PARAMS, SPECS, WIDTH, Fn, X, assert_plain, make, scaled
 from torch import Tensor, nn
 
 import fnshard as fs
-from fnshard.compiler.ir.guard import Ran, guard_of, recorded
+from fnshard.compiler.ir.guard import guard_of
 from fnshard.compiler.ir.reachable import Reachable
+from fnshard.compiler.ir.recording import Ran, recorded
 
 # ------------------------------------------------------------------ wherever a number lives
 
@@ -271,6 +272,86 @@ def an_attribute_of_a_function() -> Place:
 
     helper.beta = 2.0
     return lambda p, x: scaled(p, helper(x), 1.0), [lambda: setattr(helper, "beta", 3.0)]
+
+
+@place
+def what_a_tuple_holds() -> Place:
+    beta, cfg = (torch.tensor(2.0, dtype=torch.float64),), {"both": (types.SimpleNamespace(gamma=2.0), 1)}
+
+    def change(value: float) -> None:
+        nonlocal beta
+        beta = (torch.tensor(value, dtype=torch.float64),)
+
+    return lambda p, x: scaled(p, x, beta[0] * cfg["both"][0].gamma), [
+        lambda: change(3.0), lambda: cfg.update(both=(types.SimpleNamespace(gamma=3.0), 1))
+    ]  # fmt: skip
+
+
+class Name(str):
+    beta: float
+
+
+class Pair(tuple):
+    beta: float
+
+
+class Table(dict):
+    beta: float
+
+
+@place
+def attributes_of_what_has_builtin_types() -> Place:
+    def made(kind: type, beta: float) -> Any:
+        value = kind()
+        value.beta = beta
+        return value
+
+    cfg = {"name": made(Name, 2.0), "pair": made(Pair, 2.0)}
+    table, weight = made(Table, 2.0), made(Tensor, 2.0)
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return scaled(p, x, cfg["name"].beta + cfg["pair"].beta * table.beta * weight.beta)
+
+    return fn, [
+        lambda: cfg.update(name=made(Name, 3.0)), lambda: cfg.update(pair=made(Pair, 3.0)),
+        lambda: setattr(cfg["name"], "beta", 4.0), lambda: setattr(cfg["pair"], "beta", 4.0),
+        lambda: setattr(table, "beta", 3.0), lambda: setattr(weight, "beta", 3.0),
+    ]  # fmt: skip
+
+
+@place
+def what_is_not_there_yet() -> Place:
+    cfg, names, model = {"beta": 2.0}, types.SimpleNamespace(), nn.Module()
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        both = cfg["beta"] * cfg.get("gamma", 1.0) + getattr(names, "delta", 1.0)
+        return scaled(p, x, both + hasattr(model, "drop"))
+
+    return fn, [
+        lambda: cfg.update(gamma=3.0), lambda: setattr(names, "delta", 3.0),
+        lambda: setattr(model, "drop", nn.Identity()),
+    ]  # fmt: skip
+
+
+@place
+def one_of_two_that_were_one() -> Place:
+    first = types.SimpleNamespace(beta=2.0)
+    cfg = {"first": first, "second": first, "third": first}
+    return lambda p, x: scaled(p, x, cfg["first"].beta + 2 * cfg["second"].beta + 3 * cfg["third"].beta), [
+        lambda: cfg.update(first=types.SimpleNamespace(beta=3.0)),
+        lambda: cfg.update(second=types.SimpleNamespace(beta=4.0)),
+        lambda: cfg.update(third=types.SimpleNamespace(beta=5.0)),
+    ]
+
+
+@place
+def weights_of_a_frozen_module() -> Place:
+    def weight(value: float) -> nn.Parameter:
+        return nn.Parameter(torch.full((WIDTH, WIDTH), value, dtype=torch.float64), requires_grad=False)
+
+    teacher = nn.Linear(WIDTH, WIDTH, bias=False)
+    teacher.weight = weight(2.0)
+    return lambda p, x: scaled(p, teacher(x), 1.0), [lambda: setattr(teacher, "weight", weight(3.0))]
 
 
 @place

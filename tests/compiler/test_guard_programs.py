@@ -99,7 +99,7 @@ def test_a_guard_costs_little() -> None:
     _, params, fn = model_and_loss(blocks=12)
     lowered = step_of(fn, params).lower(params, X)
     guard = lowered.program.guard
-    assert guard.holds() and len(guard.entries) < 30 * 12  # microseconds: see the docstring of `guard`
+    assert guard.holds() and len(guard.entries) < 42 * 12  # microseconds: see the docstring of `guard`
 
 
 # ------------------------------------------------------------------ messages

@@ -173,6 +173,29 @@ def _gradient(factor: Any) -> Any:
     return lambda p, x: Scaled.apply(x @ p["up"].T).sum()
 
 
+class _Pair(tuple):
+    beta: float
+
+
+class _Name(str):
+    beta: float
+
+
+def _with_beta(make: Callable[[], Any]) -> Callable[[float], Any]:
+    def made(beta: float) -> Any:
+        value = make()
+        value.beta = beta
+        return lambda p, x: (x @ p["up"].T).sum() * value.beta
+
+    return made
+
+
+def _weighted(factor: float) -> Any:
+    teacher = torch.nn.Linear(8, 2).requires_grad_(False)
+    torch.nn.init.constant_(teacher.weight, factor), torch.nn.init.zeros_(teacher.bias)
+    return lambda p, x: teacher(x @ p["up"].T).sum()
+
+
 @pytest.mark.parametrize(
     ("make", "before", "after"),
     [
@@ -182,12 +205,17 @@ def _gradient(factor: Any) -> Any:
         (lambda v: lambda p, x: (x @ p["up"].T).sum() * v[0], (torch.tensor(2.0),), (torch.tensor(3.0),)),
         (lambda v: lambda p, x: v[0]((x @ p["up"].T).sum()), (torch.sin, torch.exp), (torch.exp, torch.sin)),
         (lambda v: lambda p, x: (x @ p["up"].T).sum() * next(iter(v)), {2: 0, 3: 0}, {3: 0, 2: 0}),
+        (_with_beta(lambda: _Pair((1, 2))), 2.0, 3.0),
+        (_with_beta(lambda: _Name("a")), 2.0, 3.0),
+        (_with_beta(lambda: torch.ones(2)), 2.0, 3.0),
+        (_weighted, 2.0, 3.0),
         (_in_a_default, torch.tensor(2.0), torch.tensor(3.0)),
         (_functions, (2.0, 3.0), (3.0, 2.0)),
         (_gradient, 2.0, 3.0),
     ],
     ids=["partial", "partial tensor", "tuple", "tuple of tensors", "order of functions", "order of keys",
-         "default", "closures of one name", "backward"],
+         "attribute of a tuple", "of a string", "of a tensor", "weights of a module", "default",
+         "closures of one name", "backward"],
 )  # fmt: skip
 def test_what_cannot_change_in_one_process_is_compared(
     tmp_path: Path, make: Any, before: Any, after: Any

@@ -37,7 +37,7 @@ from fnshard.compiler.frontend.unsupported import refusals
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.failures import Call, explain, higher_order, refused_at
-from fnshard.compiler.ir.guard import guard_of, recorded
+from fnshard.compiler.ir.guard import guard_of
 from fnshard.compiler.ir.program import (
     Input,
     Program,
@@ -47,6 +47,7 @@ from fnshard.compiler.ir.program import (
     storage_id,
 )
 from fnshard.compiler.ir.reachable import is_plain, unspoiled
+from fnshard.compiler.ir.recording import recorded
 from fnshard.compiler.ir.source_lines import user_traceback
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
@@ -176,7 +177,7 @@ def _trace(
         apply_hooks(pure, hooks)
         for rewrite in (recognise_causal, keep_rounding, copy_outgoing):
             rewrite(pure)
-        guard = guard_of(runs, ran, reached, copied)
+        guard = guard_of(runs, ran, reached, copied, constants.values())
         return replace(program, graph=pure, guard=guard, rows=_rows(batch))
 
 

@@ -6,59 +6,55 @@ compares them, as `torch.compile` does, and a step traces anew for others.
 
 from __future__ import annotations
 
-import builtins
-import cProfile
 import os
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import repeat
-from operator import eq, is_
+from operator import attrgetter, eq, is_
 from types import (
     BuiltinFunctionType,
     CellType,
-    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
     ModuleType,
 )
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.reachable import ABSENT, LONG, Container, Reachable, library, lookup
-from fnshard.compiler.ir.source_lines import is_users
+from fnshard.compiler.ir.reachable import ABSENT, LONG, Container, Reachable, is_plain, library, lookup
+from fnshard.compiler.ir.recording import Ran
 from fnshard.tree import is_constant, is_same
 
 _CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, partial, property, staticmethod, classmethod)
 _LENGTH = object()  # the key of a container's length, of a set's elements, of the numbers in an array
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
-_REGISTRIES = ("_modules", "_buffers")  # dicts of a module: it never replaces them
+_REGISTRIES = ("_modules", "_buffers", "_parameters")  # dicts of a module: it never replaces them
 _SMALL_bytes = 1 << 16  # larger arrays are data: to hash one of these takes 15 microseconds
 _ENVIRON = type(os.environ)
+_NOTHING = Ran()
+_KNOWN_LENGTH = attrgetter("length")
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a trace has run and read, as far as the code of `fn` does not tell.
+@dataclass(eq=False)
+class Absent:
+    """The key of an entry whose value says which of these a dict has; it had them when it was so long."""
 
-    Args:
-        executed: the code that ran; empty where nobody knows, and all code counts that `fn` can reach.
-        computed: attributes that it read, or methods that ran, by names which it does not spell.
-        variables: those of the environment that it read; "" where it listed all.
-    """
+    keys: Collection[str]
+    length: int
 
-    executed: Collection[CodeType] = ()
-    computed: Collection[str] = ()
-    variables: Collection[str] = ()
+    def __repr__(self) -> str:
+        return "absent"
+
+    def of(self, owner: Any) -> frozenset[str]:
+        """Those that it has."""
+        return frozenset(filter(self.keys.__contains__, owner))
 
 
 class Entry(NamedTuple):
@@ -72,11 +68,20 @@ class Entry(NamedTuple):
 
     def now(self, owner: Any) -> Any:
         """What an owner in the place of this one holds now."""
+        if isinstance(self.key, Absent):
+            found = self.key.of(owner)
+            if found != self.value:
+                return found
+            if owner is self.owner:
+                self.key.length = len(owner)  # lest all is compared again at every step
+            return self.value
         return _size(owner, owner) if self.key is _LENGTH else lookup(owner, self.key)
 
     def same(self) -> Callable[..., bool]:
         """What compares many such entries fast, of their owners, keys and values."""
         owner, is_size = self.owner, self.key is _LENGTH
+        if isinstance(self.key, Absent):
+            return _same_keys
         if is_size:
             return _same_lengths if isinstance(self.value, int) else _same_sizes
         kinds = (
@@ -111,6 +116,10 @@ def _same_variables(owners: Any, keys: Any, values: Any) -> bool:
     return all(map(is_same, map(lookup, owners, keys), values))
 
 
+def _same_keys(owners: Any, keys: Any, values: Any) -> bool:
+    return all(map(eq, map(len, owners), map(_KNOWN_LENGTH, keys)))
+
+
 def _same_lengths(owners: Any, keys: Any, values: Any) -> bool:
     return all(map(eq, map(len, owners), values))
 
@@ -122,22 +131,25 @@ def _same_sizes(owners: Any, keys: Any, values: Any) -> bool:
 class Guard:
     """The values that one program has baked in; `ran` is what its trace did."""
 
-    def __init__(self, entries: Iterable[Entry] = (), ran: Ran = Ran()):
+    def __init__(self, entries: Iterable[Entry] = (), ran: Ran = _NOTHING):
         self.entries, self.ran = tuple(entries), ran
         groups: dict[Callable[..., bool], list[Entry]] = {}
         for entry in self.entries:
-            if entry.key not in _REGISTRIES:
+            if entry.key not in _REGISTRIES and not isinstance(entry.owner, tuple):
                 groups.setdefault(entry.same(), []).append(entry)
         self._groups = [
             (same, [tuple(getattr(e, part) for e in group) for part in ("owner", "key", "value")])
             for same, group in groups.items()
         ]
+        self._by_owner: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            self._by_owner.setdefault(id(entry.owner), []).append(entry)
 
     def holds(self) -> bool:
         """Whether all values are what they were, at every step.
 
-        Two lookups and `is` for each (10 microseconds for 300), and a hash of each small array; where one was
-        rebound, if only to an equal, `changes` compares all again, which takes eight times as long.
+        Two lookups and `is` for each (20 microseconds for 300), and a hash of each small array; where one was
+        rebound, if only to an equal, `changes` compares all again, which takes ten times as long.
         """
         try:
             return all(same(*parts) for same, parts in self._groups) or not self.changes()
@@ -146,18 +158,24 @@ class Guard:
 
     def changes(self) -> list[tuple[str, Any, Any]]:
         """(name, before, now) of all that changed; an object rebound is compared by what it holds."""
-        rebound: dict[int, Any] = {}
-        changed = []
-        for entry in self.entries:
-            now = entry.now(rebound.get(id(entry.owner), entry.owner))
-            if is_same(entry.value, now):
+        changed, compared = [], set[tuple[int, int]]()
+        todo = deque((entries[0].owner, entries[0].owner) for entries in self._by_owner.values())
+        while todo:
+            before, owner = todo.popleft()
+            if (id(before), id(owner)) in compared:
                 continue
-            if entry.entered and type(now) is type(entry.value) and not _is_blank(now):
-                rebound[id(entry.value)] = now
-                if hasattr(now, "__dict__"):
-                    rebound[id(vars(entry.value))] = vars(now)
-            else:
-                changed.append((entry.name, entry.value, now))
+            compared.add((id(before), id(owner)))
+            for entry in self._by_owner.get(id(before), ()):
+                value, now = entry.value, entry.now(owner)
+                if now is value:
+                    continue
+                entered = entry.entered and type(now) is type(value) and not _is_blank(now)
+                if not entered and not is_same(value, now):
+                    changed.append((entry.name, value, now))
+                    continue
+                todo.append((value, now))
+                if hasattr(value, "__dict__"):
+                    todo.append((vars(value), vars(now)))
         return changed
 
 
@@ -166,6 +184,7 @@ def guard_of(
     ran: Ran,
     before: Reachable | None = None,
     copied: Sequence[Tensor] = (),
+    constants: Collection[Tensor] = (),
     opaque: bool = False,
 ) -> Guard:
     """The guard of a program, made right after its trace, or of one that is loaded.
@@ -174,11 +193,14 @@ def guard_of(
         before: what `fn` could reach before it ran; what it has written there itself is its own. None where
             it has not run.
         opaque: have entries too for objects that cannot be compared by what they hold, and for what stays as
-            it is in one process: what tuples and partials hold, the order of keys.
+            it is in one process: what partials hold, the order of keys.
+        constants: the program's: parameters of modules count that are one of these, others are replaced by
+            leaves, or not read.
         copied: tensors that the program has copies of; others it reads where they are.
     """
     executed = ran.executed
     reached = Reachable(fn, code=True, mentioned=True, executed=executed or None, computed=ran.computed)
+    constants = [c for c in constants if c.device.type == "cpu"]
     before = reached if before is None else before
     entries = []
     for container in reached.containers.values():
@@ -186,9 +208,14 @@ def guard_of(
         owner = vars(container.owner) if isinstance(container.owner, ModuleType | type) else container.owner
         entries += [
             Entry(owner, key, value, _name(reached, container.owner, key), entered)
-            for key, value, entered in _values(container, reached, opaque)
+            for key, value, entered in _values(container, reached, constants, opaque)
             if _before(known, key) is value or (key is _LENGTH and _before(known, key) == value)
         ]
+        if isinstance(owner, dict) and not opaque and _picks(container, reached):
+            written = {k for k in reached.keys if known.before.get(k, ABSENT) is not owner.get(k, ABSENT)}
+            absent = Absent(reached.keys - written, len(owner))
+            name = f"the keys of {_path(reached, owner)}"
+            entries.append(Entry(owner, absent, absent.of(owner), name, False))
     for each in copied:
         entries.append(Entry(each, "_version", each._version, f"{_path(reached, each)}._version", False))
     for each in reached.of_type((np.ndarray,)):
@@ -204,117 +231,29 @@ def guard_of(
     return Guard(entries, ran)
 
 
-@contextmanager
-def recorded() -> Iterator[Ran]:
-    """What users' code runs and reads inside: complete behind the `with`."""
-    with _executed_code() as executed, _computed_names() as computed, _read_variables() as variables:
-        yield Ran(executed, computed, variables)
-    computed.update(c.co_name for c in executed if is_users(c.co_filename))  # methods that operators call
-
-
-@contextmanager
-def _computed_names() -> Iterator[set[str]]:
-    """Attributes that users' code, on this thread, reads inside by `getattr` and `vars`.
-
-    Their replacements, the whole process's, bear their names: `pickle` looks up what a method reduces to.
-    """
-    names: set[str] = set()
-    read, list_all = getattr, vars
-    thread: int | None = threading.get_ident()
-
-    def is_theirs(module: str) -> bool:
-        return threading.get_ident() == thread and (module == "dataclasses" or not library(module))
-
-    @wraps(read)
-    def reading(each: Any, name: str, *default: Any) -> Any:
-        if is_theirs(sys._getframe(1).f_globals.get("__name__", "")):
-            names.add(name)
-        return read(each, name, *default)
-
-    @wraps(list_all)
-    def listing(*each: Any) -> Any:
-        caller = sys._getframe(1)
-        found = list_all(*each) if each else caller.f_locals
-        if each and is_theirs(caller.f_globals.get("__name__", "")):
-            names.update(found)
-        return found
-
-    with mock.patch.object(builtins, "getattr", reading), mock.patch.object(builtins, "vars", listing):
-        try:
-            yield names
-        finally:
-            thread = None  # what was imported by its name while tracing stays patched
-
-
-@contextmanager
-def _read_variables() -> Iterator[set[str]]:
-    """Variables of the environment that users' code, on this thread, reads inside."""
-    names: set[str] = set()
-    thread = threading.get_ident()
-    read, list_all = _ENVIRON.__getitem__, _ENVIRON.__iter__
-
-    def note(name: str) -> None:
-        frame: Any = sys._getframe(2)
-        while frame.f_globals.get("__name__") in ("os", "collections.abc"):  # of `os.getenv`, `in`
-            frame = frame.f_back
-        if threading.get_ident() == thread and not library(frame.f_globals.get("__name__", "")):
-            names.add(name)
-
-    @wraps(read)
-    def reading(environ: Any, name: Any) -> Any:
-        note(os.fsdecode(name))
-        return read(environ, name)
-
-    @wraps(list_all)
-    def listing(environ: Any) -> Any:
-        note("")
-        return list_all(environ)
-
-    with (
-        mock.patch.object(_ENVIRON, "__getitem__", reading), mock.patch.object(_ENVIRON, "__iter__", listing)
-    ):  # fmt: skip
-        yield names
-
-
-@contextmanager
-def _executed_code() -> Iterator[set[CodeType]]:
-    """The code of the Python functions called inside; empty where a profiler runs already."""
-    codes: set[CodeType] = set()
-    if sys.getprofile() is not None:
-        yield codes
-        return
-    profiler = cProfile.Profile(builtins=False)
-    try:
-        profiler.enable(subcalls=False, builtins=False)
-    except ValueError:  # another tool profiles (Python 3.12 tells so this way)
-        yield codes
-        return
-    try:
-        yield codes
-    finally:
-        profiler.disable()
-        codes.update(e.code for e in profiler.getstats() if isinstance(e.code, CodeType))
-
-
 # ------------------------------------------------------------------ what counts
 
 
 def _values(
-    container: Container, reached: Reachable, opaque: bool = False
+    container: Container, reached: Reachable, constants: Sequence[Tensor], opaque: bool
 ) -> Iterator[tuple[Any, Any, bool]]:
     """(key, value, whether it is entered) of what a container holds and a program depends on."""
     owner, values = container.owner, container.read()
     holder, role = reached.parents.get(id(owner), (None, None))  # of an object's own dict: (object, None)
+    if isinstance(holder, FunctionType) and library(holder.__module__):
+        return  # its defaults
     plain = container.only is None and not isinstance(owner, CellType | ContextVar)
     if plain and role not in _REGISTRIES and not (holder is not None and role is None):
-        named = {k: v for k, v in values.items() if k in reached.names} if isinstance(owner, dict) else {}
-        if not named:  # else the code picks its keys, and others are none of its business
+        if _picks(container, reached):  # others are none of its business
+            values = {k: v for k, v in values.items() if k in reached.names}
+        else:
             yield _LENGTH, _size(owner, values.values()), False
             if len(values) > LONG or isinstance(owner, set):
                 return
-        values = named or values
     for key, value in values.items():
         if isinstance(value, ModuleType | CellType):
+            continue
+        if role == "_parameters" and not any(equal_tensors(value, c) for c in constants):
             continue
         is_leaf = _is_leaf(value)
         entered = not is_leaf and _is_entered(reached, value)
@@ -322,6 +261,22 @@ def _values(
             yield key, value, entered
     if isinstance(owner, dict) and role is None and holder is not None:
         yield from ((key, ABSENT, False) for key in _class_defaults(holder, owner, reached))
+
+
+def equal_tensors(a: Tensor, b: Tensor) -> bool:
+    """Whether two are one to a program: numbers, dtype, device."""
+    alike = is_plain(a) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return alike and torch.equal(a, b)
+
+
+def _picks(container: Container, reached: Reachable) -> bool:
+    """Whether the code picks keys of a dict by their names, or attributes of an object."""
+    if not isinstance(container.owner, dict):
+        return False
+    _, role = reached.parents.get(id(container.owner), (None, None))
+    if role in _REGISTRIES:
+        return role == "_modules"
+    return container.only is not None or any(k in reached.names for k in container.before)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -334,14 +289,8 @@ def _is_entered(reached: Reachable, value: Any) -> bool:
 
 def _immutable(reached: Reachable) -> Iterator[Entry]:
     """What cannot change in its holder, and may be another in another process."""
-    for each in reached.of_type((tuple, partial)):
-        holder, _ = reached.parents.get(id(each), (None, None))
-        if isinstance(holder, FunctionType) and library(holder.__module__):
-            continue  # its defaults
-        values = dict(enumerate(each)) if isinstance(each, tuple) else {"func": each.func, "args": each.args}
-        if is_constant(each) or any(isinstance(v, ModuleType | CellType) for v in values.values()):
-            continue
-        for key, value in values.items():
+    for each in reached.of_type((partial,)):
+        for key, value in {"func": each.func, "args": each.args}.items():
             entered = not _is_leaf(value) and _is_entered(reached, value)
             yield Entry(each, key, value, f"{_path(reached, each)}[{key!r}]", entered)
     for container in reached.containers.values():

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fnshard.tree import is_constant
+
 SMALL_bytes = 1 << 20  # tensors that a function closes over are smaller: larger ones are refused
 LONG = 10_000  # longer containers are data: they are put back, and not entered
 _CACHE = type(lru_cache(len))
@@ -37,6 +39,7 @@ _ALWAYS = frozenset(
 )
 # Of a logger: what it tells its user's code. Handlers and the registry of all loggers lead everywhere.
 _OF_LOGGERS = frozenset({"level", "disabled", "disable", "parent", "manager", "logger"})
+_TENSORS = {"_buffers", "_parameters"}
 ABSENT = object()
 
 
@@ -87,7 +90,7 @@ class Container:
 
     def replace(self, others: Mapping[int, Any]) -> None:
         """Put other values in the place of those with these ids."""
-        if isinstance(self.owner, set):
+        if isinstance(self.owner, set | tuple):
             return
         for key, value in self.before.items():
             if id(value) in others:
@@ -100,7 +103,7 @@ def _read(owner: Any) -> dict[Any, Any]:
     if isinstance(owner, dict):  # past what a subclass makes of it: some load modules when they are read
         keys = OrderedDict.__iter__(owner) if isinstance(owner, OrderedDict) else dict.__iter__(owner)
         return {key: dict.__getitem__(owner, key) for key in keys}
-    if isinstance(owner, list | deque | set):
+    if isinstance(owner, list | deque | set | tuple):
         return dict(enumerate(owner))
     if isinstance(owner, CellType | ContextVar):
         value = lookup(owner, "cell_contents")
@@ -114,7 +117,7 @@ def lookup(owner: Any, key: Any) -> Any:
     """What a container holds under one key of `Container.before`, or ABSENT."""
     if isinstance(owner, dict):
         return dict.get(owner, key, ABSENT)
-    if isinstance(owner, list | deque):
+    if isinstance(owner, list | deque | tuple):
         return owner[key] if key < len(owner) else ABSENT
     if isinstance(owner, type(os.environ)):
         return owner.get(key, ABSENT)
@@ -164,7 +167,8 @@ class Reachable:
         computed: more names of attributes, which the code does not spell.
 
     `containers`, by the id of their owner; `parents`: where an object was found first, as (owner, key), by
-    its id; `tensors`; `caches` of `functools.lru_cache`; `names`: attributes and strings in the code.
+    its id; `tensors`; `caches` of `functools.lru_cache`; `names`: attributes and strings in the code; `keys`:
+    the strings alone, which may be of what is not there.
     """
 
     def __init__(
@@ -180,8 +184,9 @@ class Reachable:
         self.parents: dict[int, tuple[Any, Any]] = {}
         self.tensors: list[Tensor] = []
         self.caches: list[Any] = []
-        self.names: set[str] = set(_ALWAYS if executed is None else _ALWAYS - {"training"} | {"_buffers"})
-        self.names.update(computed)
+        self.names: set[str] = set(_ALWAYS if executed is None else _ALWAYS - {"training"} | _TENSORS)
+        self.keys = set(computed)
+        self.names |= self.keys
         self._seen: dict[int, Any] = {}  # and kept alive: an id is that of one object
         self._partly: list[Container] = []
         self._todo: list[Any] = list(roots)
@@ -204,9 +209,10 @@ class Reachable:
                 self._visit(each, type(each))
 
     def _visit(self, each: Any, kind: type) -> None:
+        has_entries = self.code and issubclass(kind, tuple) and not is_constant(each)
         if issubclass(kind, Tensor):
             self.tensors.append(each)
-        elif issubclass(kind, dict | list | set | deque) or kind in (CellType, ContextVar):
+        elif has_entries or issubclass(kind, dict | list | set | deque) or kind in (CellType, ContextVar):
             self._enter(each)
         elif issubclass(kind, tuple | frozenset):
             for key, value in enumerate(each):
@@ -225,6 +231,10 @@ class Reachable:
             self._function(each)
         elif self.code or _users(kind.__module__, kind):
             self._object(each, kind)
+        if self.code and issubclass(kind, _DATA):
+            is_theirs = kind.__module__ != "collections" and not library(kind.__module__)
+            if is_theirs or getattr(each, "__dict__", None):
+                self._object(each, kind)
 
     def _object(self, each: Any, kind: type) -> None:
         all_attributes = not self.code or (issubclass(kind, nn.Module) and not self.mentioned)
@@ -232,7 +242,7 @@ class Reachable:
         if kind.__module__ == "logging":
             only = _OF_LOGGERS
         self._attributes(each, only)
-        if any("__slots__" in vars(k) for k in kind.__mro__[:-1]):
+        if any("__slots__" in vars(k) for k in kind.__mro__[:-1]) and not issubclass(kind, _DATA):
             self._enter(each, only)
         if self.code:
             for each_class in kind.__mro__:
@@ -252,8 +262,9 @@ class Reachable:
         self._attributes(each, self.names)
         for values in (each.__defaults__, each.__kwdefaults__):
             self._found(values, each, None)
-        globals_named, names = mentioned(each.__code__)
+        globals_named, names, strings = mentioned(each.__code__)
         self.names |= names
+        self.keys |= strings
         if library(each.__module__):
             return
         if id(each.__globals__) not in self.containers:
@@ -334,6 +345,7 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     _CACHE: ("__wrapped__",),
 }
 _CALLS = frozenset({"PRECALL", "CALL", "PUSH_NULL", "CACHE"})
+_DATA = (Tensor, dict, list, set, deque, tuple, frozenset, partial)  # whose subclasses may have attributes
 _CODE = frozenset({*_WRAPPERS, FunctionType, ModuleType, type})
 
 
@@ -348,14 +360,15 @@ def _users(module: Any, kind: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals that some code names; the attributes, and the strings that may be keys."""
+def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The globals that some code names; the attributes, and the strings that may be keys; these alone."""
     every = list(_codes(code))
     loads = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
     globals_named = {i.argval for c in every for i in dis.get_instructions(c) if i.opname in loads}
     strings = {s for c in every for s in c.co_consts if isinstance(s, str) and len(s) < 64}
     names = {n for c in every for n in c.co_names} | strings
-    return frozenset(globals_named), frozenset(names if any(map(_lists_all, every)) else names - {"__dict__"})
+    names -= frozenset() if any(map(_lists_all, every)) else {"__dict__"}
+    return frozenset(globals_named), frozenset(names), frozenset(strings)
 
 
 def _lists_all(code: CodeType) -> bool:

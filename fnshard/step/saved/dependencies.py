@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.ir.guard import Entry, Guard, Ran, guard_of
+from fnshard.compiler.ir.guard import Entry, Guard, equal_tensors, guard_of
 from fnshard.compiler.ir.reachable import ABSENT, is_plain, library
+from fnshard.compiler.ir.recording import Ran
 from fnshard.errors import stable_repr
 from fnshard.step.saved.encoding import NotSaved
 
@@ -222,8 +223,8 @@ class Reading:
     written: tuple[str, ...]
 
 
-def reading_of(fn: Callable[..., Any], guard: Guard) -> Reading:
-    """Of a program's guard, right behind its trace.
+def reading_of(fn: Callable[..., Any], guard: Guard, constants: Collection[Tensor]) -> Reading:
+    """Of a program's guard and its constants, right behind its trace.
 
     Raises:
         NotSaved: the trace read what cannot be compared in another process.
@@ -236,13 +237,13 @@ def reading_of(fn: Callable[..., Any], guard: Guard) -> Reading:
             raise NotSaved(f"{code.co_name} in `fn` calls {', '.join(told)}")
     if "" in guard.ran.variables:
         raise NotSaved("`fn` lists the variables of the environment")
-    again = guard_of(fn, guard.ran, opaque=True)
+    again = guard_of(fn, guard.ran, constants=constants, opaque=True)
     for entry in again.entries:  # under another name
         name = getattr(entry.value, "__name__", None)
         if callable(entry.value) and name in _READERS and library(entry.value.__module__):
             raise NotSaved(f"`fn` calls {name} as {entry.name}")
     known = {_identity(e) for e in guard.entries}
-    comparable = {_identity(e) for e in guard_of(fn, guard.ran).entries}
+    comparable = {_identity(e) for e in guard_of(fn, guard.ran, constants=constants).entries}
     written = {e.name for e in again.entries if _identity(e) in comparable and _identity(e) not in known}
     both = sorted(written & {e.name for e in guard.entries})
     if both:
@@ -254,7 +255,7 @@ def reading_of(fn: Callable[..., Any], guard: Guard) -> Reading:
 
 
 def guard_for(
-    fn: Callable[..., Any], reading: Reading, constants: Iterable[Tensor]
+    fn: Callable[..., Any], reading: Reading, constants: Collection[Tensor]
 ) -> tuple[Guard, list[str]]:
     """The guard of a program that is loaded, and what `fn` reads otherwise than the trace did.
 
@@ -262,20 +263,15 @@ def guard_for(
         constants: the program's own copies; a tensor of `fn` that is written to later makes it trace anew.
     """
     ran = Ran(_Executed(frozenset(reading.executed)), reading.computed, reading.variables)
-    again = guard_of(fn, ran, opaque=True)
+    again = guard_of(fn, ran, constants=constants, opaque=True)
     try:
         now = _texts(e for e in again.entries if e.name not in reading.written)
     except NotSaved as error:
         return again, [str(error)]
     names = sorted(n for n in {*now, *reading.values} if now.get(n) != reading.values.get(n))
-    like = [c for c in constants if c.device.type == "cpu"]
     tensors = [e.value for e in again.entries if isinstance(e.value, Tensor) and is_plain(e.value)]
-    copied = [t for t in tensors if not t.is_meta and any(_equal(t, c) for c in like)]
-    return guard_of(fn, ran, copied=copied), names
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    copied = [t for t in tensors if not t.is_meta and any(equal_tensors(t, c) for c in constants)]
+    return guard_of(fn, ran, copied=copied, constants=constants), names
 
 
 def _identity(entry: Entry) -> tuple[int, str, str]:

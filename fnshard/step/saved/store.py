@@ -166,7 +166,7 @@ def save(
         NotSaved: it, or what it depends on, has no form in a file.
         StateError: others may write to the folder.
     """
-    guard = stages.program.guard
+    guard, constants = stages.program.guard, stages.program.constants.values()
     if not guard.holds():
         raise NotSaved("what `fn` reads has changed since its trace")
     encoded, members = encode(stages)
@@ -176,7 +176,7 @@ def save(
         written[name] = tuple(_write_kernel(each, request.options, members) for each in pair)
     content = {
         "format": _FORMAT, "texts": dict(request.texts), "environment": dict(request.environment),
-        "sources": sources(), "reading": vars(reading_of(request.runs, guard)), "stages": encoded,
+        "sources": sources(), "reading": vars(reading_of(request.runs, guard, constants)), "stages": encoded,
         "batch_bytes": dict(batch_bytes),
         "kernels": {n: [k and vars(k) for k in pair] for n, pair in written.items()},
     }  # fmt: skip
