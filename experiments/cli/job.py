@@ -199,8 +199,8 @@ def _start_on_nodes(
         nodes = dataclasses.replace(nodes, counts=counts_of(config, nodes.count), silent_s=SILENT_S)
     values = {**job_values(config, overrides), "requested": dataclasses.asdict(requested)}
     write_json(job_file, {**values, "fresh": str(fresh), "chosen": chosen})
-    for name in (REFUSAL, RESULT) if nodes.number == 0 else ():
-        (fresh / name).unlink(missing_ok=True)  # nobody writes them before all nodes have met
+    if nodes.number == 0:
+        (fresh / REFUSAL).unlink(missing_ok=True)
     try:
         _launch(job, config, job_file, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
     except LaunchError as error:

@@ -24,6 +24,7 @@ from experiments.cli.schema import build
 from experiments.configs.machine import resized
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json, write_json
+from experiments.training.result import RESULT
 from experiments.training.resume import RunFolder, claimed
 from experiments.training.watchdog import DivergedError
 from fnshard.errors import (
@@ -62,7 +63,8 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
         try:
             with _run_of(job, values) as run:
                 if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
-                    _refusal().unlink(missing_ok=True)  # an earlier attempt's
+                    for name in (REFUSAL, RESULT):  # an earlier attempt's
+                        _refusal().with_name(name).unlink(missing_ok=True)
                 config = placed if "run" in values else _prepared(job, placed)
                 job.work(config, run, list(values["overrides"]), stop)
         except BudgetError as error:

@@ -35,6 +35,7 @@ LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
 FAREWELL_S = 1.0  # what the others get to say their own errors once one has failed
 KILLED_S = 30.0  # until a killed process is given up on
+FOLLOWS = 9  # of echoes: the least a cause
 GRACE_S = 120.0  # what ranks get to finish a step and save after SIGTERM
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # end everything at once; SIGTERM asks first
 SIGNALS = (signal.SIGTERM, *ENDING)
@@ -113,7 +114,7 @@ def launch(
         env = {**(env or {}), **({} if in_memory is None else {MEMORY: str(in_memory)})}
         folder = Path(folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        if nodes is None or nodes.number == 0:
+        if nodes is None:  # on nodes others may be at work
             for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
                 old.unlink()
         _run(program, ranks, folder, meeting, max_restarts, env, grace_s, nodes)
@@ -154,6 +155,9 @@ def _run(
         while True:
             if nodes is not None:
                 peers = meet(nodes, number, notice.give_up)
+                if peers is None:
+                    line = f"node {nodes.number} of {nodes.count}: the job has ended."
+                    return print(line, file=sys.stderr, flush=True)
                 met.callback(peers.leave)
                 number = peers.attempt
                 added |= peers.environment
@@ -370,9 +374,10 @@ def _ending(ended: _Ended, team: _Team, logs: Path, notice: _Notice) -> Ending:
         mine = replace(mine, message=_describe(ended, team.world, logs), echo=far)
     if team.peers is None:
         return mine
-    if team.peers.joined and ended.killed:
-        named = ", ".join(map(str, team.peers.joined))
-        mine = replace(mine, message=f"node {named} is there again", echo=LOST, planned=True)
+    if ended.killed and (why := team.peers.interruption):
+        mine = replace(mine, message=why, echo=LOST, planned=True)
+    elif ended.killed and not mine.message:
+        mine = replace(mine, message="its ranks were ended with those of another node", echo=FOLLOWS)
     common = team.peers.settle(mine, lambda: notice.act([]))
     team.peers.leave()
     return common

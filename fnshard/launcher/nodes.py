@@ -3,32 +3,33 @@
 On every machine one process, the agent, starts the ranks of its machine:
 `fnshard.launcher.local.launch(nodes=)`.
 Agents meet in a folder that all machines see and that only their user may enter: every second each of
-them writes a file of JSON there, the first one reads those of all others, the others its. So all restart, or
-end, together, with the same words. A machine that dies is noticed within `silent_s`, whatever the ranks are
-waiting for. Agents listen on no network and unpickle nothing; their ranks meet by a file in the same folder.
+them writes a file of JSON there, one of them, the leader, reads those of all others, the others its. So all
+restart, or end, together, with the same words. A machine that dies is noticed within `silent_s`, whatever the
+ranks are waiting for. Agents listen on no network and unpickle nothing; their ranks meet by a file in the
+same folder.
 
-An agent that was started anew finds the newest attempt by the first one's files and asks for the next; where
-`Nodes.counts` allows it, the others go on without a machine meanwhile, as torch's elastic agents do.
+Every attempt has a leader of its own: the agent that makes the file `leader-ATTEMPT.json`, which one agent
+can. Where the leader of the newest attempt is gone, another agent leads the next one, so no machine is needed
+more than others. Who is led and finds a newer attempt, or cannot write for `silent_s`, ends its ranks: two
+attempts do not run side by side. An agent that was started anew asks the newest leader for the next attempt;
+where `Nodes.counts` allows it, the others go on without a machine meanwhile, as torch's elastic agents do.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-import stat
 import threading
 import time
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fnshard.errors import FnshardError
+from fnshard.launcher import meeting_folder
+from fnshard.launcher.meeting_folder import NodesError
 from fnshard.mesh.process_group import RENDEZVOUS
 from fnshard.runtime.files.json_reader import from_json
 
@@ -36,14 +37,11 @@ BEAT_S, SETTLE_S = 1.0, 0.1  # between two looks at the folder; and in the end, 
 POLL_S = 0.2
 CLOSE_S = 5.0  # what ending the thread may take
 AGAIN_S = 60.0  # how long a restart waits for all agents: they are there already
-LARGEST = 1 << 20  # bytes of a file
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LOST = -1  # of echoes: who is gone, or there again, is the cause before all others
+LEFT_BEHIND = "other nodes have begun anew without it"
+LEADER = "leader"  # the leader's file is named by this, the others' by their numbers
 REJOIN_S = 2.0  # since the last machine came: how long a job that may go on with fewer waits for others
-
-
-class NodesError(FnshardError, RuntimeError):
-    """The machines of a job did not meet."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,8 @@ class Nodes:
         head: name or address of the first one.
         join_s: how long to wait for all agents in the beginning.
         silent_s: a machine not heard of for so long is gone.
+        job: another one for every start of all agents, the same on all of them: what was ended under this
+            name has ended for an agent that comes later; empty: nobody knows.
         counts: with how many machines the job goes on when one is gone; with `count` among them alone it
             waits for another agent in its place; empty: the job ends.
     """
@@ -68,6 +68,7 @@ class Nodes:
     join_s: float = 600.0
     silent_s: float = 20.0
     counts: frozenset[int] = frozenset()
+    job: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -99,7 +100,11 @@ def under_slurm(environ: Mapping[str, str], folder: Path) -> Nodes | None:
             f"SLURM started {tasks} tasks on {count} nodes; each starts all ranks of its node. Fix: srun "
             "--ntasks-per-node=1; or, to use this node alone, SLURM_STEP_NUM_NODES=1 before the command."
         )
-    return Nodes(count, int(environ["SLURM_NODEID"]), folder, first_host(environ["SLURM_STEP_NODELIST"]))
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job = ".".join(environ.get(name, "0") for name in names)
+    return Nodes(
+        count, int(environ["SLURM_NODEID"]), folder, first_host(environ["SLURM_STEP_NODELIST"]), job=job
+    )
 
 
 def first_host(listed: str) -> str:
@@ -148,72 +153,14 @@ def verdict(endings: Mapping[int, Ending], count: int) -> Ending:
     )
 
 
-# ------------------------------------------------------------------ the folder
-
-
-@contextmanager
-def _entered(folder: Path) -> Iterator[int]:
-    """The folder, opened anew: on a network file system that is what makes new files visible.
-
-    Raises:
-        NodesError: it is not this user's alone.
-    """
-    try:
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise NodesError(f"{folder}, where nodes meet, is no folder ({error.strerror}).") from None
-    try:
-        found = os.fstat(number)
-        mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid != os.geteuid() or mode & 0o077:
-            raise NodesError(
-                f"{folder}, where nodes meet, is open to others (owner {found.st_uid}, mode {mode:04o}).",
-                fix="remove it: it is made for this user alone; or name another folder.",
-            )
-        os.listdir(number)
-        yield number
-    finally:
-        os.close(number)
-
-
-def _write(folder: Path, name: str, values: Mapping[str, Any]) -> None:
-    """Into the same file, again and again: on a network file system a new one may be seen late."""
-    line = json.dumps(values).encode()
-    with _entered(folder) as inside:
-        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=inside)
-        with open(number, "wb") as file:
-            file.write(b"%08x %s\n" % (zlib.crc32(line), line))
-            file.truncate()
-
-
-def _newest(folder: Path, number: str) -> int:
-    """The newest attempt of which an agent of that number (or "*", any) has left a file; -1: none."""
-    with _entered(folder):
-        found = (path.stem.partition("-")[2] for path in folder.glob(f"{number}-*.json"))
-        return max((int(attempt) for attempt in found if attempt.isdecimal()), default=-1)
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    """What an agent wrote; empty where there is no file, or no complete one."""
-    with _entered(folder) as inside, suppress(OSError, ValueError):
-        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
-        with open(number, "rb") as file:
-            if stat.S_ISREG(os.fstat(number).st_mode):
-                checksum, _, line = file.read(LARGEST).partition(b"\n")[0].partition(b" ")
-                if checksum == b"%08x" % zlib.crc32(line) and isinstance(values := json.loads(line), dict):
-                    return values
-    return {}
-
-
 # ------------------------------------------------------------------ meeting
 
 
-def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
-    """Wait for the agents of all nodes.
+def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers | None:
+    """Wait for the agents of all nodes; None where the job has ended well without this one.
 
     Args:
-        attempt: the number of the attempt, on the first node; 0: the next one, where an earlier agent has
-            left files. On the others at least that one.
+        attempt: the least that this agent takes part in; 0: it has been in none.
         idle: called again and again while waiting; what it raises ends the wait.
 
     Raises:
@@ -225,8 +172,7 @@ def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
     wait_s = nodes.join_s if attempt == 0 or nodes.counts else AGAIN_S
     began = time.monotonic()
     while missing := peers.missing():
-        seen = peers.leader_seen if nodes.counts else began  # it may go on without this one for long
-        if time.monotonic() > max(began, seen) + wait_s:
+        if time.monotonic() > max(began, peers.at_work_s) + wait_s:
             named = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
             raise NodesError(
                 f"node {nodes.number} of {nodes.count} has not met node {named} in {nodes.folder} within "
@@ -234,6 +180,8 @@ def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
             )
         idle()
         time.sleep(POLL_S)
+    if peers.over:
+        return None
     peers.watch()
     return peers
 
@@ -241,40 +189,38 @@ def meet(nodes: Nodes, attempt: int, idle: Callable[[], Any]) -> Peers:
 class Peers:
     """The other agents in one attempt; a thread reads their files, so that nothing waits for a dead disk.
 
-    Each agent writes a `token` of its own, `first` (the first agent's token), `beat` (it counts up), and
-    `ended`, its `Ending` once there is one; the first one also `tokens` (the others', once all are there),
-    `failed` (whether anybody has), `verdict`, and `remaining` (who will be there in the next attempt, as far
-    as it knows: a job that may go on with fewer waits for them, and for nobody else). Files may be left of an
-    earlier job: who repeats a token lives.
+    Each agent writes its `number`, a `token` of its own, `first` (the leader's token), `beat` (it counts up),
+    and `ended`, its `Ending` once there is one; the leader also `job`, `tokens` (the others', once all are
+    there), `failed` (whether anybody has), `verdict`, and `remaining` (who will be there in the next attempt,
+    as far as it knows: a job that may go on with fewer waits for them, and for nobody else). Files may
+    be left of an earlier job: who repeats a token lives.
 
     Attributes:
         attempt: the number that is in the names of the files.
-        members: the machines that take part.
-        leader_seen: when the first agent was last seen to count, by an agent that waits for it.
+        members: the machines that take part, in order.
+        over: the job has ended well.
+        at_work_s: when the leader of an attempt without this agent, which may last, was last seen to count.
     """
 
     def __init__(self, nodes: Nodes, attempt: int):
-        self._nodes, self.attempt = nodes, attempt
-        self._leads = nodes.number == 0
-        if self._leads and attempt == 0:
-            self.attempt = max(1 + _newest(nodes.folder, "0"), _newest(nodes.folder, "*"))
+        self._nodes, self._least, self.attempt = nodes, attempt, -1
+        self._leads, self._leader = False, -1
         self.members: tuple[int, ...] = ()
-        self.leader_seen, self._leader_beat = 0.0, 0
+        self.over, self.at_work_s = False, 0.0
+        self._leader_beat, self._leader_lives, self._leader_heard = -1, False, time.monotonic()
         self._newcomers: dict[int, tuple[str, int]] = {}  # token and beat when it was first seen
         self._joined: list[int] = []
         self._replaced: set[int] = set()  # members in whose place another agent was started
         self._found, self._came = 0, time.monotonic()
-        before = _read(nodes.folder, f"0-{attempt - 1}.json") if self._leads else {}
-        self._remaining = set(before.get("remaining", ()))
-        self._token = uuid.uuid4().hex
-        self._first = self._token if self._leads else ""
+        self._remaining: set[int] = set()
+        self._token, self._first = uuid.uuid4().hex, ""
         self._tokens: dict[int, str] = {}  # of those that this agent listens to
-        self._others = range(1, nodes.count) if self._leads else range(1)
         self._beat, self._beats = 0, dict[int, int]()
         self._heard: dict[int, float] = {}
+        self._told = 0.0
         self._mine: Ending | None = None
         self._verdict: Ending | None = None
-        self._failed = False
+        self._failed, self._overtaken = False, False
         self._endings: dict[int, Ending] = {}
         self._closed, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, daemon=True)
@@ -285,9 +231,24 @@ class Peers:
         return {RENDEZVOUS: str(self._nodes.folder / self._first)}
 
     @property
-    def joined(self) -> list[int]:
-        """Machines that are there again, and with which this one, the first, can grow."""
-        return self._joined if self._chosen(len(self.members) + len(self._joined)) > len(self.members) else []
+    def interruption(self) -> str:
+        """Why ranks of this node, which had not failed, were to end; empty: for another node's failure."""
+        if self._joins:
+            return f"node {', '.join(map(str, self._joined))} is there again"
+        if self._overtaken:
+            return LEFT_BEHIND
+        silent_s = self._nodes.silent_s
+        return f"it could not write to the folder where nodes meet for {silent_s:g} s" if self._stalls else ""
+
+    @property
+    def _joins(self) -> bool:
+        """Whether machines are there again, and this one, which leads, can grow with them."""
+        return self._chosen(len(self.members) + len(self._joined)) > len(self.members)
+
+    @property
+    def _stalls(self) -> bool:
+        """Whether the others may take this agent for gone."""
+        return bool(self._nodes.counts) and time.monotonic() > self._told + self._nodes.silent_s
 
     def _chosen(self, there: int) -> int:
         """With how many of the machines that are there the job goes on; 0: with none of these numbers."""
@@ -295,54 +256,93 @@ class Peers:
         return max((count for count in counts if count <= there), default=0)
 
     def missing(self) -> list[int]:
-        """The agents that this one listens to and has not met yet; none if it goes on without them."""
-        number = self._nodes.number
-        if not self._leads:
-            self.attempt = max(self.attempt, _newest(self._nodes.folder, "0"))
-        found = {other: self._read(other) for other in range(self._nodes.count) if other != number}
+        """The agents that this one has not met yet; none if it goes on without them, or the job is over."""
+        missing = self._without_leader() if not self._leads else []
         if self._leads:
-            there = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
-            if len(there) != self._found:
-                self._found, self._came = len(there), time.monotonic()
-            late = time.monotonic() - self._came > REJOIN_S
-            late |= bool(self._remaining) and self._remaining <= {*there}
-            taken = self._chosen(1 + len(there)) if late else self._nodes.count
-            missing = [n for n in range(1, self._nodes.count) if n not in there]
-            if taken and len(there) >= taken - 1:
-                self._others, missing = list(there)[: taken - 1], []
-            self._tokens = {n: there[n] for n in self._others if n in there}
-        else:
-            tokens = found[0].get("tokens", {})
-            if tokens.get(str(number)) == self._token:
-                self._tokens, self.members = {0: self._first}, (0, *map(int, tokens))
-            else:
-                self._first = found[0].get("token", "")
-            if (beat := found[0].get("beat", 0)) != self._leader_beat:
-                self.leader_seen, self._leader_beat = time.monotonic(), beat
-            missing = [n for n in self._others if n not in self._tokens]
-        if self._leads and not missing:
-            self.members = (0, *self._tokens)
-            (self._nodes.folder / self._first).mkdir(mode=0o700)
-        self._write(tokens={} if missing else self._tokens, remaining=sorted(self._remaining))
+            missing = self._without_members()
+        if self._leads or (self.attempt >= self._least and self._leader not in (-1, self._nodes.number)):
+            self._write(tokens={} if missing else self._tokens, remaining=sorted(self._remaining))
         return missing
+
+    def _without_leader(self) -> list[int]:
+        """Follow who leads the newest attempt; lead the next one where that is over, or its leader gone."""
+        nodes, now = self._nodes, time.monotonic()
+        attempt = meeting_folder.newest(nodes.folder, LEADER)
+        found = meeting_folder.read(nodes.folder, f"{LEADER}-{attempt}.json")
+        tokens, beat = found.get("tokens", {}), found.get("beat", -1)
+        if attempt != self.attempt:
+            self.attempt, self._leader_lives, self._leader_heard = attempt, False, now
+        elif beat != self._leader_beat and found:
+            self._leader_lives, self._leader_heard = True, now
+            self.at_work_s = now if tokens and nodes.counts else self.at_work_s
+        self._leader_beat, self._leader = beat, found.get("number", -1)
+        ended = from_json(Ending | None, found.get("verdict"))
+        if ended is not None and not ended.message:  # of an earlier job, or of this one?
+            same = bool(nodes.job) and found.get("job") == nodes.job
+            self.over = same or self._least > 0 or self._leader_lives
+        gone = self._leader == nodes.number or now > self._leader_heard + nodes.silent_s
+        if self.over:
+            return []
+        begins = attempt < self._least and (attempt >= 0 or nodes.number == 0)
+        if begins or ended is not None or gone:
+            self._lead(max(self._least, attempt + 1), found)
+        elif tokens.get(str(nodes.number)) == self._token:
+            self._tokens = {self._leader: self._first}
+            self.members = tuple(sorted({self._leader, *map(int, tokens)}))
+            return []
+        else:
+            self._first = found.get("token", "")
+        return [n for n in range(nodes.count) if n != nodes.number and self._leader in (n, -1, nodes.number)]
+
+    def _lead(self, attempt: int, before: Mapping[str, Any]) -> None:
+        """Lead an attempt, if nobody else does.
+
+        Args:
+            before: what the leader of the last one has left; without a verdict it is gone.
+        """
+        if attempt < 0 or not meeting_folder.claim(self._nodes.folder, f"{LEADER}-{attempt}.json"):
+            return
+        self._leads, self._leader, self.attempt = True, self._nodes.number, attempt
+        self._first = self._token
+        gone = {before.get("number")} if before.get("verdict") is None else set()
+        self._remaining = set(before.get("remaining", ())) - gone if self._least else set()
+
+    def _without_members(self) -> list[int]:
+        """Those that do not follow yet; none once there are enough."""
+        number, count = self._nodes.number, self._nodes.count
+        found = {other: self._read(other) for other in range(count) if other != number}
+        there = {n: f["token"] for n, f in found.items() if f.get("first") == self._token}
+        if len(there) != self._found:
+            self._found, self._came = len(there), time.monotonic()
+        late = time.monotonic() - self._came > REJOIN_S
+        late |= bool(self._remaining) and self._remaining <= {number, *there}
+        taken = self._chosen(1 + len(there)) if late else count
+        if not taken or len(there) < taken - 1:
+            return [n for n in found if n not in there]
+        self._tokens = dict(list(there.items())[: taken - 1])
+        self.members = tuple(sorted({number, *self._tokens}))
+        (self._nodes.folder / self._first).mkdir(mode=0o700)
+        return []
 
     def watch(self) -> None:
         """All are there: listen to them from now on."""
-        self._beats = dict.fromkeys(self._others, 0)
-        self._heard = dict.fromkeys(self._others, time.monotonic())
+        self._told = time.monotonic()
+        self._beats = dict.fromkeys(self._tokens, 0)
+        self._heard = dict.fromkeys(self._tokens, self._told)
         self._thread.start()
 
     def trouble(self) -> bool:
-        """Whether another node has failed, is gone, or is there again."""
-        return self._failed or bool(self._lost()) or bool(self.joined)
+        """Whether another node has failed, is gone, or is there again; or this one is left behind."""
+        return self._failed or bool(self._lost()) or bool(self.interruption)
 
     def settle(self, mine: Ending, idle: Callable[[], Any]) -> Ending:
         """Tell the others how this node ended, wait for them, and find what all of them find."""
         self._mine = mine
         self._ends.set()
         while self._verdict is None:
-            if not self._leads and self._lost():
-                return verdict({0: self._gone(), self._nodes.number: mine}, self._nodes.count)
+            if self._overtaken or (not self._leads and self._lost()):
+                gone = Ending(LEFT_BEHIND, echo=LOST, planned=True) if self._leads else self._gone()
+                return verdict({self._nodes.number: mine, self._leader: gone}, self._nodes.count)
             idle()
             time.sleep(POLL_S)
         return self._verdict
@@ -360,6 +360,11 @@ class Peers:
         message = (
             f"its agent is gone: it was killed, or nothing was heard of its machine for {silent_s:g} s. "
         )
+        if self._nodes.counts == {self._nodes.count}:
+            message += (
+                f"All ranks start anew when the same command runs there, within {self._nodes.join_s:g} s."
+            )
+            return Ending(message, echo=LOST)
         if self._nodes.counts:
             return Ending(f"{message}All ranks start anew.", echo=LOST)
         message += "All ranks were ended. The same command on all nodes goes on from the newest checkpoint."
@@ -370,13 +375,17 @@ class Peers:
         return [n for n, heard in self._heard.items() if n not in self._endings and heard < since]
 
     def _read(self, number: int) -> dict[str, Any]:
-        return _read(self._nodes.folder, f"{number}-{self.attempt}.json")
+        return meeting_folder.read(self._nodes.folder, self._file_of(number))
+
+    def _file_of(self, number: int) -> str:
+        return f"{LEADER if number == self._leader else number}-{self.attempt}.json"
 
     def _write(self, **more: Any) -> None:
         self._beat += 1
         ended = None if self._mine is None else asdict(self._mine)
-        values = {"token": self._token, "first": self._first, "beat": self._beat, "ended": ended, **more}
-        _write(self._nodes.folder, f"{self._nodes.number}-{self.attempt}.json", values)
+        values = {"number": self._nodes.number, "job": self._nodes.job, "token": self._token}
+        values |= {"first": self._first, "beat": self._beat, "ended": ended, **more}
+        meeting_folder.write(self._nodes.folder, self._file_of(self._nodes.number), values)
 
     # -------------------------------------------------------------- the thread's
 
@@ -390,8 +399,8 @@ class Peers:
 
     def _look_for_newcomers(self) -> None:
         """Agents that were started anew: one in a member's place says that the member is gone."""
-        for number in range(1, self._nodes.count):
-            found = self._read(number)
+        for number in range(self._nodes.count):
+            found = self._read(number) if number != self._leader else {}
             token, beat = found.get("token", ""), found.get("beat", 0)
             if not token or token == self._tokens.get(number) or number in self._joined:
                 continue
@@ -407,6 +416,7 @@ class Peers:
     def _listen(self) -> None:
         if self._leads and self._nodes.counts:
             self._look_for_newcomers()
+        newer = bool(self._nodes.counts) and meeting_folder.newest(self._nodes.folder, LEADER) > self.attempt
         for number, token in self._tokens.items():
             found = self._read(number)
             if found.get("token") != token or found["beat"] == self._beats[number]:
@@ -417,22 +427,24 @@ class Peers:
                 self._verdict = from_json(Ending | None, found.get("verdict"))
             elif found["ended"] is not None:
                 self._endings[number] = from_json(Ending, found["ended"])
+        self._overtaken = newer and self._verdict is None  # else the next attempt is everybody's
 
     def _tell(self) -> None:
         if not self._leads:
             self._write()
+            self._told = time.monotonic()
             return
         self._endings |= {number: self._gone() for number in self._lost()}
         self._failed = any(ending.message for ending in self._endings.values())
         mine, found = self._mine, None
-        if mine is not None and len(self._endings) == len(self._others):
-            found = verdict({0: mine, **self._endings}, self._nodes.count)
+        if mine is not None and len(self._endings) == len(self._tokens):
+            found = verdict({self._nodes.number: mine, **self._endings}, self._nodes.count)
         failed = self._failed or (mine is not None and bool(mine.message))
         gone = {number for number, ending in self._endings.items() if ending.echo == LOST} - self._replaced
         values = {"failed": failed, "verdict": found and asdict(found)}
         try:
-            self._write(
-                tokens=self._tokens, remaining=sorted({*self._tokens, *self._joined} - gone), **values
-            )
+            remaining = sorted({*self.members, *self._joined} - gone)
+            self._write(tokens=self._tokens, remaining=remaining, **values)
+            self._told = time.monotonic()
         finally:
             self._verdict = found  # once it was written, or cannot be

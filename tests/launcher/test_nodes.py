@@ -26,7 +26,9 @@ from main_job import SMALL
 from slurm import step_of
 
 from experiments.training.metrics_file import METRICS
+from experiments.training.result import read_result
 from experiments.training.resume import memory_name
+from fnshard.launcher import meeting_folder
 from fnshard.launcher import nodes as nodes_module
 from fnshard.launcher.local import LaunchError, launch
 from fnshard.launcher.nodes import (
@@ -58,7 +60,7 @@ def two(folder: Path, **how: Any) -> list[Nodes]:
 
 def together(work: Callable[[Nodes], Any], nodes: list[Nodes]) -> list[Any]:
     """What `work` gives, or raises, on each node, all at once."""
-    results: list[Any] = [None] * len(nodes)
+    results: dict[int, Any] = {}
 
     def one(node: Nodes) -> None:
         try:
@@ -72,7 +74,7 @@ def together(work: Callable[[Nodes], Any], nodes: list[Nodes]) -> list[Any]:
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive(), "an agent hangs"
-    return results
+    return [results[node.number] for node in nodes]
 
 
 # ------------------------------------------------------------------ what SLURM says
@@ -184,47 +186,91 @@ def test_who_is_silent_is_gone(silent, tmp_path):
     assert "goes on from the newest checkpoint" in told.message
 
 
-def test_machines_leave_and_come_back(tmp_path, monkeypatch):
-    """Three, then two, then three again; the first is started anew, too. Nobody waits for who is known to be
-    gone."""
+@pytest.mark.parametrize("killed", [0, 2])
+def test_machines_leave_and_come_back(killed, tmp_path, monkeypatch):
+    """Three, then two, then three again; then who leads is started anew. The first, which leads, is no more
+    than the others. Nobody waits for who is known to be gone."""
     monkeypatch.setattr(nodes_module, "REJOIN_S", 1e9)
     options = {"join_s": 60.0, "silent_s": 2.5, "counts": frozenset({2, 3})}
     nodes = [Nodes(3, number, tmp_path / "nodes", **options) for number in range(3)]
+    left = [node for node in nodes if node.number != killed]
     met = together(lambda node: meet(node, 0, lambda: None), nodes)
-    assert [peers.members for peers in met] == [(0, 1, 2)] * 3
-    met[2].leave()  # it is killed
-    ends = together(lambda node: met[node.number].settle(Ending("closed", echo=3), lambda: None), nodes[:2])
-    for ended in ends:
-        assert ended.message.startswith("on node 2 of 3: its agent is gone") and ended.may_go_on
-    again = together(lambda node: meet(node, met[node.number].attempt + 1, lambda: None), nodes[:2])
-    assert [peers.members for peers in again] == [(0, 1)] * 2 and not again[0].trouble()
+    assert [peers.members for peers in met] == [(0, 1, 2)] * 3 and met[0]._leads
+    met[killed].leave()
+    for ended in together(lambda node: met[node.number].settle(Ending("closed", echo=3), lambda: None), left):
+        assert ended.message.startswith(f"on node {killed} of 3: its agent is gone") and ended.may_go_on
+    again = dict(
+        zip([n.number for n in left], together(lambda n: meet(n, 1, lambda: None), left), strict=True)
+    )
+    assert {peers.members for peers in again.values()} == {tuple(again)}
+    assert sum(peers._leads for peers in again.values()) == 1
+    assert not any(peers.trouble() for peers in again.values())
 
     def at_work(node: Nodes) -> Peers:
-        if node.number == 2:
+        if node.number == killed:
             return meet(node, 0, lambda: None)
         peers = again[node.number]
         while not peers.trouble():
             time.sleep(0.05)
-        mine = Ending(f"node {peers.joined} is there", echo=-1, planned=True) if peers.joined else Ending()
+        mine = Ending(peers.interruption, echo=-1, planned=True) if peers.interruption else Ending()
         ended = peers.settle(mine, lambda: None)
-        assert (ended.message, ended.planned) == ("on node 0 of 3: node [2] is there", True)
+        assert (
+            re.fullmatch(rf"on node \d of 3: node {killed} is there again", ended.message) and ended.planned
+        )
         peers.leave()
         return meet(node, peers.attempt + 1, lambda: None)
 
     grown = together(at_work, nodes)
-    assert [peers.members for peers in grown] == [(0, 1, 2)] * 3
-    assert [peers.attempt for peers in grown] == [2, 2, 2]
-    grown[0].leave()
+    assert {(peers.members, peers.attempt) for peers in grown} == {((0, 1, 2), 2)}
+    leader = next(number for number, peers in enumerate(grown) if peers._leads)
+    grown[leader].leave()
 
-    def without_the_first(node: Nodes) -> Peers:
-        if node.number == 0:
+    def without_leader(node: Nodes) -> Peers:
+        if node.number == leader:
             return meet(node, 0, lambda: None)
         assert grown[node.number].settle(Ending("closed", echo=3), lambda: None).may_go_on
         return meet(node, 3, lambda: None)
 
-    last = together(without_the_first, nodes)
+    last = together(without_leader, nodes)
     assert {(peers.members, peers.attempt) for peers in last} == {((0, 1, 2), 3)}
-    for peers in (*met, *again, *grown, *last):
+    for peers in (*met, *again.values(), *grown, *last):
+        peers.leave()
+
+
+@pytest.mark.parametrize("how", ["overtaken", "mute"])
+def test_who_is_left_behind_ends_its_ranks(how, tmp_path, monkeypatch):
+    """Else two attempts would run side by side: that of an agent which others took for gone, and theirs."""
+    monkeypatch.setattr(nodes_module, "REJOIN_S", 0.0)
+    node = two(tmp_path, silent_s=1.5, counts=frozenset({1, 2}))[0]
+    peers = meet(node, 0, lambda: None)
+    assert peers.members == (0,) and not peers.trouble()
+    if how == "overtaken":
+        assert meeting_folder.claim(node.folder, "leader-1.json")
+        assert not meeting_folder.claim(node.folder, "leader-1.json")
+    else:
+        monkeypatch.setattr(meeting_folder, "write", lambda *_: os.stat("/nowhere"))
+    began = time.monotonic()
+    while not peers.trouble():
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
+    assert {"overtaken": "begun anew", "mute": "could not write"}[how] in peers.interruption
+    mine = Ending(peers.interruption, echo=-1, planned=True)
+    assert peers.settle(mine, lambda: None).message == f"on node 0 of 2: {peers.interruption}"
+    peers.leave()
+
+
+def test_who_comes_when_the_job_has_ended_ends(tmp_path):
+    """Another start of the same command is another job."""
+    nodes = two(tmp_path, job="7.0.0")
+    met = together(lambda node: meet(node, 0, lambda: None), nodes)
+    together(lambda node: met[node.number].settle(Ending(), lambda: None), nodes)
+    for peers in met:
+        peers.leave()
+    for node in nodes:
+        assert meet(node, 0, lambda: None) is None
+    again = together(lambda node: meet(node, 0, lambda: None), two(tmp_path, job="7.0.1"))
+    assert [peers.attempt for peers in again] == [1, 1]
+    for peers in again:
         peers.leave()
 
 
@@ -516,44 +562,73 @@ def test_agents_that_are_killed_and_started_again_go_on_from_memory(killed, tmp_
     assert losses_of(folder) == losses_of(tmp_path / "one")
 
 
+ELASTIC = (*TRAIN, "run.save_every=0", "run.held_out_every=100", "data.rows=12", "data.held_out_rows=12")
+COPIES = ("run.replicas=1", "run.elastic=true", "run.max_restarts=9")
+
+
+def until_step(step: int, folder: Path) -> int:
+    """Wait until that step is made; the newest."""
+    deadline = time.monotonic() + 200
+    while not rows_of(folder) or rows_of(folder)[-1]["step"] < step:
+        assert time.monotonic() < deadline, f"step {step} was not made"
+        time.sleep(0.02)
+    return rows_of(folder)[-1]["step"]
+
+
+def check_losses(folder: Path, place: Path, steps: str) -> None:
+    """Those of one rank that nothing happened to, within rounding."""
+    with job(place, [*ELASTIC, steps, "mesh.shard=1", "hydra.run.dir=one"], {}) as process:
+        assert process.communicate(timeout=200) and process.returncode == 0
+    one = losses_of(place / "one")
+    assert [row[:2] for row in losses_of(folder)] == [row[:2] for row in one] and len(one) > 100
+    assert [row[2] for row in losses_of(folder)] == pytest.approx([row[2] for row in one], rel=1e-3)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_four_ranks_then_three_then_four(tmp_path):
     """An agent is killed, and started again; the losses are those of one rank that was not."""
-    steps = (
-        "run.steps=200",
-        "run.save_every=0",
-        "run.held_out_every=100",
-        "data.rows=12",
-        "data.held_out_rows=12",
-    )
-    many = [*TRAIN, *steps, "mesh.shard=4", "run.replicas=1", "run.elastic=true", "run.max_restarts=9"]
+    many = [*ELASTIC, *COPIES, "run.steps=200", "mesh.shard=4"]
     folder = tmp_path / "outputs" / "slurm" / "7.0"
-
-    def until(step: int) -> None:
-        deadline = time.monotonic() + 200
-        while not rows_of(folder) or rows_of(folder)[-1]["step"] < step:
-            assert time.monotonic() < deadline, f"step {step} was not made"
-            time.sleep(0.02)
-
     with ExitStack() as stack:
         four = [stack.enter_context(job(tmp_path, many, step_of(node, 4))) for node in range(4)]
-        until(20)
+        until_step(20, folder)
         os.kill(four[3].pid, signal.SIGKILL)
         killed = rows_of(folder)[-1]["step"]
-        until(killed + 10)
+        until_step(killed + 10, folder)
         four.append(stack.enter_context(job(tmp_path, many, step_of(3, 4))))
         said = [process.communicate(timeout=300)[0] for process in four]
     assert [process.returncode for process in four] == [0, 0, 0, -9, 0], said
     resumed = [int(step) for step in re.findall(r"resume: step (\d+) of /dev/shm", said[0])]
     assert len(resumed) == 2 and killed - 1 <= resumed[0] <= killed + 1 < resumed[1]
-    assert "restart: on node 0 of 4: node 3 is there again" in said[0]
+    assert re.search(r"restart: on node \d of 4: node 3 is there again", said[0])
     assert not list_of_ranks(folder) and not list(Path("/dev/shm").glob("fnshard-memory-*.3"))
-    with job(tmp_path, [*TRAIN, *steps, "mesh.shard=1", "hydra.run.dir=one"], {}) as process:
-        assert process.communicate(timeout=200) and process.returncode == 0
-    one = losses_of(tmp_path / "one")
-    assert [row[:2] for row in losses_of(folder)] == [row[:2] for row in one] and len(one) == 202
-    assert [row[2] for row in losses_of(folder)] == pytest.approx([row[2] for row in one], rel=1e-3)
+    check_losses(folder, tmp_path, "run.steps=200")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_job_goes_on_without_the_agent_that_leads(tmp_path):
+    """For good; and one that is started in its place when the job has ended, ends."""
+    many = [*ELASTIC, *COPIES, "run.steps=100", "mesh.shard=3"]
+    folder = tmp_path / "outputs" / "slurm" / "7.0"
+    with ExitStack() as stack:
+        three = [stack.enter_context(job(tmp_path, many, step_of(node, 3))) for node in range(3)]
+        until_step(20, folder)
+        leader = meeting_folder.read(folder / "nodes", max((folder / "nodes").glob("leader-*")).name)[
+            "number"
+        ]
+        os.kill(three[leader].pid, signal.SIGKILL)
+        killed = rows_of(folder)[-1]["step"]
+        said = [process.communicate(timeout=300)[0] for process in three]
+        late = stack.enter_context(job(tmp_path, many, step_of(leader, 3)))
+        answer = late.communicate(timeout=100)[0]
+    assert [p.returncode for p in three] == [-9 if node == leader else 0 for node in range(3)], said
+    (resumed,) = re.findall(r"resume: step (\d+) of /dev/shm", "".join(said))
+    assert killed - 1 <= int(resumed) <= killed + 1
+    assert late.returncode == 0 and f"node {leader} of 3: the job has ended." in answer
+    assert read_result(folder)["status"] == "ok" and not list_of_ranks(folder)
+    check_losses(folder, tmp_path, "run.steps=100")
 
 
 def list_of_ranks(folder: Path) -> list[int]:
