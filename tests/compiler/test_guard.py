@@ -336,11 +336,9 @@ def what_is_not_there_yet() -> Place:
 @place
 def one_of_two_that_were_one() -> Place:
     first = types.SimpleNamespace(beta=2.0)
-    cfg = {"first": first, "second": first, "third": first}
-    return lambda p, x: scaled(p, x, cfg["first"].beta + 2 * cfg["second"].beta + 3 * cfg["third"].beta), [
-        lambda: cfg.update(first=types.SimpleNamespace(beta=3.0)),
-        lambda: cfg.update(second=types.SimpleNamespace(beta=4.0)),
-        lambda: cfg.update(third=types.SimpleNamespace(beta=5.0)),
+    cfg = {"first": first, "second": first}
+    return lambda p, x: scaled(p, x, cfg["first"].beta + 2 * cfg["second"].beta), [
+        lambda: cfg.update(first=types.SimpleNamespace(beta=3.0), second=types.SimpleNamespace(beta=2.0))
     ]
 
 

@@ -43,14 +43,18 @@ def find(folder: str, request: Callable[[], Request], made: Made) -> Saved | Non
     Raises:
         StateError: others may write to the folder.
     """
-    root = file.make_folder(Path(folder))
+    try:
+        root = file.make_folder(Path(folder))
+    except OSError as error:  # a file has its name, or nothing can be written where it would be
+        made.note(f"cache_dir={folder} is no folder, and none can be made: {error.strerror}")
+        return None
     try:
         asked = request()
         path = root / f"{asked.key}{file.SUFFIX}"
         saved = store.load(path, asked)
     except FileNotFoundError:
         return None
-    except (NotSaved, Refused) as error:
+    except (NotSaved, Refused, OSError) as error:
         made.note(f"no saved step is used: {error}")
         return None
     file.touch(path)
@@ -67,11 +71,13 @@ def keep(
     What cannot be written leaves a note: a full disk ends no training.
     """
     root = Path(folder).expanduser().absolute()
+    if not root.is_dir():  # which `find` has noted
+        return None
     path = root / f"{request.key}{file.SUFFIX}"
     try:
         store.save(path, request, saved.stages, saved.kernels, saved.batch_bytes)
+        file.prune(root, limit_bytes)
     except (NotSaved, OSError) as error:
         made.note(f"the step is not saved: {error}")
         return None
-    file.prune(root, limit_bytes)
     return path
