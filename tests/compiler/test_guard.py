@@ -321,14 +321,18 @@ def attributes_of_what_has_builtin_types() -> Place:
 
 @place
 def what_is_not_there_yet() -> Place:
-    cfg, names, model = {"beta": 2.0}, types.SimpleNamespace(), nn.Module()
+    cfg, names, model = {"beta": 2.0, "other": 0}, types.SimpleNamespace(), nn.Module()
 
     def fn(p: Any, x: Tensor) -> Tensor:
         both = cfg["beta"] * cfg.get("gamma", 1.0) + getattr(names, "delta", 1.0)
         return scaled(p, x, both + hasattr(model, "drop"))
 
+    def replace_other() -> None:
+        del cfg["other"]
+        cfg["gamma"] = 3.0
+
     return fn, [
-        lambda: cfg.update(gamma=3.0), lambda: setattr(names, "delta", 3.0),
+        replace_other, lambda: cfg.update(gamma=4.0), lambda: setattr(names, "delta", 3.0),
         lambda: setattr(model, "drop", nn.Identity()),
     ]  # fmt: skip
 

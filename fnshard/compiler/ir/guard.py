@@ -39,15 +39,17 @@ _REGISTRIES = ("_modules", "_buffers", "_parameters")  # dicts of a module: it n
 _SMALL_bytes = 1 << 16  # larger arrays are data: to hash one of these takes 15 microseconds
 _ENVIRON = type(os.environ)
 _NOTHING = Ran()
-_KNOWN_LENGTH = attrgetter("length")
+_KNOWN_LENGTH, _KNOWN_LAST = attrgetter("length"), attrgetter("last")
 
 
 @dataclass(eq=False)
 class Absent:
-    """The key of an entry whose value says which of these a dict has; it had them when it was so long."""
+    """The key of an entry whose value says which of these a dict has; it had them when it was so long, with
+    this last key: a new one goes to the end, also where another has left."""
 
     keys: Collection[str]
     length: int
+    last: Any
 
     def __repr__(self) -> str:
         return "absent"
@@ -73,7 +75,7 @@ class Entry(NamedTuple):
             if found != self.value:
                 return found
             if owner is self.owner:
-                self.key.length = len(owner)  # lest all is compared again at every step
+                self.key.length, self.key.last = len(owner), _last(owner)  # lest all is compared at every step
             return self.value
         return _size(owner, owner) if self.key is _LENGTH else lookup(owner, self.key)
 
@@ -117,7 +119,13 @@ def _same_variables(owners: Any, keys: Any, values: Any) -> bool:
 
 
 def _same_keys(owners: Any, keys: Any, values: Any) -> bool:
-    return all(map(eq, map(len, owners), map(_KNOWN_LENGTH, keys)))
+    last = map(next, map(dict.__reversed__, owners), repeat(ABSENT))
+    same = map(is_, last, map(_KNOWN_LAST, keys))
+    return all(map(eq, map(len, owners), map(_KNOWN_LENGTH, keys))) and all(same)
+
+
+def _last(owner: dict[Any, Any]) -> Any:
+    return next(dict.__reversed__(owner), ABSENT)
 
 
 def _same_lengths(owners: Any, keys: Any, values: Any) -> bool:
@@ -213,7 +221,7 @@ def guard_of(
         ]
         if isinstance(owner, dict) and not opaque and _picks(container, reached):
             written = {k for k in reached.keys if known.before.get(k, ABSENT) is not owner.get(k, ABSENT)}
-            absent = Absent(reached.keys - written, len(owner))
+            absent = Absent(reached.keys - written, len(owner), _last(owner))
             name = f"the keys of {_path(reached, owner)}"
             entries.append(Entry(owner, absent, absent.of(owner), name, False))
     for each in copied:
