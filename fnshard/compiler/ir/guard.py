@@ -75,7 +75,7 @@ class Entry(NamedTuple):
             if found != self.value:
                 return found
             if owner is self.owner:
-                self.key.length, self.key.last = len(owner), _last(owner)  # lest all is compared at every step
+                self.key.length, self.key.last = len(owner), _last(owner)  # lest all is compared each time
             return self.value
         return _size(owner, owner) if self.key is _LENGTH else lookup(owner, self.key)
 
