@@ -53,7 +53,8 @@ class Lowered:
     this rank's batch, by leaf. `shared`: the kernels of all lengths, and the length of this batch, in
     multiples of its buckets. `request`: what it was lowered for; `loaded`: from a file. `made` counts what is
     compiled. `others`: steps whose kernels serve this one where they have its code. `moved`: bytes of
-    transfers by instruction number, once a ledger was made. `ahead`: kernels that a thread compiles.
+    transfers by instruction number, once a ledger was made. `ahead`: kernels that a thread compiles. `first`:
+    no other batch was lowered before: when it first runs, ranks compare programs and exchange kernels.
     """
 
     stages: Stages
@@ -66,6 +67,7 @@ class Lowered:
     loaded: bool = False
     made: Made = field(default_factory=Made)
     others: Callable[[], Sequence[Lowered]] = tuple
+    first: bool = True
     moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
     ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
 
@@ -233,12 +235,14 @@ class Lowered:
     def compile_async(self) -> Lowered:
         """Compile in a thread, while steps run; `compile`, and the first step, wait for it. Returns itself.
 
-        Ranks of one host compile a share each, and exchange kernels at the first step.
+        For a step's first batch, ranks of one host compile a share each, and exchange kernels when it first
+        runs. With `shapes` nothing is done ahead: lengths share kernels. The process ends when its
+        threads have.
         """
         if self.compiled is None and self.ahead is None and self.shared is None:
             mesh = self.schedule.mesh
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
-            shared = mesh.kind == "group" and mesh.device_type == "cpu"
+            shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
             pool = ThreadPoolExecutor(1, "fnshard-compile", start)
             self.ahead = pool.submit(self._share, *(place_on_host() if shared else (0, 1)))
             pool.shutdown(wait=False)

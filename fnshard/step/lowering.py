@@ -209,8 +209,8 @@ class Lowering:
             self.options.residual, self.options.context_attention, self._rewrite(sizes),
         )  # fmt: skip
         shared = self._shared(batch)
-        counted = {"made": self.made, "others": self.others}
-        lowered = Lowered(stages, self.options, None, self.optimizer, sizes, shared, request, **counted)
+        known = {"made": self.made, "others": self.others, "first": not len(self.programs)}
+        lowered = Lowered(stages, self.options, None, self.optimizer, sizes, shared, request, **known)
         return self._checked(lowered)
 
     def _request(self, key: BatchKey) -> Callable[[], Request]:

@@ -86,10 +86,12 @@ def _read_variables() -> Iterator[set[str]]:
     read, list_all = _ENVIRON.__getitem__, _ENVIRON.__iter__
 
     def note(name: str) -> None:
+        if threading.get_ident() != thread:
+            return
         frame: Any = sys._getframe(2)
         while frame.f_globals.get("__name__") in ("os", "collections.abc"):  # of `os.getenv`, `in`
             frame = frame.f_back
-        if threading.get_ident() == thread and not library(frame.f_globals.get("__name__", "")):
+        if not library(frame.f_globals.get("__name__", "")):
             names.add(name)
 
     @wraps(read)
