@@ -23,11 +23,12 @@ MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 def main(job: Job) -> None:
     def run() -> None:
+        gc.disable()  # as in `experiments.cli.worker`
         check_plugins(sys.argv[1:])
         validated = validated_arguments(job.spec)
-        gc.disable()  # as in `experiments.cli.worker`
         from experiments.cli.job import run  # and with it torch, which a mistake does not wait for
 
+        gc.freeze()
         gc.enable()
         run(job, validated)
 
