@@ -169,6 +169,8 @@ def held_out_starts(setup: TrainSetup) -> tuple[Tensor, ...]:
 
 def compile_ahead(setup: TrainSetup, state: fs.TrainState) -> None:
     """Compile what measures the model and samples from it, while it trains."""
-    setup.forward.lower(state, *setup.dataset.held_out(held_out_starts(setup)[0])).compile_async()
+    lowered = [setup.forward.lower(state, *setup.dataset.held_out(held_out_starts(setup)[0]))]
     if setup.config.run.sample_tokens:
-        setup.sampler.compile_async(state)
+        lowered.append(setup.sampler.lower(state))
+    for each in lowered:  # behind all of them: nothing is traced while a thread compiles
+        each.compile_async()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.step.forward import Forward
+from fnshard.step.lowered import Lowered
 
 Logits = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -43,9 +44,9 @@ class Sampler:
     encode: Callable[[str], list[int]] = lambda text: list(text.encode())
     decode: Callable[[list[int]], str] = lambda tokens: printable(tokens)
 
-    def compile_async(self, params: Any) -> None:
-        """Compile in a thread what draws a token; drawing waits for it."""
-        self.forward.lower(params, *self._window([0])).compile_async()
+    def lower(self, params: Any) -> Lowered:
+        """What draws a token, on paper."""
+        return self.forward.lower(params, *self._window([0]))
 
     def __call__(self, params: Any, prompt: str, length: int, seed: int) -> str:
         """`prompt` and `length` tokens after it; what cannot be printed shows as a replacement sign."""

@@ -12,6 +12,7 @@ from fnshard.compiler.frontend.trace import trace
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
+from fnshard.compiler.kernels.libraries import TRACING
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split
@@ -107,7 +108,7 @@ def trace_and_split(
     """
     stored = specs.paired
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
-    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+    with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
@@ -142,7 +143,7 @@ def schedule_for(
     """
     program, segments, plan = front.program, front.segments, front.plan
     kept = policies(segments, keeping.remat, keeping.save, (s.unit for s in specs.values()))
-    with torch.inference_mode(False), torch.enable_grad():
+    with TRACING, torch.inference_mode(False), torch.enable_grad():
         kernels = differentiate_all(
             segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
         )

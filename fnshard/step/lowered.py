@@ -25,6 +25,7 @@ from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
+from fnshard.compiler.kernels.libraries import TRACING
 from fnshard.compiler.kernels.reuse import reusable
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
@@ -227,13 +228,14 @@ class Lowered:
             return self
         shared, length = self.shared
         before = len(shared)
-        with self.settings():
+        with TRACING, self.settings():
             self.compiled = shared.compile(kernels, length, options=self.options.inductor)
         self.made.compiles += len(shared) - before
         return self
 
     def compile_async(self) -> Lowered:
-        """Compile in a thread, while steps run; `compile`, and the first step, wait for it. Returns itself.
+        """Compile in a thread, while steps run; `compile`, and the first step, wait for it, and so does what
+        is lowered meanwhile: lower first what is compiled together. Returns itself.
 
         For a step's first batch, ranks of one host compile a share each, and exchange kernels when it first
         runs. With `shapes` nothing is done ahead: lengths share kernels. The process ends when its

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -141,3 +143,24 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
         line.strip() for line in re.split(r"\rfnshard: |\x1b\[K", shown.getvalue()) if line.strip()
     ] == messages[1:]
     assert count >= 4  # forward and backward of each
+
+
+def test_nothing_is_traced_while_a_thread_compiles(monkeypatch: Any) -> None:
+    """Torch's tracers share state of the process: a trace beside a compilation loses values."""
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def compiled(graph: Any, *_: Any) -> Any:
+        compiling.set()
+        assert go_on.wait(60)
+        return inductor._eager(graph)
+
+    monkeypatch.setattr(inductor, "_generated", compiled)
+    (first, params), (second, _) = small_step(backend="inductor"), small_step()
+    lowered = first.lower(params, torch.ones(2, 3)).compile_async()
+    assert compiling.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        tracing = pool.submit(second.lower, params, torch.ones(2, 3))
+        with pytest.raises(TimeoutError):
+            tracing.result(timeout=1)
+        go_on.set()
+        assert tracing.result().program is not None and lowered.compile().compiled is not None

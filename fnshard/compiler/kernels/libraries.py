@@ -27,7 +27,8 @@ from fnshard.compiler.kernels.artifact import entry_of
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _KERNEL = re.compile(r"\bkernel(?=\s*\()")  # Inductor's name of each
 _HOISTED = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n"
-_lock = threading.RLock()
+# Torch's tracers, Inductor's among them, share state of the process: a graph is traced or compiled, never both.
+TRACING = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,7 @@ def compiled_together(options: Mapping[str, Any]) -> Iterator[None]:
         pending.append(_Pending(tuple(argument_types), source, sys._getframe(1).f_globals))
         return pending[-1]
 
-    with _lock:
+    with TRACING:
         alone = AsyncCompile.cpp_pybinding
         AsyncCompile.cpp_pybinding = collected
         try:

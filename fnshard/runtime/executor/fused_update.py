@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard import tree
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
+from fnshard.compiler.kernels.libraries import TRACING
 from fnshard.errors import OptimizerError
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.tiers import send
@@ -123,7 +124,8 @@ def update_graph(
             for shape, dtype, stride in leaf.tensors_like
         ]
         pure = torch.func.functionalize(update, remove="mutations_and_views")
-        module = make_fx(pure, decomposition_table=select_decomp_table())(*vectors, *fakes)
+        with TRACING:
+            module = make_fx(pure, decomposition_table=select_decomp_table())(*vectors, *fakes)
     _write_back(module, [leaf.tensors_like for leaf in leaves], firsts)
     return module
 
