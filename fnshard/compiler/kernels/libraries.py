@@ -27,7 +27,7 @@ from fnshard.compiler.kernels.artifact import entry_of
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _KERNEL = re.compile(r"\bkernel(?=\s*\()")  # Inductor's name of each
 _HOISTED = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n"
-# Torch's tracers, Inductor's among them, share state of the process: a graph is traced or compiled, never both.
+# Torch's tracers share state of the process, and Inductor has some: trace or compile, never both at once.
 TRACING = threading.RLock()
 
 
