@@ -163,6 +163,7 @@ WRONG_TRAIN = {
     "mesh.tensor=0": rf"mesh\.tensor=0{CL}: must be 1 or more",
     "mesh.shard=0": rf"mesh\.shard=0{CL}: must be 1 or more",
     "run.accumulate=3 run.device=cpu": r"2 ranks times run\.accumulate=3 \(command line\)\.",
+    "run.cache=/dev/shm": r"run\.cache=/dev/shm: others than this user may write to the folder",
     "run.device=tpu": rf"run\.device=tpu{CL}: this machine has cpu",
     "data.rows=7 run.device=cpu": rf"data\.rows=7{CL} does not divide over 2 ranks",
 }
