@@ -123,7 +123,7 @@ def test_threads_that_wait_for_each_other_leave_inductor_as_it_was(monkeypatch: 
         with libraries.compiled_together({}):
             pass
 
-    monkeypatch.setattr(libraries, "_lock", Lock())
+    monkeypatch.setattr(libraries, "TRACING", Lock())
     thread = threading.Thread(target=other)
     with libraries.compiled_together({}):
         waits.clear()
