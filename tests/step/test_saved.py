@@ -24,6 +24,7 @@ import fnshard as fs
 from fnshard import LayoutSpec, P
 from fnshard.errors import StateError
 from fnshard.step.saved import file, store
+from fnshard.step.saved.encoding import digest_of
 from fnshard.step.saved.file import Refused
 
 
@@ -109,6 +110,14 @@ def test_ranks_compile_a_share_each_and_load_what_one_of_them_saved(tmp_path: Pa
     assert all(a[1] == b[1] and torch.equal(a[2], b[2]) for a, b in zip(first, second, strict=True))
     for *_, losses, expected in (*first, *second):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_digest_is_the_same_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share kernels only where their digests are equal, and one may be in the middle of it."""
+    lowered = step_of(loss_of(Settings()), None).lower(PARAMS, *BATCH)
+    before = digest_of(lowered.stages)
+    monkeypatch.setattr(lowered.program.fake_mode, "in_kernel_invocation", True)  # as its thread sets it
+    assert digest_of(lowered.stages) == before
 
 
 # ------------------------------------------------------------------ what is stale

@@ -152,7 +152,9 @@ class _Writer:
     def tensor(self, each: Tensor) -> Any:
         if isinstance(each, FakeTensor | PaperTensor):
             size, stride = [int(n) for n in each.shape], [int(n) for n in each.stride()]
-            return ["fake", size, stride, str(each.dtype), str(each.device), each.requires_grad]
+            # While a thread compiles, `device` of a fake tensor may be "meta".
+            device = each.fake_device if isinstance(each, FakeTensor) else each.device
+            return ["fake", size, stride, str(each.dtype), str(device), each.requires_grad]
         if type(each) not in (Tensor, torch.nn.Parameter) or each.layout != torch.strided:
             raise NotSaved(f"a constant that is a {type(each).__name__}")
         name = f"constant/{len(self.tensors)}"
