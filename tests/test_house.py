@@ -170,6 +170,7 @@ PRIVATE = {
         "torch._guards",
         "torch._inductor",
         "torch._subclasses",
+        "torch.fx._lazy_graph_module",
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
     },
     "fnshard.compiler.kernels.symbolic": {"torch._dynamo", "torch._subclasses"},

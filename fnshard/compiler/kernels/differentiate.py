@@ -108,6 +108,7 @@ def differentiate(
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     mode = FakeTensorMode()
     with mode:
@@ -118,7 +119,7 @@ def differentiate(
             for a in source.inputs
         )
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
-    with _export_context(mode):
+    with _export_context(mode), _use_lazy_graph_module(True):  # each stage makes code that nobody runs
         with _refusals(), unchecked(), choosing(source, target):
             joint = aot_export_joint_simple(
                 lambda *values: tuple(map(_own, source(*values))),
@@ -382,6 +383,7 @@ def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.Gra
     saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in inputs and n.name not in outputs]
     saved = {n.name: i for i, n in enumerate(saved_nodes)}
     _set_outputs(forward, flat[: len(source.outputs)] + saved_nodes)
+    _flatten_signature(forward)
     grads = _prune_backward(backward)
     taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
     refs = []
@@ -406,7 +408,7 @@ def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
     for node in _placeholders(backward):
         if not node.users:
             backward.graph.erase_node(node)
-    backward.recompile()
+    _flatten_signature(backward)
     return kept
 
 
@@ -425,7 +427,6 @@ def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
     output.args = (tuple(nodes),)
     for key in ("desc", "partitioner_tag"):
         output.meta.pop(key, None)
-    _flatten_signature(module)
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
