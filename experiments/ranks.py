@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import ROOT
+from experiments import python_path
 from experiments.data.files import write_json
 from fnshard.launcher.local import launch
-
-
-def python_path() -> str:
-    """`PYTHONPATH` for a process that imports `experiments`, wherever it is started."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def start(

@@ -5,15 +5,9 @@ What needs torch is imported where it is used: a mistake in a command line is re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from experiments.cli.command_spec import CommandSpec, Help, Job
 from experiments.cli.main import main
 from experiments.configs.train import TrainConfig
-
-if TYPE_CHECKING:
-    from experiments.training.resume import RunFolder
-    from fnshard.launcher.rank import Stop
 
 HELP = Help(
     about="Train a small language model from text, sharded over ranks: as many as there are GPUs, or two on "
@@ -59,13 +53,7 @@ def prepare(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def work(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
-    from experiments.training.loop import train
-
-    train(config, run, overrides, stop)
-
-
-JOB = Job(SPEC, "experiments.train", work, prepare)
+JOB = Job(SPEC, "experiments.train", "experiments.training.loop:train", prepare)
 
 if __name__ == "__main__":
     main(JOB)

@@ -21,6 +21,7 @@ POLL_S, SLOW_S = 0.002, 0.02
 TAIL = 1 << 16  # bytes, more than a row has
 LATE_S = 30.0  # that an agent may end behind the one that ended well
 RESUMED = re.compile(r"^resume: (?:step (\d+) of|nothing to go on)", re.MULTILINE)
+RANK = re.compile(r"rank (\d+)\n")  # a process's name
 STOPPED = re.compile(r"^stopped: step (\d+) of", re.MULTILINE)
 SIGTERM = 1 << signal.SIGTERM - 1  # its bit in the masks of `/proc`
 
@@ -116,24 +117,16 @@ class MonitoredRun:
 
     def ranks_of(self, node: int) -> dict[int, int]:
         """The same, of one node."""
-        found = {}
-        for pid in _children(self.processes[node].pid):
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            rank = next((e[5:] for e in environment if e.startswith(b"RANK=")), None)
-            if rank is not None and alive(pid):
-                found[int(rank)] = pid
-        return found
+        named = {pid: RANK.match(_name(pid)) for pid in _descendants(self.processes[node].pid)}
+        return {int(match[1]): pid for pid, match in named.items() if match and alive(pid)}
 
     @property
     def importing(self) -> bool:
-        """Whether a process is there that has only begun: a launcher that does not handle SIGTERM yet, a rank
-        from which it is held back."""
+        """Whether a process is there that has only begun: a launcher that does not handle SIGTERM yet, what
+        forks its ranks or a rank from which it is held back."""
         launchers = [process.pid for process in self.processes if process.poll() is None]
         caught = [_mask(pid, "SigCgt") for pid in launchers]
-        held_back = [_mask(pid, "SigBlk") for launcher in launchers for pid in _children(launcher)]
+        held_back = [_mask(pid, "SigBlk") for launcher in launchers for pid in _descendants(launcher)]
         return not all(mask & SIGTERM for mask in caught) or any(mask & SIGTERM for mask in held_back)
 
     # -------------------------------------------------------------- waiting and killing
@@ -241,11 +234,20 @@ def _checkpoints(folder: Path | None) -> list[str]:
         return []
 
 
-def _children(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
+    """Processes that one has started, and those that these have."""
     try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+    return [*children, *(p for child in children for p in _descendants(child))]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
 
 
 def _mask(pid: int, name: str) -> int:

@@ -82,14 +82,15 @@ class Job:
     Args:
         spec: of its command line; the configuration has `run`, `mesh` and `data`, as `TrainConfig` does.
         module: where it is, as `JOB`.
-        work: what a rank does: (placed config, `Run`, overrides, `Stop`).
+        work: what a rank does, as "module:function" of (placed config, `RunFolder`, overrides, `Stop`): the
+            process that starts ranks does not import it.
         prepare: what is done before ranks start, with the placed configuration; gives the one for the ranks.
             Mistakes in what the configuration names (files, directories) are found here.
     """
 
     spec: CommandSpec
     module: str
-    work: Callable[..., None]
+    work: str
     prepare: Callable[[Any], Any]
 
     @property
@@ -99,3 +100,8 @@ class Job:
     @property
     def config(self) -> type:
         return self.spec.config
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What a rank imports; with Dynamo, which torch imports at the first operator of any step."""
+        return "experiments.cli.worker", self.module, self.work.partition(":")[0], "torch._dynamo"

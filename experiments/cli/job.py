@@ -23,8 +23,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from experiments import python_path
 from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
+from experiments.cli.fork_server import ForkServer
 from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
 from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.validation import Validated
@@ -33,7 +35,6 @@ from experiments.compare.outcome import jobs_of
 from experiments.configs.machine import check_memory, counts_of, place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
-from experiments.ranks import python_path
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
 from experiments.training.resume import claimed, claimed_sweep, finished, memory_name
 from fnshard.launcher.local import LaunchError, launch, under_launcher
@@ -44,7 +45,7 @@ SILENT_S = 3.0  # of nodes: where a state is in memory, a machine that is taken 
 BY_SLURM = "hydra.run.dir=outputs/slurm/"
 
 
-def run(job: Job, validated: Validated) -> None:
+def run(job: Job, validated: Validated, server: ForkServer) -> None:
     if under_launcher():
         record(be_a_rank)(job, sys.argv[1:], validated)  # torchrun shows the error, whichever rank ends first
         return
@@ -58,7 +59,7 @@ def run(job: Job, validated: Validated) -> None:
         _table_in_any_case(arguments),
     ):
         sys.argv[1:] = [*arguments, *where]
-        run_by_hydra(job.spec, lambda composed: _one(job, composed))
+        run_by_hydra(job.spec, lambda composed: _one(job, composed, server))
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def _on_nodes(arguments: list[str]) -> list[str]:
     return [f"{BY_SLURM}{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"]
 
 
-def _one(job: Job, composed: DictConfig) -> float | None:
+def _one(job: Job, composed: DictConfig, server: ForkServer) -> float | None:
     """One run; called once for each run of a `--multirun`, wherever it runs, and then gives what a search is
     after.
     """
@@ -103,7 +104,7 @@ def _one(job: Job, composed: DictConfig) -> float | None:
     if here.mode != RunMode.MULTIRUN:
         check_used(launcher)
         requested = job.spec.read_composed(composed)
-        start(job, requested, folder, overrides, chosen=_names_folder(here.overrides.hydra))
+        start(job, requested, folder, overrides, server, chosen=_names_folder(here.overrides.hydra))
         return None
     if launcher == SIDE_BY_SIDE:
         end_with_parent(signal.SIGTERM)  # a worker would finish its job, unseen
@@ -111,7 +112,7 @@ def _one(job: Job, composed: DictConfig) -> float | None:
         requested = job.spec.read_composed(composed)
         if requested.run.resume != NEVER and finished(folder, requested):
             print(f"resume: {folder} is finished", flush=True)
-        elif start(job, requested, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
+        elif start(job, requested, folder, overrides, server, chosen=True) == STOPPED and launcher == LOCAL:
             raise SystemExit(0)  # so is the sweep
     except Exception as error:
         _note_failure(error, folder, overrides)
@@ -153,10 +154,13 @@ def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
     return config
 
 
-def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
+def start(
+    job: Job, requested: Any, fresh: Path, overrides: list[str], server: ForkServer, *, chosen: bool
+) -> str:
     """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
 
     Args:
+        server: forks them, where they run on the CPU.
         chosen: the command names the folder.
 
     Returns:
@@ -171,7 +175,7 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
     """
     nodes = under_slurm(os.environ, fresh / "nodes")
     if nodes is not None:
-        return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
+        return _start_on_nodes(job, requested, fresh, overrides, server, nodes, chosen=chosen)
     config = job.prepare(placed(requested))
     with claimed(requested, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
@@ -180,7 +184,7 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
         try:
-            _launch(job, config, job_file, folder / "ranks", ranks_of(config))
+            _launch(job, config, job_file, folder / "ranks", ranks_of(config), server)
         except LaunchError as error:
             known = refused(folder) or error
             with suppress(OSError):  # the disk may be what failed
@@ -190,8 +194,9 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
 
 
 def _start_on_nodes(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: Nodes, *, chosen: bool
-) -> str:
+    job: Job, requested: Any, fresh: Path, overrides: list[str], server: ForkServer, nodes: Nodes, *,
+    chosen: bool,
+) -> str:  # fmt: skip
     """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
     config = placed(requested, nodes=nodes.count)
     job_file = fresh / f"job.{nodes.number}.json"
@@ -202,15 +207,19 @@ def _start_on_nodes(
     if nodes.number == 0:
         (fresh / REFUSAL).unlink(missing_ok=True)
     try:
-        _launch(job, config, job_file, fresh / "ranks", ranks_of(config) // nodes.count, nodes)
+        _launch(job, config, job_file, fresh / "ranks", ranks_of(config) // nodes.count, server, nodes)
     except LaunchError as error:
         raise refused(fresh) or error from None
     return read_result(fresh)["status"]
 
 
 def _launch(
-    job: Job, config: Any, job_file: Path, logs: Path, ranks: int, nodes: Nodes | None = None
-) -> None:
+    job: Job, config: Any, job_file: Path, logs: Path, ranks: int, server: ForkServer,
+    nodes: Nodes | None = None,
+) -> None:  # fmt: skip
+    on_cpu = config.run.device == "cpu"
+    if not on_cpu:  # a fork of a process that has looked for devices may have none
+        server.close()
     launch(
         [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(job_file)],
         ranks=ranks,
@@ -220,6 +229,7 @@ def _launch(
         grace_s=config.run.stop_grace_s,
         nodes=nodes,
         memory=memory_name(logs.parent) if config.run.replicas else None,
+        popen=server.popen if on_cpu else None,
     )
 
 

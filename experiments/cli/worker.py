@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":
@@ -66,7 +67,7 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
                     for name in (REFUSAL, RESULT):  # an earlier attempt's
                         _refusal().with_name(name).unlink(missing_ok=True)
                 config = placed if "run" in values else _prepared(job, placed)
-                job.work(config, run, list(values["overrides"]), stop)
+                resolve_name(job.work)(config, run, list(values["overrides"]), stop)
         except BudgetError as error:
             _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", mistake=True)
         except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments.cli.command_spec import CONF, CommandSpec, Help, Job
+from experiments.cli.fork_server import ForkServer
 from experiments.configs.train import ConfigError
 from experiments.finetune.config import FinetuneConfig
-
-if TYPE_CHECKING:
-    from experiments.training.resume import RunFolder
-    from fnshard.launcher.rank import Stop
 
 HELP = Help(
     about="Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses "
@@ -84,20 +80,15 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
             "`python -m experiments.finetune` without it once, or name a model directory."
         )
     try:
-        if start(JOB, config, folder, [], chosen=True) == STOPPED:
-            raise SystemExit(0)
+        with ForkServer() as server:
+            if start(JOB, config, folder, [], server, chosen=True) == STOPPED:
+                raise SystemExit(0)
     except ConfigError as error:
         if "another process is at work" in str(error):
             raise ConfigError("model=stdlib: another process makes it. Fix: wait for that.") from None
         raise
 
 
-def work(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
-    from experiments.finetune.loop import finetune
-
-    finetune(config, run, overrides, stop)
-
-
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.
 SPEC = CommandSpec("finetune", FinetuneConfig, HELP, CONF / "finetune")
-JOB = Job(SPEC, "experiments.finetune.job", work, prepare)
+JOB = Job(SPEC, "experiments.finetune.job", "experiments.finetune.loop:finetune", prepare)

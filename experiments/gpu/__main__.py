@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 
-from experiments import ROOT
+from experiments import ROOT, python_path
 from experiments.configs.checks import count
 from experiments.configs.decoders import names
 from experiments.data.files import write_json
 from experiments.gpu.parts import PARTS
 from experiments.gpu.setup import GpuSetup
 from experiments.gpu.table import markdown
-from experiments.ranks import python_path
 
 TABLE, RESULTS = "table.md", "results.json"
 SMALL = {"size": "tiny", "rows": 2, "length": 64, "rounds": 2, "steps": 2}  # on a CPU

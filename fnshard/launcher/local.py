@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from fnshard.mesh.process_group import ATTEMPT, RENDEZVOUS, under_launcher
 from fnshard.runtime.files.folder import MEMORY_PREFIX, memory_directory, scratch_directory
 
 __all__ = ["LaunchError", "cpu_threads", "describe_failure", "launch", "run_rank", "under_launcher"]
+
+Start = Callable[[Mapping[str, str]], Any]  # a rank's process, with its environment
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
@@ -57,6 +60,7 @@ def launch(
     grace_s: float = GRACE_S,
     nodes: Nodes | None = None,
     memory: str | None = None,
+    popen: Callable[..., Any] | None = None,
 ) -> None:
     """Run a function, or a command, in `ranks` processes on this machine and wait until all have ended well.
 
@@ -87,6 +91,8 @@ def launch(
         memory: a name for a folder in this machine's memory (tmpfs), where `fs.checkpoint.Replicas` keeps
             states through restarts. It is removed when this ends; where this is killed, the next launch of
             that name goes on with it, any other one removes it.
+        popen: what starts a process, `subprocess.Popen` by default: called with a command, `env` and
+            `start_new_session`, for something with `pid`, `returncode`, `poll`, `wait` and `send_signal`.
 
     Raises:
         LaunchError: the rank that failed first, its traceback or last line, and where its log lies; a
@@ -117,7 +123,8 @@ def launch(
         if nodes is None:  # on nodes others may be at work
             for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
                 old.unlink()
-        _run(program, ranks, folder, meeting, max_restarts, env, grace_s, nodes)
+        start = partial(_start, popen or subprocess.Popen, program)
+        _run(start, ranks, folder, meeting, max_restarts, env, grace_s, nodes)
 
 
 @contextmanager
@@ -135,7 +142,7 @@ def _memory(name: str, node: int) -> Iterator[Path]:
 
 
 def _run(
-    command: Sequence[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str],
+    start: Start, ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str],
     grace_s: float, nodes: Nodes | None,
 ) -> None:  # fmt: skip
     """Attempts, until one ends well or none is left.
@@ -162,7 +169,7 @@ def _run(
                 number = peers.attempt
                 added |= peers.environment
             team = _Team(ranks, nodes, peers)
-            ended = _attempt(command, team, number, meeting, added, notice)
+            ended = _attempt(start, team, number, meeting, added, notice)
             ending = _ending(ended, team, logs, notice)
             notice.refuse(ended)
             if not ending.message:
@@ -289,7 +296,7 @@ class _Ended:
 
 
 def _attempt(
-    command: Sequence[str], team: _Team, number: int, meeting: Path, env: Mapping[str, str], notice: _Notice
+    start: Start, team: _Team, number: int, meeting: Path, env: Mapping[str, str], notice: _Notice
 ) -> _Ended:
     """Start all ranks and wait: until all have ended well, or one, here or on another node, has not."""
     errors = {rank: meeting / f"error-{number}-{rank}.json" for rank in team.members}
@@ -302,7 +309,7 @@ def _attempt(
                 "GROUP_RANK": team.node, ATTEMPT: number, ERRORS: errors[rank],
             }  # fmt: skip
             own = {key: str(value) for key, value in own.items()}
-            processes[rank] = _start(command, {**os.environ, **env, **own})
+            processes[rank] = start({**os.environ, **env, **own})
         running, ended = list(processes.values()), _Ended()
         while any(p.poll() is None for p in running) and not _in_trouble(running, team):
             notice.act(running)
@@ -331,11 +338,11 @@ def _in_trouble(processes: Sequence[subprocess.Popen[bytes]], team: _Team) -> bo
     return any(p.poll() for p in processes) or (team.peers is not None and team.peers.trouble())
 
 
-def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(popen: Callable[..., Any], command: Sequence[str], env: Mapping[str, str]) -> Any:
     """SIGTERM is held back until the rank is ready to hear it, see `run_rank`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        return subprocess.Popen(list(command), env=env, start_new_session=True)
+        return popen(list(command), env=env, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

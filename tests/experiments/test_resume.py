@@ -300,7 +300,7 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
 
 def test_the_same_command_again_after_sigterm(tmp_path, warm):
     """With a folder named by the clock; what the launcher is told reaches the ranks."""
-    command = ["experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
+    command = ["-m", "experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for _ in range(2):
         job = warm.start(command, tmp_path)

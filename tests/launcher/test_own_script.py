@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import Started, Warm
+from commands import OUTPUT, Warm
 
 import fnshard as fs
 from fnshard import LaunchError, SpecError
@@ -57,16 +57,15 @@ def losses_of(folder: Path, how: str, before: Warm | Sequence[str]) -> list[floa
     script = folder / "own.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    shown = folder / "shown.txt"
     if isinstance(before, Warm):
-        ended = Started(before, [str(script), how], env, cwd=str(folder), out=str(shown), err=str(shown))
-        code = ended.wait(300)
+        code = before.start([str(script), how], folder, env=env).wait(300)
+        shown = "".join((folder / name).read_text() for name in OUTPUT.values())
     else:
-        with shown.open("w") as file:
-            code = subprocess.run([*before, str(script), how], env=env, cwd=folder, stdout=file,
-                                  stderr=subprocess.STDOUT, timeout=300).returncode  # fmt: skip
-    assert code == 0, shown.read_text()
-    (line,) = [line for line in shown.read_text().splitlines() if line.startswith("LOSSES")]
+        ended = subprocess.run([*before, str(script), how], env=env, cwd=folder, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, timeout=300)  # fmt: skip
+        code, shown = ended.returncode, ended.stdout
+    assert code == 0, shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("LOSSES")]
     assert not list(folder.glob("fnshard-*")), "a job that ended well leaves nothing behind"
     return [float(word) for word in line.split()[1:]]
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import OUTPUT, Forking, Started, Warm
+from commands import Forking, Warm
 
+from experiments.cli.fork_server import Forked
 from fnshard.launcher import local as launcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def run(
 @contextmanager
 def started(
     command: list[str], out: Path, warm: Warm | None = None, env: Mapping[str, str] | None = None, **options
-) -> Iterator[subprocess.Popen | Started]:
+) -> Iterator[subprocess.Popen | Forked]:
     """`launch` in a process of its own, with two ranks; all forked where there is a `warm` one."""
     starter = out / "starter.py"
     starter.write_text(
@@ -76,8 +77,7 @@ def started(
     if warm is None:
         process = subprocess.Popen([sys.executable, str(starter)], env=env)
     else:
-        files = {short: str(out / OUTPUT[name]) for short, name in (("out", "stdout"), ("err", "stderr"))}
-        process = Started(warm, [str(starter)], env, cwd=str(out), **files)
+        process = warm.start([str(starter)], out, env=env)
     try:
         yield process
     finally:

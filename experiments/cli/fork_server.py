@@ -1,0 +1,244 @@
+"""Fork server: a process that has imported what ranks need, and forks each of them in a moment.
+
+The one of `multiprocessing` closes stdin, where a rank may stop in a debugger, and would import `__main__` of
+this process in each rank. Standard library only: it starts before torch is imported here.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from experiments import python_path
+
+MOST_BYTES = 1 << 20  # of a request
+POLL_S = 0.01
+
+
+class ForkServer:
+    """Starts `python -m MODULE` without its imports.
+
+    The server starts with `start`, or at the first `popen`. It ends with this process, or in `close`, and
+    with it what it has forked and that is a rank. Elsewhere than on Linux a process starts as any other.
+
+    Args:
+        modules: what it imports. They start no threads: with some, what is forked starts anew.
+    """
+
+    def __init__(self, *modules: str):
+        self._modules, self._threads = modules, ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForkServer, self._modules  # in another process it is another server
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def start(self, threads: str | None = None) -> None:
+        """Begin with the imports, unless it has; nothing waits for them.
+
+        Args:
+            threads: OMP_NUM_THREADS of what will be forked, which OpenMP reads when it is imported; default
+                that of two ranks on this machine.
+        """
+        if threads is None:
+            threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // 2))
+        runs = self._process is not None and self._process.poll() is None
+        if not sys.platform.startswith("linux") or (runs and self._threads == threads):
+            return
+        self.close()
+        self._threads = threads
+        self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # NumPy's pool of threads would be there already, and none of them after a fork.
+        own = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", __name__, str(there.fileno()), *self._modules],
+                env={**os.environ, **own}, pass_fds=[there.fileno()], start_new_session=True,
+            )  # fmt: skip
+
+    def popen(
+        self, command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool = True
+    ) -> subprocess.Popen[bytes] | Forked:
+        """As `subprocess.Popen`, with the folder, the streams and the blocked signals of this process.
+
+        Args:
+            command: `[sys.executable, "-u", "-m", MODULE, ...]`.
+        """
+        self.start(env.get("OMP_NUM_THREADS"))
+        request = {
+            "command": list(command), "env": dict(env), "cwd": os.getcwd(),
+            "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        }  # fmt: skip
+        try:
+            pid = self.ask(request, 0, 1, 2)
+        except OSError:  # no server, or none that answers; a request that is too long; a closed stream
+            return subprocess.Popen(list(command), env=env, start_new_session=start_new_session)
+        return Forked(self, pid)
+
+    def ask(self, request: Mapping[str, Any], *files: int) -> Any:
+        """What the server answers.
+
+        Raises:
+            OSError: it does not.
+        """
+        if self._connection is None:
+            raise ConnectionError("there is no server")
+        socket.send_fds(self._connection, [json.dumps(request).encode()], files)
+        answer = self._connection.recv(MOST_BYTES)
+        if not answer:
+            raise ConnectionError("the server has ended")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End it."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._connection = None
+
+
+class Forked:
+    """A process that a server has forked, as `subprocess.Popen` shows one."""
+
+    def __init__(self, server: ForkServer, pid: int):
+        self.pid, self.returncode, self._server = pid, None, server
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                self.returncode = self._server.ask({"poll": self.pid})
+            except OSError:  # a rank dies with its parent
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_S)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# ------------------------------------------------------------------ in the server
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork what is asked for, until nobody can ask any more."""
+    gc.freeze()  # a first collection would copy what processes share
+    while True:
+        message, files, *_ = socket.recv_fds(connection, MOST_BYTES, 3)
+        if not message:
+            return
+        request = json.loads(message)
+        answer = _exit_code(request["poll"]) if "poll" in request else _forked(request, files)
+        connection.send(json.dumps(answer).encode())
+
+
+def _exit_code(pid: int) -> int | None:
+    """Of a child that has ended, once."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _forked(request: Mapping[str, Any], files: Sequence[int]) -> int:
+    """The process that becomes the command; it has a session of its own by then."""
+    alone = len(os.listdir("/proc/self/task")) == 1  # a fork takes no other thread along
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _become(request, files, alone)
+    os.close(writing)
+    os.read(reading, 1)
+    for file in (reading, *files):
+        os.close(file)
+    return pid
+
+
+def _become(request: Mapping[str, Any], files: Sequence[int], alone: bool) -> NoReturn:
+    """Be the command in this process, which was just forked."""
+    code: object = 1
+    try:
+        os.setsid()
+        for stream, file in enumerate(files):
+            os.dup2(file, stream)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # and the server goes on
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        os.chdir(request["cwd"])
+        command, env = request["command"], request["env"]
+        if not alone:
+            os.execve(command[0], command, env)
+        _run_module(command[command.index("-m") + 1 :], env)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _run_module(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """`python -m WORDS`."""
+    os.environ.clear()
+    os.environ.update(env)  # before what may not be imported yet
+    from fnshard.launcher.rank import LAUNCHER
+
+    if LAUNCHER in env:
+        os.environ[LAUNCHER] = str(os.getppid())  # whose death ends a rank
+        Path("/proc/self/comm").write_text(
+            f"rank {env['RANK']}"
+        )  # its environment cannot be seen from outside
+    tempfile.tempdir = None
+    sys.argv[:] = ["-m", *words[1:]]
+    warnings.filterwarnings("ignore", message=".*found in sys.modules")  # it was imported, for its imports
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def main(connection: str, *modules: str) -> None:
+    gc.disable()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as a rank that imports does
+    for name in modules:
+        with suppress(Exception):  # the rank that needs it will say so
+            importlib.import_module(name)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    serve(socket.socket(fileno=int(connection)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
