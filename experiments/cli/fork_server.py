@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from experiments import python_path
 
@@ -153,81 +153,69 @@ class Forked:
 # ------------------------------------------------------------------ in the server
 
 
-def serve(connection: socket.socket) -> None:
-    """Fork what is asked for, until nobody can ask any more."""
+def serve(connection: socket.socket) -> Callable[[], None] | None:
+    """Fork what is asked for, until nobody can ask any more.
+
+    Returns:
+        in each fork what it is to run; in the server, at the end, None.
+    """
     gc.freeze()  # a first collection would copy what processes share
     while True:
         message, files, *_ = socket.recv_fds(connection, MOST_BYTES, 3)
         if not message:
-            return
+            return None
         request = json.loads(message)
-        answer = _exit_code(request["poll"]) if "poll" in request else _forked(request, files)
+        if "poll" in request:
+            answer = _exit_code(request["poll"])
+        else:
+            alone = len(os.listdir("/proc/self/task")) == 1  # a fork takes no other thread along
+            reading, writing = os.pipe()
+            answer = os.fork()
+            if answer == 0:
+                os.setsid()
+                return partial(_become, files, alone, **request)
+            os.close(writing)
+            os.read(reading, 1)  # until it has a session and streams of its own
+            for file in (reading, *files):
+                os.close(file)
         connection.send(json.dumps(answer).encode())
 
 
 def _exit_code(pid: int) -> int | None:
     """Of a child that has ended, once."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # of the server before, and it dies with it
+        return -signal.SIGKILL
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _forked(request: Mapping[str, Any], files: Sequence[int]) -> int:
-    """The process that becomes the command; it has a session of its own by then."""
-    alone = len(os.listdir("/proc/self/task")) == 1  # a fork takes no other thread along
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _become(request, files, alone)
-    os.close(writing)
-    os.read(reading, 1)
-    for file in (reading, *files):
-        os.close(file)
-    return pid
-
-
-def _become(request: Mapping[str, Any], files: Sequence[int], alone: bool) -> NoReturn:
+def _become(
+    files: Sequence[int], alone: bool, command: Sequence[str], env: Mapping[str, str], cwd: str,
+    blocked: Sequence[int],
+) -> None:  # fmt: skip
     """Be the command in this process, which was just forked."""
-    code: object = 1
-    try:
-        os.setsid()
-        for stream, file in enumerate(files):
-            os.dup2(file, stream)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # and the server goes on
-        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-        os.chdir(request["cwd"])
-        command, env = request["command"], request["env"]
-        if not alone:
-            os.execve(command[0], command, env)
-        _run_module(command[command.index("-m") + 1 :], env)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-        if not isinstance(code, int | None):
-            print(code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _run_module(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """`python -m WORDS`."""
+    for stream, file in enumerate(files):
+        os.dup2(file, stream)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # and the server goes on
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    os.chdir(cwd)
+    if not alone:
+        os.execve(command[0], command, env)
     os.environ.clear()
     os.environ.update(env)  # before what may not be imported yet
-    from fnshard.launcher.rank import LAUNCHER
+    if "RANK" in env:
+        from fnshard.launcher.rank import LAUNCHER
 
-    if LAUNCHER in env:
         os.environ[LAUNCHER] = str(os.getppid())  # whose death ends a rank
-        Path("/proc/self/comm").write_text(
-            f"rank {env['RANK']}"
-        )  # its environment cannot be seen from outside
+        # `ps` shows it, where the environment is that of the server.
+        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
     tempfile.tempdir = None
-    sys.argv[:] = ["-m", *words[1:]]
+    gc.enable()
+    module, *arguments = command[command.index("-m") + 1 :]
+    sys.argv[:] = ["-m", *arguments]
     warnings.filterwarnings("ignore", message=".*found in sys.modules")  # it was imported, for its imports
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main(connection: str, *modules: str) -> None:
@@ -237,7 +225,9 @@ def main(connection: str, *modules: str) -> None:
         with suppress(Exception):  # the rank that needs it will say so
             importlib.import_module(name)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    serve(socket.socket(fileno=int(connection)))
+    run = serve(socket.socket(fileno=int(connection)))
+    if run is not None:
+        run()
 
 
 if __name__ == "__main__":

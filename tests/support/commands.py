@@ -149,15 +149,26 @@ def start_here(server: ForkServer, threads: str | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fork() == 0:
+        code = 1
         try:
             kept = os.dup2(there.fileno(), 3)
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # as an exec does: a lock is its launcher's alone
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            fork_server.serve(socket.socket(fileno=kept))
+            run = fork_server.serve(socket.socket(fileno=kept))
+            if run is not None:
+                run()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
         finally:
-            os._exit(0)
+            atexit._run_exitfuncs()
+            os._exit(code)
     there.close()
 
 
@@ -180,21 +191,15 @@ def main(how: str, *arguments: str) -> None:
     for name, value in told.get("patches", {}).items():
         module, _, constant = name.rpartition(".")
         setattr(__import__(module, fromlist=["*"]), constant, value)
-    try:
-        if arguments[0] == "-m":
-            sys.argv = ["-m", *arguments[2:]]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        elif arguments[0] == "-c":
-            sys.argv = ["-c", *arguments[2:]]
-            exec(arguments[1], {"__name__": "__main__"})
-        else:
-            sys.argv = list(arguments)
-            runpy.run_path(arguments[0], run_name="__main__")
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        sys.exit(1)
-    finally:
-        atexit._run_exitfuncs()
+    if arguments[0] == "-m":
+        sys.argv = ["-m", *arguments[2:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

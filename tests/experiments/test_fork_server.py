@@ -1,0 +1,168 @@
+"""The fork server: what it starts is the command, as `subprocess.Popen` would start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import is_alive
+
+from experiments.cli.fork_server import ForkServer
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is started as any")
+
+PROGRAM = """
+import json, os, signal, sys
+
+def seen():
+    return {
+        "arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(),
+        "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "session": os.getsid(0) == os.getpid(), "input": sys.stdin.read(), "parent": os.getppid(),
+        "files": sorted(set(os.listdir("/proc/self/fd")) - {"0", "1", "2"}),
+        "forked": b"fork_server" in open("/proc/self/cmdline", "rb").read(), "main": __name__,
+        "imported": "colorsys" in sys.modules,
+    }
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ends":
+        exec(sys.argv[2])
+    else:
+        print(json.dumps(seen()), flush=True)
+        print("an error", file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the module `program` is, and one that starts a thread."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "threads.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[ForkServer]:
+    with ForkServer("program", "colorsys", "nowhere") as server:
+        yield server
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-u", "-m", "program", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", **more}
+
+
+def seen_by(popen: Any, capfd: Any, **more: str) -> dict[str, Any]:
+    process = popen(command("sees", "a b"), env=environment(**more), start_new_session=True)
+    assert process.wait(60) == 0
+    out, err = capfd.readouterr()
+    assert err == "an error\n"
+    return json.loads(out)
+
+
+def test_it_is_the_command(server, capfd, tmp_path, monkeypatch):
+    """Its arguments, environment, folder, streams, signals, session and files are those of `Popen`'s."""
+    server.start()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forked = seen_by(server.popen, capfd, PYTHONPATH=str(tmp_path), NEW="1")
+        executed = seen_by(subprocess.Popen, capfd, PYTHONPATH=str(tmp_path), NEW="1")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert forked.pop("parent") == server._process.pid and executed.pop("parent") == os.getpid()
+    assert forked.pop("forked") and not executed.pop("forked")
+    assert forked.pop("imported") and not executed.pop("imported")
+    assert forked == executed and signal.SIGTERM in forked["blocked"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "says"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('a mistake')", 1, "a mistake\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("import threading; threading.Timer(0.1, sys.stderr.write, ['at last']).start()", 0, "at last"),
+        ("import atexit; atexit.register(sys.stderr.write, 'at exit')", 0, "at exit"),
+    ],
+)
+def test_it_ends_as_the_command(server, capfd, ends, code, says):
+    codes = []
+    for popen in (server.popen, subprocess.Popen):
+        process = popen(command("ends", ends), env=environment(), start_new_session=True)
+        codes.append(process.wait(60))
+        assert capfd.readouterr().err.endswith(says)
+    assert codes == [code, code]
+
+
+def test_a_signal_reaches_it(server):
+    process = server.popen(command("ends", "signal.pause()"), env=environment())
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    assert process.poll() is None and os.getsid(process.pid) == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    process.kill()  # of what has ended: nothing
+
+
+def test_when_the_server_is_killed_another_one_starts(server, capfd):
+    first = server.popen(command("ends", "signal.pause()"), env=environment())
+    server._process.kill()
+    server._process.wait()
+    try:
+        assert seen_by(server.popen, capfd)["forked"]
+        assert first.poll() == -signal.SIGKILL
+    finally:
+        os.kill(first.pid, signal.SIGKILL)  # no rank: a rank dies with the server
+
+
+def test_one_that_has_threads_or_cannot_start_executes(folder, capfd, monkeypatch):
+    with ForkServer("threads", "colorsys") as server:
+        seen = seen_by(server.popen, capfd)
+        assert not seen["forked"] and seen["parent"] == server._process.pid
+    monkeypatch.setattr(ForkServer, "start", lambda *_: None)
+    assert seen_by(ForkServer().popen, capfd)["parent"] == os.getpid()
+
+
+def test_openmp_finds_its_number_of_threads_where_it_is_imported(server, capfd):
+    first = seen_by(server.popen, capfd, OMP_NUM_THREADS="1")
+    again = seen_by(server.popen, capfd, OMP_NUM_THREADS="1")
+    other = seen_by(server.popen, capfd, OMP_NUM_THREADS="3")
+    assert first["parent"] == again["parent"] != other["parent"]
+
+
+def test_in_another_process_it_is_another_server(server):
+    server.start()
+    copy = pickle.loads(pickle.dumps(server))
+    assert copy._process is None and copy._modules == server._modules
+
+
+def test_it_ends_with_its_owner(folder):
+    """Whatever ends that."""
+    program = (
+        "import os, sys; from experiments.cli.fork_server import ForkServer; server = ForkServer();"
+        "server.start(); print(server._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    while is_alive(int(ended.stdout)):  # or a test's timeout
+        time.sleep(0.01)
