@@ -61,10 +61,11 @@ class ForkServer:
             threads: OMP_NUM_THREADS of what will be forked, which OpenMP reads when it is imported; default
                 that of two ranks on this machine.
         """
+        if not sys.platform.startswith("linux"):
+            return
         if threads is None:
             threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // 2))
-        runs = self._process is not None and self._process.poll() is None
-        if not sys.platform.startswith("linux") or (runs and self._threads == threads):
+        if self._process is not None and self._process.poll() is None and self._threads == threads:
             return
         self.close()
         self._threads = threads
