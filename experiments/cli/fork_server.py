@@ -28,6 +28,8 @@ from experiments import python_path
 
 MOST_BYTES = 1 << 20  # of a request
 POLL_S = 0.01
+STREAMS = (0, 1, 2)
+RANDOM = {"numpy.random", "torch"}  # Python's own seeds itself anew after a fork
 
 
 class ForkServer:
@@ -37,7 +39,7 @@ class ForkServer:
     with it what it has forked and that is a rank. Elsewhere than on Linux a process starts as any other.
 
     Args:
-        modules: what it imports. They start no threads: with some, what is forked starts anew.
+        modules: what it imports. They start no threads: with some, a process starts as any other.
     """
 
     def __init__(self, *modules: str):
@@ -91,9 +93,11 @@ class ForkServer:
             "command": list(command), "env": dict(env), "cwd": os.getcwd(),
             "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         }  # fmt: skip
-        try:
-            pid = self.ask(request, 0, 1, 2)
-        except OSError:  # no server, or none that answers; a request that is too long; a closed stream
+        pid = None
+        if all(map(_is_stream, STREAMS)):
+            with suppress(OSError):  # no server, or none that answers; a request that is too long
+                pid = self.ask(request, *STREAMS)
+        if pid is None:
             return subprocess.Popen(list(command), env=env, start_new_session=start_new_session)
         return Forked(self, pid)
 
@@ -151,6 +155,14 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def _is_stream(number: int) -> bool:
+    """Whether a child would have it: what Python opens itself, where a closed stream was, no child has."""
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # closed
+        return False
+
+
 # ------------------------------------------------------------------ in the server
 
 
@@ -161,24 +173,27 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
         in each fork what it is to run; in the server, at the end, None.
     """
     gc.freeze()  # a first collection would copy what processes share
+    server = os.getpid()
     while True:
-        message, files, *_ = socket.recv_fds(connection, MOST_BYTES, 3)
+        message, files, *_ = socket.recv_fds(connection, MOST_BYTES, len(STREAMS))
         if not message:
             return None
         request = json.loads(message)
         if "poll" in request:
             answer = _exit_code(request["poll"])
+        elif len(os.listdir("/proc/self/task")) > 1:
+            answer = None  # a fork takes no other thread along
         else:
-            alone = len(os.listdir("/proc/self/task")) == 1  # a fork takes no other thread along
             reading, writing = os.pipe()
             answer = os.fork()
             if answer == 0:
                 os.setsid()
-                return partial(_become, files, alone, **request)
+                return partial(_become, files, server, **request)
             os.close(writing)
             os.read(reading, 1)  # until it has a session and streams of its own
-            for file in (reading, *files):
-                os.close(file)
+            os.close(reading)
+        for file in files:
+            os.close(file)
         connection.send(json.dumps(answer).encode())
 
 
@@ -192,26 +207,27 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _become(
-    files: Sequence[int], alone: bool, command: Sequence[str], env: Mapping[str, str], cwd: str,
+    files: Sequence[int], server: int, command: Sequence[str], env: Mapping[str, str], cwd: str,
     blocked: Sequence[int],
 ) -> None:  # fmt: skip
     """Be the command in this process, which was just forked."""
     for stream, file in enumerate(files):
         os.dup2(file, stream)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # and the server goes on
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # and the server goes on
     os.chdir(cwd)
-    if not alone:
-        os.execve(command[0], command, env)
     os.environ.clear()
     os.environ.update(env)  # before what may not be imported yet
     if "RANK" in env:
         from fnshard.launcher.rank import LAUNCHER
 
-        os.environ[LAUNCHER] = str(os.getppid())  # whose death ends a rank
+        os.environ[LAUNCHER] = str(server)  # whose death ends a rank
         # `ps` shows it, where the environment is that of the server.
         Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
     tempfile.tempdir = None
+    for generator in RANDOM & sys.modules.keys():
+        sys.modules[generator].seed()
     gc.enable()
     module, *arguments = command[command.index("-m") + 1 :]
     sys.argv[:] = ["-m", *arguments]
@@ -221,11 +237,12 @@ def _become(
 
 def main(connection: str, *modules: str) -> None:
     gc.disable()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as a rank that imports does
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as a rank that imports does
     for name in modules:
         with suppress(Exception):  # the rank that needs it will say so
             importlib.import_module(name)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a cluster tells every process: ranks save, and need it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     run = serve(socket.socket(fileno=int(connection)))
     if run is not None:
         run()

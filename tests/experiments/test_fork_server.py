@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from launched import is_alive
 
-from experiments.cli.fork_server import ForkServer
+from experiments import ROOT
+from experiments.cli.fork_server import Forked, ForkServer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is started as any")
 
@@ -125,6 +126,13 @@ def test_a_signal_reaches_it(server):
     process.kill()  # of what has ended: nothing
 
 
+def test_sigterm_leaves_the_server(server, capfd):
+    """A cluster tells every process of a job, and ranks may save what they have."""
+    before = seen_by(server.popen, capfd)
+    os.kill(server._process.pid, signal.SIGTERM)
+    assert seen_by(server.popen, capfd)["parent"] == before["parent"]
+
+
 def test_when_the_server_is_killed_another_one_starts(server, capfd):
     first = server.popen(command("ends", "signal.pause()"), env=environment())
     server._process.kill()
@@ -139,9 +147,32 @@ def test_when_the_server_is_killed_another_one_starts(server, capfd):
 def test_one_that_has_threads_or_cannot_start_executes(folder, capfd, monkeypatch):
     with ForkServer("threads", "colorsys") as server:
         seen = seen_by(server.popen, capfd)
-        assert not seen["forked"] and seen["parent"] == server._process.pid
+        assert not seen["forked"] and seen["parent"] == os.getpid()
     monkeypatch.setattr(ForkServer, "start", lambda *_: None)
     assert seen_by(ForkServer().popen, capfd)["parent"] == os.getpid()
+
+
+def test_a_file_that_has_the_number_of_a_closed_stream_is_no_stream(folder):
+    """Here the connection, which the server could not see end while a rank had it."""
+    program = (
+        "import os, sys; from experiments.cli.fork_server import ForkServer; os.close(0);"
+        "command = [sys.executable, '-m', 'program', 'ends', 'pass'];"
+        "process = ForkServer().popen(command, env=os.environ);"
+        "print(type(process).__name__, process.wait())"
+    )
+    env = environment(PYTHONPATH=f"{folder}:{ROOT}")
+    ended = subprocess.run([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, timeout=60)
+    assert ended.stdout == b"Popen 0\n"
+
+
+def test_random_numbers_are_its_own(folder, capfd):
+    with ForkServer("numpy.random", "torch") as server:
+        for _ in range(2):
+            ends = "import numpy, torch; print(numpy.random.rand(), torch.rand(1).item())"
+            process = server.popen(command("ends", ends), env=environment())
+            assert isinstance(process, Forked) and process.wait(60) == 0
+    first, second = (line.split() for line in capfd.readouterr().out.splitlines())
+    assert not {*first} & {*second}
 
 
 def test_openmp_finds_its_number_of_threads_where_it_is_imported(server, capfd):
