@@ -244,8 +244,9 @@ def main(connection: str, *modules: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a cluster tells every process: ranks save, and need it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     run = serve(socket.socket(fileno=int(connection)))
-    if run is not None:
-        run()
+    if run is None:
+        os._exit(0)  # at once, and ranks with it: another launcher may be there
+    run()
 
 
 if __name__ == "__main__":

@@ -189,11 +189,13 @@ def test_in_another_process_it_is_another_server(server):
 
 
 def test_it_ends_with_its_owner(folder):
-    """Whatever ends that."""
+    """Whatever ends that, and at once."""
+    (folder / "lasting.py").write_text("import atexit, signal\natexit.register(signal.pause)\n")
     program = (
-        "import os, sys; from experiments.cli.fork_server import ForkServer; server = ForkServer();"
+        "import os, sys; from experiments.cli.fork_server import ForkServer; server = ForkServer('lasting');"
         "server.start(); print(server._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    env = environment(PYTHONPATH=f"{folder}:{ROOT}")
+    ended = subprocess.run([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, timeout=60)
     while is_alive(int(ended.stdout)):  # or a test's timeout
         time.sleep(0.01)
