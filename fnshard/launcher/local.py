@@ -93,6 +93,7 @@ def launch(
             that name goes on with it, any other one removes it.
         popen: what starts a process, `subprocess.Popen` by default: called with a command, `env` and
             `start_new_session`, for something with `pid`, `returncode`, `poll`, `wait` and `send_signal`.
+            A rank ends at once where FNSHARD_LAUNCHER of its environment does not name its parent.
 
     Raises:
         LaunchError: the rank that failed first, its traceback or last line, and where its log lies; a
