@@ -15,6 +15,7 @@ from experiments.configs.train import ConfigError
 from fnshard.errors import report
 
 KINDS = ("full_attention", "sliding_attention")  # of layers that can be masked by hand
+CACHES = ("cache", "past_key_values")  # a trunk's parameter since transformers 5.24, and before
 
 
 def no_decoder(name: str, *why: str) -> ConfigError:
@@ -45,11 +46,9 @@ def check_decoder(model: nn.Module) -> None:
     other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
     wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
     taken = inspect.signature(trunk.forward).parameters
-    wrong += [
-        f"its trunk takes no {name}"
-        for name in ("attention_mask", "position_ids", "past_key_values")
-        if name not in taken
-    ]
+    wrong += [f"its trunk takes no {name}" for name in ("attention_mask", "position_ids") if name not in taken]
+    if not taken.keys() & set(CACHES):
+        wrong.append(f"its trunk takes no {' and no '.join(CACHES)}")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in ("sdpa", "eager"):
         wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
@@ -58,6 +57,11 @@ def check_decoder(model: nn.Module) -> None:
     wrong += _experts(trunk)
     if wrong:
         raise no_decoder(type(model).__name__, *wrong)
+
+
+def cache_parameter(trunk: nn.Module) -> str:
+    """Which of `CACHES` a trunk that was checked takes."""
+    return next(name for name in CACHES if name in inspect.signature(trunk.forward).parameters)
 
 
 def _experts(trunk: nn.Module) -> list[str]:

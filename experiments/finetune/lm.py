@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.finetune.architecture import check_decoder, is_plain, no_decoder, windows_of
+from experiments.finetune.architecture import cache_parameter, check_decoder, is_plain, no_decoder, windows_of
 from experiments.finetune.cache import StatelessCache
 from fnshard.errors import MissingExtraError, report
 from fnshard.functional import aliases
@@ -42,6 +42,7 @@ class LanguageModel:
     _trunk: _Part
     _rest: _Part
     _head: str
+    _cache: str  # the trunk's parameter
 
     @property
     def context(self) -> int | None:
@@ -80,7 +81,7 @@ class LanguageModel:
         """
         return self._trunk(
             params, input_ids=tokens, position_ids=positions, attention_mask=mask,
-            past_key_values=cache, use_cache=cache is not None,
+            use_cache=cache is not None, **{self._cache: cache},
         ).last_hidden_state  # fmt: skip
 
     def hidden(
@@ -235,9 +236,9 @@ def of(model: nn.Module) -> LanguageModel:
         plain = is_plain(rest, {p: v.detach().to("meta") for p, v in params.items()}, head)
     except (AttributeError, KeyError, TypeError) as error:
         raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
-    return LanguageModel(
-        model, apply, params, plain, windows_of(getattr(model, prefix), config), trunk, rest, head
-    )
+    inner = getattr(model, prefix)
+    windows, cache = windows_of(inner, config), cache_parameter(inner)
+    return LanguageModel(model, apply, params, plain, windows, trunk, rest, head, cache)
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
