@@ -170,7 +170,10 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
     """Fork what is asked for, until nobody can ask any more.
 
     Returns:
-        in each fork what it is to run; in the server, at the end, None.
+        in each fork what it is to run.
+
+    Raises:
+        OSError: nobody can, and an answer was under way; or there can be no other process.
     """
     gc.freeze()  # a first collection would copy what processes share
     server = os.getpid()
@@ -243,7 +246,9 @@ def main(connection: str, *modules: str) -> None:
             importlib.import_module(name)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a cluster tells every process: ranks save, and need it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    run = serve(socket.socket(fileno=int(connection)))
+    run = None
+    with suppress(OSError):
+        run = serve(socket.socket(fileno=int(connection)))
     if run is None:
         os._exit(0)  # at once, and ranks with it: another launcher may be there
     run()

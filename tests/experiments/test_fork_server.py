@@ -188,14 +188,22 @@ def test_in_another_process_it_is_another_server(server):
     assert copy._process is None and copy._modules == server._modules
 
 
-def test_it_ends_with_its_owner(folder):
-    """Whatever ends that, and at once."""
-    (folder / "lasting.py").write_text("import atexit, signal\natexit.register(signal.pause)\n")
+@pytest.mark.parametrize("requests", [0, 1])
+def test_it_ends_with_its_owner(folder, requests):
+    """Whatever ends that, and at once: while it waits for an answer, too."""
+    (folder / "lasting.py").write_text(
+        "import atexit, signal, time\natexit.register(signal.pause)\ntime.sleep(0.5)\n"
+    )
     program = (
-        "import os, sys; from experiments.cli.fork_server import ForkServer; server = ForkServer('lasting');"
-        "server.start(); print(server._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "import os, sys, threading, time; from experiments.cli.fork_server import ForkServer;"
+        "command = [sys.executable, '-m', 'program', 'ends', 'os._exit(0)'];"
+        "server = ForkServer('lasting');"
+        "popen = threading.Thread(target=server.popen, args=[command], kwargs={'env': os.environ});"
+        "server.start(os.environ['OMP_NUM_THREADS']); print(server._process.pid, flush=True);"
+        f"[popen.start() for _ in range({requests})]; time.sleep(0.2); os.kill(os.getpid(), 9)"
     )
     env = environment(PYTHONPATH=f"{folder}:{ROOT}")
-    ended = subprocess.run([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, timeout=60)
     while is_alive(int(ended.stdout)):  # or a test's timeout
         time.sleep(0.01)
+    assert not ended.stderr
