@@ -28,7 +28,7 @@ def main(job: Job) -> None:
         check_plugins(sys.argv[1:])
         validated = validated_arguments(job.spec)
         with ForkServer(*job.modules) as server:
-            if "WORLD_SIZE" not in os.environ:  # else this process is a rank
+            if validated.config is not None and "WORLD_SIZE" not in os.environ:  # one run, and no rank of it
                 server.start()
             from experiments.cli.job import run  # and with it torch, which a mistake does not wait for
 
