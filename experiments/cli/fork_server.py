@@ -218,7 +218,9 @@ def _become(
         os.dup2(file, stream)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # and the server goes on
+    for file in {*map(int, os.listdir("/proc/self/fd"))} - {*STREAMS}:
+        with suppress(OSError):  # the list's own
+            os.close(file)  # and the server goes on
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)  # before what may not be imported yet
@@ -226,8 +228,8 @@ def _become(
         from fnshard.launcher.rank import LAUNCHER
 
         os.environ[LAUNCHER] = str(server)  # whose death ends a rank
-        # `ps` shows it, where the environment is that of the server.
-        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
+        with suppress(OSError):  # `ps` shows it, where the environment is that of the server
+            Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
     tempfile.tempdir = None
     for generator in RANDOM & sys.modules.keys():
         sys.modules[generator].seed()
