@@ -43,7 +43,7 @@ class ForkServer:
     """
 
     def __init__(self, *modules: str):
-        self._modules, self._threads = modules, ""
+        self._modules, self._threads, self._requests = modules, "", 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
@@ -109,11 +109,14 @@ class ForkServer:
         """
         if self._connection is None:
             raise ConnectionError("there is no server")
-        socket.send_fds(self._connection, [json.dumps(request).encode()], files)
-        answer = self._connection.recv(MOST_BYTES)
-        if not answer:
-            raise ConnectionError("the server has ended")
-        return json.loads(answer)
+        self._requests += 1
+        message = json.dumps({**request, "number": self._requests}).encode()
+        socket.send_fds(self._connection, [message], files)
+        while message := self._connection.recv(MOST_BYTES):
+            number, answer = json.loads(message)
+            if number == self._requests:  # else of a request that Ctrl-C has interrupted
+                return answer
+        raise ConnectionError("the server has ended")
 
     def close(self) -> None:
         """End it."""
@@ -182,6 +185,7 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
         if not message:
             return None
         request = json.loads(message)
+        number = request.pop("number")
         if "poll" in request:
             answer = _exit_code(request["poll"])
         elif len(os.listdir("/proc/self/task")) > 1:
@@ -197,7 +201,7 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
             os.close(reading)
         for file in files:
             os.close(file)
-        connection.send(json.dumps(answer).encode())
+        connection.send(json.dumps([number, answer]).encode())
 
 
 def _exit_code(pid: int) -> int | None:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,24 @@ def test_sigterm_leaves_the_server(server, capfd):
     before = seen_by(server.popen, capfd)
     os.kill(server._process.pid, signal.SIGTERM)
     assert seen_by(server.popen, capfd)["parent"] == before["parent"]
+
+
+def test_an_interrupted_request_leaves_others_their_answers(server):
+    """Ctrl-C behind a request: its answer is none to the next one."""
+    lasting = server.popen(command("ends", "signal.pause()"), env=environment())
+    ended = server.popen(command("ends", "pass"), env=environment())
+    while is_alive(ended.pid):
+        time.sleep(0.01)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(server._process.pid, signal.SIGSTOP)
+    threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        ended.poll()
+    signal.signal(signal.SIGINT, before)
+    os.kill(server._process.pid, signal.SIGCONT)
+    assert lasting.poll() is None
+    lasting.kill()
+    assert lasting.wait(60) == -signal.SIGKILL
 
 
 def test_when_the_server_is_killed_another_one_starts(server, capfd):
