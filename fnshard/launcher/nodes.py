@@ -217,7 +217,7 @@ class Peers:
         self._tokens: dict[int, str] = {}  # of those that this agent listens to
         self._beat, self._beats = 0, dict[int, int]()
         self._heard: dict[int, float] = {}
-        self._told = 0.0
+        self._written_at = 0.0
         self._mine: Ending | None = None
         self._verdict: Ending | None = None
         self._failed, self._overtaken = False, False
@@ -248,7 +248,7 @@ class Peers:
     @property
     def _stalls(self) -> bool:
         """Whether the others may take this agent for gone."""
-        return bool(self._nodes.counts) and time.monotonic() > self._told + self._nodes.silent_s
+        return bool(self._nodes.counts) and time.monotonic() > self._written_at + self._nodes.silent_s
 
     def _chosen(self, there: int) -> int:
         """With how many of the machines that are there the job goes on; 0: with none of these numbers."""
@@ -326,9 +326,9 @@ class Peers:
 
     def watch(self) -> None:
         """All are there: listen to them from now on."""
-        self._told = time.monotonic()
+        self._written_at = time.monotonic()
         self._beats = dict.fromkeys(self._tokens, 0)
-        self._heard = dict.fromkeys(self._tokens, self._told)
+        self._heard = dict.fromkeys(self._tokens, self._written_at)
         self._thread.start()
 
     def trouble(self) -> bool:
@@ -432,7 +432,7 @@ class Peers:
     def _tell(self) -> None:
         if not self._leads:
             self._write()
-            self._told = time.monotonic()
+            self._written_at = time.monotonic()
             return
         self._endings |= {number: self._gone() for number in self._lost()}
         self._failed = any(ending.message for ending in self._endings.values())
@@ -445,6 +445,6 @@ class Peers:
         try:
             remaining = sorted({*self.members, *self._joined} - gone)
             self._write(tokens=self._tokens, remaining=remaining, **values)
-            self._told = time.monotonic()
+            self._written_at = time.monotonic()
         finally:
             self._verdict = found  # once it was written, or cannot be
