@@ -325,7 +325,8 @@ def _attempt(
     finally:
         for process in processes.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started itself
+                with suppress(ProcessLookupError):  # what forked it may be killed now, and it with that
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it has started itself
         for process in processes.values():
             with suppress(subprocess.TimeoutExpired):  # one that sleeps in the kernel stays behind
                 process.wait(KILLED_S)

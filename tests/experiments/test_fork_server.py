@@ -117,7 +117,7 @@ def test_it_ends_as_the_command(server, capfd, ends, code, says):
     assert codes == [code, code]
 
 
-def test_a_signal_reaches_it(server):
+def test_a_signal_reaches_it(server, monkeypatch):
     process = server.popen(command("ends", "signal.pause()"), env=environment())
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
@@ -125,6 +125,8 @@ def test_a_signal_reaches_it(server):
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == -signal.SIGTERM
     process.kill()  # of what has ended: nothing
+    monkeypatch.setattr(process, "poll", lambda: None)  # it ends behind this
+    process.kill()
 
 
 def test_sigterm_leaves_the_server(server, capfd):
