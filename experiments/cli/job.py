@@ -59,7 +59,8 @@ def run(job: Job, validated: Validated, server: ForkServer) -> None:
         _table_in_any_case(arguments),
     ):
         sys.argv[1:] = [*arguments, *where]
-        run_by_hydra(job.spec, lambda composed: _one(job, composed, server))
+        sweep = os.getpid()
+        run_by_hydra(job.spec, lambda composed: _one(job, composed, server, sweep))
 
 
 @contextmanager
@@ -94,9 +95,12 @@ def _on_nodes(arguments: list[str]) -> list[str]:
     return [f"{BY_SLURM}{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"]
 
 
-def _one(job: Job, composed: DictConfig, server: ForkServer) -> float | None:
+def _one(job: Job, composed: DictConfig, server: ForkServer, sweep: int) -> float | None:
     """One run; called once for each run of a `--multirun`, wherever it runs, and then gives what a search is
     after.
+
+    Args:
+        sweep: the process of the command.
     """
     here = HydraConfig.get()
     folder = Path(here.runtime.output_dir).resolve()
@@ -106,8 +110,8 @@ def _one(job: Job, composed: DictConfig, server: ForkServer) -> float | None:
         requested = job.spec.read_composed(composed)
         start(job, requested, folder, overrides, server, chosen=_names_folder(here.overrides.hydra))
         return None
-    if launcher == SIDE_BY_SIDE:
-        end_with_parent(signal.SIGTERM)  # a worker would finish its job, unseen
+    if launcher == SIDE_BY_SIDE and os.getpid() != sweep:
+        end_with_parent(signal.SIGTERM, sweep)  # a worker would finish its job, unseen
     try:  # a run that fails must not take the table of all runs with it
         requested = job.spec.read_composed(composed)
         if requested.run.resume != NEVER and finished(folder, requested):

@@ -75,7 +75,7 @@ def run_rank(
     """
     if under_launcher():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher answers Ctrl-C, ranks just end
-        _end_with_parent()
+        end_with_parent(signal.SIGKILL, int(os.environ.get(LAUNCHER, os.getppid())))
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stop is None else stop.ask)
     log = redirect_output()
     # From here on a SIGTERM is handled, one that the launcher held back during the imports, too.
@@ -216,21 +216,17 @@ class _Tee:
         return getattr(self._console, name)
 
 
-def end_with_parent(number: int) -> None:
-    """Ask Linux to send this process a signal when the one that started it dies; nothing elsewhere."""
+def end_with_parent(number: int, parent: int) -> None:
+    """Ask Linux to send this process a signal when the one that started it dies; nothing elsewhere.
+
+    Args:
+        parent: the process that started this one. Where it has died before, this process ends at once.
+    """
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, number)
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher dies, so that no rank is left behind."""
-    if not sys.platform.startswith("linux"):
-        return
-    end_with_parent(signal.SIGKILL)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None and os.getppid() != int(launcher):  # it died while this process was importing
+    if os.getppid() != parent:  # it died while this process was importing
         os._exit(1)

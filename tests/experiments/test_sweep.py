@@ -16,11 +16,13 @@ from typing import Any
 import hydra
 import pytest
 from hydra.core.utils import JobStatus
+from hydra.types import RunMode
 from main_job import SMALL, leave_run
 from omegaconf import OmegaConf
 from slurm import install
 
 from experiments.cli import job, launchers
+from experiments.cli.fork_server import ForkServer
 from experiments.cli.main import main
 from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of, outcome_of
@@ -169,6 +171,20 @@ def _identity(asked: Any) -> dict[str, Any]:
     from experiments.training.resume import identity_of
 
     return identity_of(asked)
+
+
+def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypatch):
+    """Of joblib's, which imports for seconds first: nobody would see its run."""
+    runtime = SimpleNamespace(output_dir=tmp_path, choices={"hydra/launcher": "joblib"})
+    here = SimpleNamespace(runtime=runtime, overrides=SimpleNamespace(task=[]), mode=RunMode.MULTIRUN)
+    monkeypatch.setattr(job.HydraConfig, "get", lambda: here)
+    if (pid := os.fork()) == 0:
+        try:
+            job._one(JOB, OmegaConf.create(), ForkServer(), sweep=0)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_job_stops_no_other_and_makes_the_exit_code_one(sweep, capsys):
