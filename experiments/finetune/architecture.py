@@ -46,7 +46,8 @@ def check_decoder(model: nn.Module) -> None:
     other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
     wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
     taken = inspect.signature(trunk.forward).parameters
-    wrong += [f"its trunk takes no {name}" for name in ("attention_mask", "position_ids") if name not in taken]
+    needed = ("attention_mask", "position_ids")
+    wrong += [f"its trunk takes no {name}" for name in needed if name not in taken]
     if not taken.keys() & set(CACHES):
         wrong.append(f"its trunk takes no {' and no '.join(CACHES)}")
     attention = getattr(config, "_attn_implementation", None)
