@@ -28,6 +28,7 @@ from experiments import python_path
 
 MOST_BYTES = 1 << 20  # of a request
 POLL_S = 0.01
+ANSWER_S = 300.0  # what an answer may take: the first one waits for the imports
 STREAMS = (0, 1, 2)
 RANDOM = {"numpy.random", "torch"}  # Python's own seeds itself anew after a fork
 
@@ -72,6 +73,7 @@ class ForkServer:
         self.close()
         self._threads = threads
         self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(ANSWER_S)
         # NumPy's pool of threads would be there already, and none of them after a fork.
         own = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
         with there:
@@ -95,8 +97,12 @@ class ForkServer:
         }  # fmt: skip
         pid = None
         if all(map(_is_stream, STREAMS)):
-            with suppress(OSError):  # no server, or none that answers; a request that is too long
+            try:
                 pid = self.ask(request, *STREAMS)
+            except TimeoutError:
+                self.close()  # it would fork the command later, too
+            except OSError:
+                pass  # no server, or a request that is too long
         if pid is None:
             return subprocess.Popen(list(command), env=env, start_new_session=start_new_session)
         return Forked(self, pid)
@@ -105,7 +111,7 @@ class ForkServer:
         """What the server answers.
 
         Raises:
-            OSError: it does not.
+            OSError: it does not, or not in time.
         """
         if self._connection is None:
             raise ConnectionError("there is no server")

@@ -18,6 +18,7 @@ import pytest
 from launched import is_alive
 
 from experiments import ROOT
+from experiments.cli import fork_server
 from experiments.cli.fork_server import Forked, ForkServer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is started as any")
@@ -163,6 +164,14 @@ def test_when_the_server_is_killed_another_one_starts(server, capfd):
         assert first.poll() == -signal.SIGKILL
     finally:
         os.kill(first.pid, signal.SIGKILL)  # no rank: a rank dies with the server
+
+
+def test_a_server_that_stands_still_is_done_without(server, capfd, monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    server.start()
+    os.kill(server._process.pid, signal.SIGSTOP)
+    seen = seen_by(server.popen, capfd)
+    assert not seen["forked"] and seen["parent"] == os.getpid() and server._process is None
 
 
 def test_one_that_has_threads_or_cannot_start_executes(folder, capfd, monkeypatch):
