@@ -231,7 +231,7 @@ class Reachable:
         elif issubclass(kind, type | ModuleType):
             if _users(each.__name__ if issubclass(kind, ModuleType) else each.__module__, each):
                 self._enter(each, self.names)
-                for above in (*each.__bases__, kind) if issubclass(kind, type) else ():
+                for above in _above(each) if issubclass(kind, type) else ():
                     if above is not nn.Module:  # whose names are everywhere
                         self._found(above, each, "__class__")
         elif kind in _WRAPPERS:
@@ -376,6 +376,12 @@ def library(module: Any) -> bool:
 def _users(module: Any, kind: Any) -> bool:
     """Whether it is the user's own, or a module of whoever's."""
     return not library(module) or (isinstance(kind, type) and issubclass(kind, nn.Module))
+
+
+def _above(each: type) -> tuple[type, ...]:
+    """The bases and the metaclass of a class that no installed package defines."""
+    path = getattr(sys.modules.get(each.__module__), "__file__", None) or ""
+    return () if "-packages" in path else (*each.__bases__, type(each))
 
 
 def _is_own(code: CodeType) -> bool:
