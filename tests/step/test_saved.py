@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,34 @@ def _with_beta(make: Callable[[], Any]) -> Callable[[float], Any]:
     return made
 
 
+def _inherited(factor: float) -> Any:
+    base = type("Base", (), {"factor": factor})
+    settings = type("Derived", (base,), {})
+    return lambda p, x: (x @ p["up"].T).sum() * settings.factor
+
+
+def _of_a_metaclass(factor: float) -> Any:
+    settings = type("Meta", (type,), {"factor": factor})("Plain", (), {})
+    return lambda p, x: (x @ p["up"].T).sum() * settings.factor
+
+
+def _partial_method(factor: float) -> Any:
+    class Scaled:
+        def scaled(self, by: float, y: Tensor) -> Tensor:
+            return y * by
+
+        method = partialmethod(scaled, factor)
+
+    return lambda p, x: Scaled().method((x @ p["up"].T).sum())
+
+
+def _attribute_of_a_function(factor: float) -> Any:
+    def settings() -> None: ...
+
+    settings.factor = factor
+    return lambda p, x: (x @ p["up"].T).sum() * settings.factor
+
+
 def _weighted(factor: float) -> Any:
     teacher = torch.nn.Linear(8, 2).requires_grad_(False)
     torch.nn.init.constant_(teacher.weight, factor), torch.nn.init.zeros_(teacher.bias)
@@ -221,10 +250,17 @@ def _weighted(factor: float) -> Any:
         (_in_a_default, torch.tensor(2.0), torch.tensor(3.0)),
         (_functions, (2.0, 3.0), (3.0, 2.0)),
         (_gradient, 2.0, 3.0),
+        (_inherited, 2.0, 3.0),
+        (_of_a_metaclass, 2.0, 3.0),
+        (_partial_method, 2.0, 3.0),
+        (_attribute_of_a_function, 2.0, 3.0),
+        (lambda v: partial(lambda get, p, x: (x @ p["up"].T).sum() * get("a"), {"a": v}.get), 2.0, 3.0),
+        (lambda v: lambda p, x: v((x @ p["up"].T).sum()), torch.tensor(2.0).mul, torch.tensor(3.0).mul),
     ],
     ids=["partial", "partial tensor", "tuple", "tuple of tensors", "order of functions", "order of keys",
          "attribute of a tuple", "of a string", "of a tensor", "weights of a module", "default",
-         "closures of one name", "backward"],
+         "closures of one name", "backward", "base class", "metaclass", "partialmethod",
+         "attribute of a function", "method of a dict", "method of a tensor"],
 )  # fmt: skip
 def test_what_cannot_change_in_one_process_is_compared(
     tmp_path: Path, make: Any, before: Any, after: Any
@@ -339,6 +375,57 @@ def test_a_function_that_looks_at_files_is_never_saved(
     step(PARAMS, *BATCH)
     (note,) = step.made.notes
     assert named in note and not list(folder.iterdir())
+
+
+def test_a_module_that_fn_imports_is_compared(tmp_path: Path, monkeypatch: Any) -> None:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        import settings_of_mine
+
+        return (x @ p["up"].T).sum() * settings_of_mine.factor
+
+    module = ModuleType("settings_of_mine")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = []
+    for module.factor in (2.0, 2.0, 3.0):
+        step = step_of(fn, tmp_path, optimizer=None)
+        step(PARAMS, *BATCH)
+        found.append(step.made.loads)
+    assert found == [0, 1, 0]
+
+
+class _Attributes(dict):
+    __getattr__ = dict.__getitem__  # a KeyError for any other name
+
+
+def test_an_object_with_its_own_attribute_errors_is_saved(tmp_path: Path) -> None:
+    settings = _Attributes(scale=2.0)
+    steps = [
+        step_of(lambda p, x: (x @ p["up"].T).sum() * settings.scale, tmp_path, optimizer=None)
+        for _ in range(2)
+    ]
+    for step in steps:
+        step(PARAMS, *BATCH)
+    assert [step.made.loads for step in steps] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("read", "named"),
+    [
+        (lambda: globals()["MASK"].sum(), "calls globals"),
+        (lambda: eval("MASK").sum(), "calls eval"),
+        (lambda: sys._getframe().f_globals["MASK"].sum(), "calls _getframe"),
+        (lambda: torch.linalg.norm(MASK), "is not found from what it names"),
+    ],
+    ids=["globals", "eval", "frame", "patch"],
+)
+def test_a_function_that_runs_or_reads_what_it_does_not_name_is_never_saved(
+    tmp_path: Path, monkeypatch: Any, read: Callable[[], Any], named: str
+) -> None:
+    monkeypatch.setattr(torch.linalg, "norm", lambda x: x.sum() * 2)
+    step = step_of(lambda p, x: (x @ p["up"].T).sum() * read(), tmp_path, optimizer=None)
+    step(PARAMS, *BATCH)
+    (note,) = step.made.notes
+    assert named in note and not list(tmp_path.iterdir())
 
 
 def test_torch_itself_is_compared(tmp_path: Path, monkeypatch: Any) -> None:

@@ -14,10 +14,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, partialmethod
 from itertools import chain
 from operator import is_
-from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -222,6 +231,9 @@ class Reachable:
         elif issubclass(kind, type | ModuleType):
             if _users(each.__name__ if issubclass(kind, ModuleType) else each.__module__, each):
                 self._enter(each, self.names)
+                for above in _above(each) if issubclass(kind, type) else ():
+                    if above is not nn.Module:  # whose names are everywhere
+                        self._found(above, each, "__class__")
         elif kind in _WRAPPERS:
             for name in _WRAPPERS[kind]:
                 self._found(getattr(each, name), each, name)
@@ -256,15 +268,19 @@ class Reachable:
 
     def _function(self, each: FunctionType) -> None:
         if self.executed is not None and each.__code__ not in self.executed:
+            if _is_own(each.__code__):
+                self._attributes(each, self.names)
             return
         for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
             self._found(cell, each, name)
         self._attributes(each, self.names)
         for values in (each.__defaults__, each.__kwdefaults__):
             self._found(values, each, None)
-        globals_named, names, strings = mentioned(each.__code__)
+        globals_named, names, strings, imported = mentioned(each.__code__)
         self.names |= names
         self.keys |= strings
+        for name in imported if _is_own(each.__code__) else ():
+            self._found(sys.modules.get(name), each, name)
         if library(each.__module__):
             return
         if id(each.__globals__) not in self.containers:
@@ -337,7 +353,10 @@ def unspoiled(fn: Callable[..., Any], spoiled: Callable[[Tensor], bool]) -> Iter
 
 _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     MethodType: ("__self__", "__func__"),
+    BuiltinFunctionType: ("__self__",),  # `table.get`
+    MethodWrapperType: ("__self__",),
     partial: ("func", "args", "keywords"),
+    partialmethod: ("func", "args", "keywords"),
     property: ("fget",),
     cached_property: ("func",),
     staticmethod: ("__func__",),
@@ -359,16 +378,29 @@ def _users(module: Any, kind: Any) -> bool:
     return not library(module) or (isinstance(kind, type) and issubclass(kind, nn.Module))
 
 
+def _above(each: type) -> tuple[type, ...]:
+    """The bases and the metaclass of a class that no installed package defines."""
+    path = getattr(sys.modules.get(each.__module__), "__file__", None) or ""
+    return () if "-packages" in path else (*each.__bases__, type(each))
+
+
+def _is_own(code: CodeType) -> bool:
+    """Whether no package that is installed defines it: these keep ids in attributes, and import much."""
+    return "-packages" not in code.co_filename
+
+
 @lru_cache(maxsize=4096)
-def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The globals that some code names; the attributes, and the strings that may be keys; these alone."""
-    every = list(_codes(code))
+def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
+    """The globals that some code names; the attributes, and the strings that may be keys; these alone; the
+    modules that it imports."""
+    every = list(codes_in(code))
     loads = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
     globals_named = {i.argval for c in every for i in dis.get_instructions(c) if i.opname in loads}
     strings = {s for c in every for s in c.co_consts if isinstance(s, str) and len(s) < 64}
     names = {n for c in every for n in c.co_names} | strings
     names -= frozenset() if any(map(_lists_all, every)) else {"__dict__"}
-    return frozenset(globals_named), frozenset(names), frozenset(strings)
+    imported = {i.argval for c in every for i in dis.get_instructions(c) if i.opname == "IMPORT_NAME"}
+    return frozenset(globals_named), frozenset(names), frozenset(strings), frozenset(imported)
 
 
 def _lists_all(code: CodeType) -> bool:
@@ -385,8 +417,9 @@ def _lists_all(code: CodeType) -> bool:
     )
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Some code, and that of all functions and classes which it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)

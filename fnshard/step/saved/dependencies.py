@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import platform
 import sys
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.guard import Entry, Guard, equal_tensors, guard_of
-from fnshard.compiler.ir.reachable import ABSENT, is_plain, library
+from fnshard.compiler.ir.reachable import ABSENT, codes_in, is_plain, library, mentioned
 from fnshard.compiler.ir.recording import Ran
 from fnshard.errors import stable_repr
 from fnshard.step.saved.encoding import NotSaved
@@ -50,6 +51,9 @@ _READERS = frozenset({
     "listdir", "scandir", "walk", "iterdir", "glob", "iglob", "rglob", "getcwd", "cwd", "expanduser",
     "expandvars", "which", "popen", "check_output", "uname", "from_file",
 })  # fmt: skip
+# What a user's own code may read everything through; builtins, and attributes.
+_NAMESPACES = frozenset({"globals", "eval", "exec"})
+_EVERYTHING = frozenset({"__globals__", "_getframe", "currentframe", "get_objects", "__subclasses__"})
 
 
 def digest(text: str | bytes) -> str:
@@ -86,9 +90,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _patches() -> list[str]:
-    """Names of torch's that stand for functions of somebody else's: a trace calls these."""
+    """Names of torch's, NumPy's and `math`'s that stand for functions of somebody else's: a trace calls
+    these."""
     found = []
-    for space in (torch, torch.nn.functional, torch.Tensor):
+    for space in (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special, torch.fft, np, math):
         for name, value in vars(space).items():
             code = getattr(value, "__code__", None)
             if isinstance(code, CodeType) and not code.co_filename.startswith(_LIBRARIES):
@@ -231,17 +236,27 @@ def reading_of(fn: Callable[..., Any], guard: Guard, constants: Collection[Tenso
     """
     if not guard.ran.executed:
         raise NotSaved("what `fn` runs is not known under a profiler")
-    for code in guard.ran.executed:
-        told = sorted(_READERS & set(code.co_names))
-        if told and not _of_library(code):
-            raise NotSaved(f"{code.co_name} in `fn` calls {', '.join(told)}")
+    users = [code for code in guard.ran.executed if not _of_library(code)]
+    own = [code for code in users if not code.co_filename.startswith((*_INSTALLED, "<"))]
+    for code in users:
+        read = _READERS & set(code.co_names)
+        if code in own:
+            read |= _EVERYTHING & set(code.co_names) | _NAMESPACES & mentioned(code)[0]
+        if read:
+            raise NotSaved(f"{code.co_name} in `fn` calls {', '.join(sorted(read))}")
     if "" in guard.ran.variables:
         raise NotSaved("`fn` lists the variables of the environment")
     again = guard_of(fn, guard.ran, constants=constants, opaque=True)
     for entry in again.entries:  # under another name
-        name = getattr(entry.value, "__name__", None)
-        if callable(entry.value) and name in _READERS and library(entry.value.__module__):
-            raise NotSaved(f"`fn` calls {name} as {entry.name}")
+        each = entry.value  # of other types, attributes may be made by a `__getattr__`
+        named = isinstance(each, FunctionType | types.BuiltinFunctionType | types.MethodType | type)
+        if named and each.__name__ in _READERS and library(each.__module__):
+            raise NotSaved(f"`fn` calls {each.__name__} as {entry.name}")
+    found = {c for e in again.entries if e.key == "__code__" for c in codes_in(e.value)}
+    found |= {c for code in own if code.co_name == "<module>" for c in codes_in(code)}
+    unknown = sorted(code.co_qualname for code in own if code not in found)
+    if unknown:  # a hook, an implementation of an operator: what these read is compared nowhere
+        raise NotSaved(f"`fn` runs {', '.join(unknown[:3])}, which is not found from what it names")
     known = {_identity(e) for e in guard.entries}
     comparable = {_identity(e) for e in guard_of(fn, guard.ran, constants=constants).entries}
     written = {e.name for e in again.entries if _identity(e) in comparable and _identity(e) not in known}
@@ -303,14 +318,16 @@ def text_of(value: Any, name: str) -> str:
             raise NotSaved(f"`fn` reads {name}, an array of objects")
         return f"array {value.dtype} {value.shape} {digest(np.ascontiguousarray(value).tobytes())}"
     if isinstance(value, type | types.BuiltinFunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
+        owner = getattr(value, "__self__", None)
+        bound = isinstance(owner, Tensor) or (owner is not None and tree.is_constant(owner))
+        return f"{value.__module__}.{value.__qualname__}" + (f" of {text_of(owner, name)}" if bound else "")
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__} {_code_digest(value.__code__)}"
     if isinstance(value, CodeType):
         return _code_digest(value)
     if isinstance(value, types.MethodType):
         return f"method {text_of(value.__func__, name)} of {_kind(value.__self__)}"
-    if isinstance(value, functools.partial):
+    if isinstance(value, functools.partial | functools.partialmethod):
         held = [value.func, *value.args, *value.keywords.values()]
         texts = [text_of(v, name) if callable(v) or tree.is_constant(v) else _kind(v) for v in held]
         return f"partial {texts} {list(value.keywords)}"
