@@ -348,6 +348,8 @@ def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False)
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
     if run.elastic and not run.replicas:
         wrong.append("run.elastic=true: needs states in memory. Fix: run.replicas=1.")
+    if run.replica_every != 1 and not run.replicas:
+        wrong.append(f"run.replica_every={run.replica_every}: nothing is copied. Fix: run.replicas=1.")
     if "disk" in tiers and run.disk_dir is None:
         wrong.append("run.disk_dir=None: what rests on disk needs a directory. Fix: run.disk_dir=/fast/disk.")
     if "disk" not in tiers and run.disk_dir is not None:

@@ -128,8 +128,8 @@ def measure(steps: int, ranks: int, saves: int, folder: Path) -> dict[str, list[
         "model=tiny", "model.width=16", "model.layers=1", "model.context=16", "data.rows=4",
         "data.held_out_rows=4", "run.backend=eager", "run.async_save=true", "run.keep=2",
         f"mesh.shard={ranks}", f"run.steps={steps}", f"run.save_every={saves}",
-        f"run.held_out_every={saves}", f"run.replica_every={max(1, saves // 4)}",
-        "run.cache=off",
+        f"run.held_out_every={saves}", "run.replicas=1",
+        f"run.replica_every={max(1, saves // 4)}", "run.cache=off",
     ]  # fmt: skip
     config = place(validate(SPEC, overrides).config, accelerators={}, world=ranks)
     setup, run = loop.prepare(config), RunFolder(str(folder))

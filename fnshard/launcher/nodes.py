@@ -303,7 +303,7 @@ class Peers:
         if attempt < 0 or not meeting_folder.claim(self._nodes.folder, f"{LEADER}-{attempt}.json"):
             return
         self._leads, self._leader, self.attempt = True, self._nodes.number, attempt
-        self._first = self._token
+        self._first, self._found, self._came = self._token, 0, time.monotonic()  # others come from now on
         gone = {before.get("number")} if before.get("verdict") is None else set()
         self._remaining = set(before.get("remaining", ())) - gone if self._least else set()
 

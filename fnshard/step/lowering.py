@@ -19,6 +19,7 @@ from torch import nn
 from fnshard import tree
 from fnshard.compiler.frontend.execution_path import execution_path
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
+from fnshard.compiler.frontend.same_program import same_program
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.ir.program import Program
@@ -125,19 +126,19 @@ class Lowering:
 
     def _numbers_with(self, changed: Mapping[str, int | float], batch: Arguments) -> Numbers:
         """With these as inputs, where `fn` does with tensors what it does with numbers: it takes no other
-        branch, for their type say, has no use for their hash, and returns what it returned."""
-        dtypes = self.programs.values()[-1].program.result_dtypes
-        result = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float64)
+        branch, for their type say, has no use for their hash, and does the same to the same values."""
         with execution_path() as expected:  # of `fn` that is given the numbers themselves
-            self.front(self.numbers.applied(batch))
+            constant = self.front(self.numbers.applied(batch)).program
+        dtypes = [node.meta["val"].dtype for node in constant.results]
+        result = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float64)
         for numbers in self.numbers.with_inputs(changed, result):
             try:
                 with execution_path() as path:
-                    program = self.front(numbers.applied(batch)).program
+                    general = self.front(numbers.applied(batch)).program
+                if path.value == expected.value and same_program(constant, general, changed):
+                    return numbers
             except Exception:  # of `fn`'s own code, too: it takes a number alone, or a whole one
                 continue
-            if program.result_dtypes == dtypes and path.value == expected.value:
-                return numbers
         return self.numbers.with_constants(changed)
 
     def resolve(self, params: Any) -> None:

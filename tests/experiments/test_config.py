@@ -126,6 +126,7 @@ WRONG_TRAIN = {
     "run.elastic=true": r"run\.elastic=true: needs states in memory .*Fix: run\.replicas=1",
     "run.elastic=true run.replicas=1": r"run\.elastic=true: on one node all ranks start anew.*Fix: several",
     "run.replica_every=0": r"run\.replica_every=0: must be 1 or more",
+    "run.replica_every=5": r"run\.replica_every=5: nothing is copied.*Fix: run\.replicas=1",
     "run.replicas=2": r"run\.replicas=2: 1 node can hold 1 .*Fix: run\.replicas=1, or more nodes",
     "strategy=auto run.device_gb=0": r"run\.device_gb=0\.0: must be above 0",
     "strategy=auto run.device_gb=1 hardware.name=tpu": r"hardware\.name='tpu': must be one of auto",

@@ -237,6 +237,34 @@ def test_machines_leave_and_come_back(killed, tmp_path, monkeypatch):
         peers.leave()
 
 
+def test_who_leads_after_a_wait_waits_for_the_others(tmp_path, monkeypatch):
+    """An agent that was started anew waits longer for its turn than others need to come."""
+    monkeypatch.setattr(nodes_module, "REJOIN_S", 1.0)
+    nodes = two(tmp_path, silent_s=30.0, counts=frozenset({1, 2}))
+    alone = meet(nodes[0], 0, lambda: None)
+    assert alone.members == (0,)
+
+    def work(node: Nodes) -> Peers:
+        if node.number == 1:
+            return meet(node, 0, lambda: None)
+        while not alone.trouble():
+            time.sleep(0.05)
+        time.sleep(1.5)
+        mine = Ending(alone.interruption, echo=-1, planned=True)
+        assert alone.settle(mine, lambda: None).message == "on node 0 of 2: node 1 is there again"
+        alone.leave()
+        time.sleep(0.5)
+        return meet(node, 1, lambda: None)
+
+    met = together(work, nodes)
+    assert [(peers.members, peers.attempt, peers._leads) for peers in met] == [
+        ((0, 1), 1, False),
+        ((0, 1), 1, True),
+    ]
+    for peers in met:
+        peers.leave()
+
+
 @pytest.mark.parametrize("how", ["overtaken", "mute"])
 def test_who_is_left_behind_ends_its_ranks(how, tmp_path, monkeypatch):
     """Else two attempts would run side by side: that of an agent which others took for gone, and theirs."""

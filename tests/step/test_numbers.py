@@ -18,6 +18,7 @@ from fnshard.compiler import lower
 from fnshard.compiler.frontend.trace import trace
 
 W, X = torch.tensor([0.3, -1.2, 2.0]), torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 1.0]])
+INDICES = torch.tensor([123456789, 2])
 FLOATS, COUNTS = (0.5, 0.7, 0.9, 1.1), (1, 2, 3, 2)
 
 # What `fn` does with a number, the numbers, and how many programs there are for them.
@@ -31,6 +32,8 @@ USES = {
     "whole, then not": (lambda p, x, n: (p["w"] * x * n).sum(), (2, 3, 0.5, 4, 0.7, 5, 2.5), 2),
     "exponent of thousands": (lambda p, x, n: (p["w"] * x * (1 - 0.9999**n)).sum(), (1000, 2000, 4000), 2),
     "index": (lambda p, x, n: p["w"][x.long().abs().clamp(max=n) * 0 + n].sum(), (1, 2, 0), 2),
+    "difference": (lambda p, x, n: (n - p["w"] * x).square().sum(), FLOATS, 2),
+    "bits": (lambda p, x, n: (p["w"] * x).sum() * ((n & 1) + (8 >> n)), COUNTS, 2),
     "unused": (lambda p, x, n: (p["w"] * x).sum(), FLOATS, 2),
     "beyond int64": (lambda p, x, n: (p["w"] * x).sum() * (n / 2**80), (2**80, 2**81), 2),
     "branch": (lambda p, x, n: (p["w"] * x).sum() * (2 if n > 0.8 else 1), FLOATS, 4),
@@ -41,6 +44,10 @@ USES = {
                           FLOATS, 4),
     "looked at by type, then by value": (
         lambda p, x, n: (p["w"] * x).sum() * (0.8 if type(n) is float and n > 0.8 else n), FLOATS, 4),
+    "type in arithmetic": (lambda p, x, n: (p["w"] * x).sum() * n * (1 + isinstance(n, float)), FLOATS, 4),
+    "key by type": (lambda p, x, n: (p["w"] * x).sum() * n * {float: 1.0}.get(type(n), 9.0), FLOATS, 4),
+    "beyond 2**53": (lambda p, x, n: (p["w"] * x).sum() * (3**n % 1000), (50, 60, 70), 3),
+    "rounded to 32 bits": (lambda p, x, n: (p["w"] * x).sum() * (INDICES * n).double().sum(), FLOATS, 4),
     "no tensor": (lambda p, x, n: (p["w"] * x).sum() * (n + 1 if torch.is_tensor(n) else n), FLOATS, 4),
     "key": (lambda p, x, n: (p["w"] * x).sum() * n * {1.1: 3.0}.get(n, 5.0), FLOATS, 4),
     "text": (lambda p, x, n: (p["w"] * x).sum() * n * {"n=1.1": 3.0}.get(f"n={n}", 5.0), FLOATS, 4),
@@ -69,7 +76,7 @@ def test_numbers_that_change_are_inputs_where_they_can_be(use: str) -> None:
             torch.testing.assert_close((loss, grads["w"]), (expected, *torch.autograd.grad(expected, w)))
     assert len(compiles) == programs
     again = [w for w in caught if "compiling again" in str(w.message)]
-    assert len(again) == (0 if use in list(USES)[:9] else programs - 1)
+    assert len(again) == (0 if use in list(USES)[:11] else programs - 1)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

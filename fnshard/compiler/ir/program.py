@@ -108,11 +108,6 @@ class Program:
         """The flat outputs."""
         return list(self.graph.output_node().args[0])
 
-    @property
-    def result_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of `results`."""
-        return tuple(node.meta["val"].dtype for node in self.results)
-
     def as_text(self) -> str:
         """One line per node: name, op, arguments, shape and dtype."""
         lines = []

@@ -160,7 +160,7 @@ def symbolic_module(
                 nodes[old] = graph.call_function(old.target, args, kwargs)
                 values, options = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
                 nodes[old].meta["val"] = old.target(*values, **options)
-                if layouts_of(nodes[old]) != layouts:  # of symbols: asked, and to hold at each length
+                if layouts_of(nodes[old]) != layouts:  # comparing symbols adds guards: see `holds`
                     raise ValueError(f"{old.target} has other strides where a size is a symbol")
             elif old.op == "get_attr":
                 nodes[old] = graph.get_attr(old.target)
