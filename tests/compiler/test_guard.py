@@ -59,6 +59,28 @@ def all_of_a_dict_a_list_and_a_set() -> Place:
     ]  # fmt: skip
 
 
+@place
+def a_dict_of_which_one_key_is_named() -> Place:
+    weights = {"first": 2.0, "b": 3.0}
+    return lambda p, x: scaled(p, x, weights["first"] + sum(weights.values())), [
+        lambda: weights.update(b=5.0), lambda: weights.update(c=1.0), lambda: weights.update(first=7.0),
+    ]  # fmt: skip
+
+
+@place
+def dicts_in_a_dict_by_other_names() -> Place:
+    owner = types.SimpleNamespace(tasks={"first": {"weight": 2.0, "b": 3.0}, "c": {"weight": 1.0}})
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        tasks = owner.tasks
+        return scaled(p, x, tasks["first"]["weight"] + sum(v for t in tasks for v in tasks[t].values()))
+
+    return fn, [
+        lambda: owner.tasks["first"].update(b=5.0), lambda: owner.tasks["c"].update(d=1.0),
+        lambda: owner.tasks.update(e={"f": 4.0}),
+    ]  # fmt: skip
+
+
 class Mode(enum.Enum):
     FAST = 1
     EXACT = 2

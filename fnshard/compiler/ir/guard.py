@@ -284,7 +284,8 @@ def _picks(container: Container, reached: Reachable) -> bool:
     _, role = reached.parents.get(id(container.owner), (None, None))
     if role in _REGISTRIES:
         return role == "_modules"
-    return container.only is not None or any(k in reached.names for k in container.before)
+    named = any(k in reached.names for k in container.before)
+    return container.only is not None or (named and not reached.is_read_whole(container.owner))
 
 
 def _is_leaf(value: Any) -> bool:

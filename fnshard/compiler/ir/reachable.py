@@ -6,7 +6,6 @@ a closure's cell, the globals that a function names. `make_functional` and a tra
 
 from __future__ import annotations
 
-import dis
 import os
 import sys
 from collections import OrderedDict, deque
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fnshard.compiler.ir.bytecode import mentioned, read_whole
 from fnshard.tree import is_constant
 
 SMALL_bytes = 1 << 20  # tensors that a function closes over are smaller: larger ones are refused
@@ -177,7 +177,8 @@ class Reachable:
 
     `containers`, by the id of their owner; `parents`: where an object was found first, as (owner, key), by
     its id; `tensors`; `caches` of `functools.lru_cache`; `names`: attributes and strings in the code; `keys`:
-    the strings alone, which may be of what is not there.
+    the strings alone, which may be of what is not there; `read_whole`: names of what code reads otherwise
+    than by a key that it spells.
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class Reachable:
         self.names: set[str] = set(_ALWAYS if executed is None else _ALWAYS - {"training"} | _TENSORS)
         self.keys = set(computed)
         self.names |= self.keys
+        self.read_whole: set[str | int] = set()
         self._seen: dict[int, Any] = {}  # and kept alive: an id is that of one object
         self._partly: list[Container] = []
         self._todo: list[Any] = list(roots)
@@ -204,6 +206,16 @@ class Reachable:
             for container in self._partly:  # the code may have named more of them
                 for key, value in container.read().items():
                     self._found(value, container.owner, key)
+
+    def is_read_whole(self, each: Any) -> bool:
+        """Whether code may read a dict otherwise than by keys that it spells, or what the dict is in."""
+        holder, role = self.parents.get(id(each), (None, None))
+        if isinstance(holder, CellType):
+            role = self.parents.get(id(holder), (None, None))[1]
+        above = holder if isinstance(holder, dict | list | tuple | deque) else None
+        if id(above) in self.containers and self.containers[id(above)].only is not None:
+            above = None  # attributes, globals
+        return role in self.read_whole or (above is not None and self.is_read_whole(above))
 
     def of_type(self, kinds: tuple[type, ...]) -> list[Any]:
         """All objects of these types that were met."""
@@ -279,6 +291,8 @@ class Reachable:
         globals_named, names, strings, imported = mentioned(each.__code__)
         self.names |= names
         self.keys |= strings
+        if _is_own(each.__code__):
+            self.read_whole |= read_whole(each.__code__)
         for name in imported if _is_own(each.__code__) else ():
             self._found(sys.modules.get(name), each, name)
         if library(each.__module__):
@@ -363,7 +377,6 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     _CACHE: ("__wrapped__",),
 }
-_CALLS = frozenset({"PRECALL", "CALL", "PUSH_NULL", "CACHE"})
 _DATA = (Tensor, dict, list, set, deque, tuple, frozenset, partial)  # whose subclasses may have attributes
 _CODE = frozenset({*_WRAPPERS, FunctionType, ModuleType, type})
 
@@ -387,39 +400,3 @@ def _above(each: type) -> tuple[type, ...]:
 def _is_own(code: CodeType) -> bool:
     """Whether no package that is installed defines it: these keep ids in attributes, and import much."""
     return "-packages" not in code.co_filename
-
-
-@lru_cache(maxsize=4096)
-def mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
-    """The globals that some code names; the attributes, and the strings that may be keys; these alone; the
-    modules that it imports."""
-    every = list(codes_in(code))
-    loads = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-    globals_named = {i.argval for c in every for i in dis.get_instructions(c) if i.opname in loads}
-    strings = {s for c in every for s in c.co_consts if isinstance(s, str) and len(s) < 64}
-    names = {n for c in every for n in c.co_names} | strings
-    names -= frozenset() if any(map(_lists_all, every)) else {"__dict__"}
-    imported = {i.argval for c in every for i in dis.get_instructions(c) if i.opname == "IMPORT_NAME"}
-    return frozenset(globals_named), frozenset(names), frozenset(strings), frozenset(imported)
-
-
-def _lists_all(code: CodeType) -> bool:
-    """Whether it may do more with some `__dict__` than `__dict__["name"]` and `__dict__.get("name")`."""
-    if "__dict__" not in (*code.co_names, *code.co_consts):
-        return False
-    done = [(i.opname, i.argval) for i in dis.get_instructions(code) if i.opname not in _CALLS]
-    done += [("", ""), ("", "")]
-    return any(
-        value == "__dict__"
-        and not (first in ("LOAD_ATTR", "LOAD_METHOD") and name == "get" and behind == "LOAD_CONST")
-        and not (first == "LOAD_CONST" and behind == "BINARY_SUBSCR")
-        for (_, value), (first, name), (behind, _) in zip(done, done[1:], done[2:], strict=False)
-    )
-
-
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Some code, and that of all functions and classes which it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_in(constant)

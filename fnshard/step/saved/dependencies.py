@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.compiler.ir.bytecode import codes_in, mentioned
 from fnshard.compiler.ir.guard import Entry, Guard, equal_tensors, guard_of
-from fnshard.compiler.ir.reachable import ABSENT, codes_in, is_plain, library, mentioned
+from fnshard.compiler.ir.reachable import ABSENT, is_plain, library
 from fnshard.compiler.ir.recording import Ran
 from fnshard.errors import stable_repr
 from fnshard.step.saved.encoding import NotSaved
