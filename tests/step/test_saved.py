@@ -349,6 +349,7 @@ def test_source_files_and_variables_of_the_environment_are_compared(tmp_path: Pa
 
 
 there = os.path.exists
+table = dict.fromkeys(range(20_000), 2.0)
 
 
 @pytest.mark.parametrize(
@@ -363,10 +364,22 @@ there = os.path.exists
         (lambda path: len(glob.glob(path)), "calls glob"),
         (lambda path: np.load(path), "calls load"),
         (lambda path: {**os.environ}.get("SCALE", 1), "lists the variables of the environment"),
+        (lambda path: table[15_000], "len(table) of 20000 values"),
     ],
-    ids=["exists", "another name", "a partial", "a path", "stat", "listdir", "glob", "load", "variables"],
+    ids=[
+        "exists",
+        "another name",
+        "a partial",
+        "a path",
+        "stat",
+        "listdir",
+        "glob",
+        "load",
+        "variables",
+        "long",
+    ],
 )
-def test_a_function_that_looks_at_files_is_never_saved(
+def test_a_function_that_reads_what_is_not_compared_is_never_saved(
     tmp_path: Path, read: Callable[[str], Any], named: str
 ) -> None:
     np.save(tmp_path / "numbers.npy", 4.0)

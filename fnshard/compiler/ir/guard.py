@@ -33,7 +33,7 @@ from fnshard.compiler.ir.recording import Ran
 from fnshard.tree import is_constant, is_same
 
 _CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, partial, property, staticmethod, classmethod)
-_LENGTH = object()  # the key of a container's length, of a set's elements, of the numbers in an array
+LENGTH = object()  # the key of a container's length, of a set's elements, of the numbers in an array
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _REGISTRIES = ("_modules", "_buffers", "_parameters")  # dicts of a module: it never replaces them
 _SMALL_bytes = 1 << 16  # larger arrays are data: to hash one of these takes 15 microseconds
@@ -77,11 +77,11 @@ class Entry(NamedTuple):
             if owner is self.owner:
                 self.key.length, self.key.last = len(owner), _last(owner)  # lest all is compared each time
             return self.value
-        return _size(owner, owner) if self.key is _LENGTH else lookup(owner, self.key)
+        return _size(owner, owner) if self.key is LENGTH else lookup(owner, self.key)
 
     def same(self) -> Callable[..., bool]:
         """What compares many such entries fast, of their owners, keys and values."""
-        owner, is_size = self.owner, self.key is _LENGTH
+        owner, is_size = self.owner, self.key is LENGTH
         if isinstance(self.key, Absent):
             return _same_keys
         if is_size:
@@ -217,7 +217,7 @@ def guard_of(
         entries += [
             Entry(owner, key, value, _name(reached, container.owner, key), entered)
             for key, value, entered in _values(container, reached, constants, opaque)
-            if _before(known, key) is value or (key is _LENGTH and _before(known, key) == value)
+            if _before(known, key) is value or (key is LENGTH and _before(known, key) == value)
         ]
         if isinstance(owner, dict) and not opaque and _picks(container, reached):
             written = {k for k in reached.keys if known.before.get(k, ABSENT) is not owner.get(k, ABSENT)}
@@ -227,7 +227,7 @@ def guard_of(
     for each in copied:
         entries.append(Entry(each, "_version", each._version, f"{_path(reached, each)}._version", False))
     for each in reached.of_type((np.ndarray,)):
-        entries.append(Entry(each, _LENGTH, _size(each, each), _path(reached, each), False))
+        entries.append(Entry(each, LENGTH, _size(each, each), _path(reached, each), False))
     entries += _immutable(reached) if opaque else []
     for each in reached.of_type((FunctionType,)):
         if each.__code__ in executed and not library(each.__module__):
@@ -255,7 +255,7 @@ def _values(
         if _picks(container, reached):  # others are none of its business
             values = {k: v for k, v in values.items() if k in reached.names}
         else:
-            yield _LENGTH, _size(owner, values.values()), False
+            yield LENGTH, _size(owner, values.values()), False
             if len(values) > LONG or isinstance(owner, set):
                 return
     for key, value in values.items():
@@ -328,7 +328,7 @@ def _is_blank(each: Any) -> bool:
 
 def _before(known: Container, key: Any) -> Any:
     """What a container held before the trace; of one that was not found then, what it holds."""
-    if key is _LENGTH:
+    if key is LENGTH:
         return _size(known.owner, known.before.values())
     return known.before.get(key, ABSENT)
 
@@ -344,7 +344,7 @@ def _size(owner: Any, values: Collection[Any]) -> Any:
 
 def _name(reached: Reachable, owner: Any, key: Any) -> str:
     """As the user's code says it: `beta`, `cfg['beta']`, `model.blocks.0.drop.p`, `len(tables)`."""
-    if key is _LENGTH:
+    if key is LENGTH:
         return f"len({_path(reached, owner)})"
     if isinstance(owner, CellType | ContextVar):
         return str(reached.parents[id(owner)][1])

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.bytecode import codes_in, mentioned
-from fnshard.compiler.ir.guard import Entry, Guard, equal_tensors, guard_of
-from fnshard.compiler.ir.reachable import ABSENT, is_plain, library
+from fnshard.compiler.ir.guard import LENGTH, Entry, Guard, equal_tensors, guard_of
+from fnshard.compiler.ir.reachable import ABSENT, LONG, is_plain, library
 from fnshard.compiler.ir.recording import Ran
 from fnshard.errors import stable_repr
 from fnshard.step.saved.encoding import NotSaved
@@ -253,6 +253,8 @@ def reading_of(fn: Callable[..., Any], guard: Guard, constants: Collection[Tenso
         named = isinstance(each, FunctionType | types.BuiltinFunctionType | types.MethodType | type)
         if named and each.__name__ in _READERS and library(each.__module__):
             raise NotSaved(f"`fn` calls {each.__name__} as {entry.name}")
+        if entry.key is LENGTH and isinstance(each, int) and each > LONG:
+            raise NotSaved(f"`fn` reads {entry.name} of {each} values, which are not compared")
     found = {c for e in again.entries if e.key == "__code__" for c in codes_in(e.value)}
     found |= {c for code in own if code.co_name == "<module>" for c in codes_in(code)}
     unknown = sorted(code.co_qualname for code in own if code not in found)
