@@ -259,9 +259,9 @@ class Replicas:
             except OSError as error:
                 failed = error
             self._exchange(folder, mapped, text)
-            said = agreed_failure(self._group, failed)
-            if said:
-                raise CheckpointError(f"a replica of step {fields['step']} was not written: {said}")
+            failure = agreed_failure(self._group, failed)
+            if failure:
+                raise CheckpointError(f"a replica of step {fields['step']} was not written: {failure}")
             self._next = 1 - self._next
         except Exception as error:
             self._error = error

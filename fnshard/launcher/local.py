@@ -116,8 +116,8 @@ def launch(
             run_rank(program)
         program = import_command(program)
     temporary = scratch_directory("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
-    held = nullcontext() if memory is None else _memory(memory, 0 if nodes is None else nodes.number)
-    with temporary as folder, scratch_directory("fnshard-ranks-") as meeting, held as in_memory:
+    tmpfs = nullcontext() if memory is None else _memory(memory, 0 if nodes is None else nodes.number)
+    with temporary as folder, scratch_directory("fnshard-ranks-") as meeting, tmpfs as in_memory:
         env = {**(env or {}), **({} if in_memory is None else {MEMORY: str(in_memory)})}
         folder = Path(folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ class Made:
         return f"{self.loads} loaded, {self.traces} traced, {self.compiles} kernels compiled{notes}"
 
 
-def find(folder: str, request: Callable[[], Request], made: Made) -> Saved | None:
+def find(folder: str, make_request: Callable[[], Request], made: Made) -> Saved | None:
     """A saved step; None where there is none that may be used, which a note explains.
 
     Raises:
@@ -49,9 +49,9 @@ def find(folder: str, request: Callable[[], Request], made: Made) -> Saved | Non
         made.note(f"cache_dir={folder} is no folder, and none can be made: {error.strerror}")
         return None
     try:
-        asked = request()
-        path = root / f"{asked.key}{file.SUFFIX}"
-        saved = store.load(path, asked)
+        request = make_request()
+        path = root / f"{request.key}{file.SUFFIX}"
+        saved = store.load(path, request)
     except FileNotFoundError:
         return None
     except (NotSaved, Refused, OSError) as error:
@@ -59,7 +59,7 @@ def find(folder: str, request: Callable[[], Request], made: Made) -> Saved | Non
         return None
     file.touch(path)
     made.loads += 1
-    LOG.info("loaded %s from %s", asked.texts["fn"].split(" ")[0], path)
+    LOG.info("loaded %s from %s", request.texts["fn"].split(" ")[0], path)
     return saved
 
 

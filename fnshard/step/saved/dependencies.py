@@ -119,8 +119,8 @@ def _processor() -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
     kept = ("model name", "flags", "Features", "CPU part", "vendor_id")
-    told = [line for line in lines if line.startswith(kept)]
-    return f"{platform.machine()} {platform.libc_ver()} {digest(chr(10).join(told))}"
+    named = [line for line in lines if line.startswith(kept)]
+    return f"{platform.machine()} {platform.libc_ver()} {digest(chr(10).join(named))}"
 
 
 def _device(device: torch.device) -> str:
@@ -331,8 +331,8 @@ def text_of(value: Any, name: str) -> str:
     if isinstance(value, types.MethodType):
         return f"method {text_of(value.__func__, name)} of {_kind(value.__self__)}"
     if isinstance(value, functools.partial | functools.partialmethod):
-        held = [value.func, *value.args, *value.keywords.values()]
-        texts = [text_of(v, name) if callable(v) or tree.is_constant(v) else _kind(v) for v in held]
+        parts = [value.func, *value.args, *value.keywords.values()]
+        texts = [text_of(v, name) if callable(v) or tree.is_constant(v) else _kind(v) for v in parts]
         return f"partial {texts} {list(value.keywords)}"
     if isinstance(value, property | staticmethod | classmethod | functools.cached_property):
         inner = [getattr(value, n, None) for n in ("fget", "__func__", "func")]
