@@ -15,11 +15,13 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard.compiler.kernels import inductor, libraries
 from fnshard.compiler.kernels.artifact import artifact_of, load_artifact
 from fnshard.compiler.kernels.inductor import compile_graph, compile_graphs
+from fnshard.errors import MissingExtraError
 
 X = torch.linspace(-1, 1, 96, dtype=torch.float64).reshape(8, 12)
 
@@ -140,3 +142,12 @@ def test_what_was_generated_before_an_error_is_compiled_where_it_is_used() -> No
         raise ZeroDivisionError
     for run in (compiled, compile_graph(graph, backend="inductor", options={}, is_backward=False)):
         torch.testing.assert_close(run([X.clone()])[0], (X + 17).sin())
+
+
+def test_no_compiler_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **how: Any) -> None:
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fails)
+    with pytest.raises(MissingExtraError, match="a C\\+\\+ compiler, and none works here"):
+        compile_graph(graph_of(FNS["sin"]), backend="inductor", options={}, is_backward=False)

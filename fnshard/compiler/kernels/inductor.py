@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.libraries import compiled_together, vector_settings
-from fnshard.errors import SpecError
+from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 LOG = logging.getLogger("fnshard")
@@ -58,6 +59,7 @@ def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: 
     # Strides of all outputs are kept as traced: the backward was traced with them.
     module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
     with (
+        _compiler_named(),
         V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
         inductor_config.patch({**(vector_settings() if on_cpu else {}), **options}),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
@@ -65,6 +67,20 @@ def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: 
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
     return compiled
+
+
+@contextmanager
+def _compiler_named() -> Iterator[None]:
+    """Where there is no C++ compiler, one error says so."""
+    try:
+        yield
+    except Exception as error:
+        if type(getattr(error, "inner_exception", error)).__name__ != "InvalidCxxCompiler":
+            raise
+        raise MissingExtraError(
+            "kernels for the CPU are compiled by a C++ compiler, and none works here.",
+            fix='install g++, or name another one by CXX; backend="eager" (run.backend=eager) needs none.',
+        ) from None
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
