@@ -225,7 +225,7 @@ TABLE = {
     ),
     "python -m experiments.micro.long_run": Row("steps=800 saves=20"),
     "python -m experiments.micro.manifests": Row("--ranks 4 --leaves 3", quick=True),
-    "python -m experiments.micro.starts": Row("--rounds 1 run.steps=1 " + SMALL, quick=True),
+    "python -m experiments.micro.starts": Row("--rounds 1 run.steps=1 " + SMALL),
     "python -m experiments.micro.executor": Row("--blocks 2 --repeats 2", quick=True),
     "python -m experiments.micro.executor --blocks 12": Row("--repeats 2"),
     "python -m experiments.checkpoint": Row("--size tiny --rounds 1 --ranks 1 --backend eager"),

@@ -343,7 +343,6 @@ def test_source_files_and_variables_of_the_environment_are_compared(tmp_path: Pa
     reads = "import os\n" + plain.replace("* 2", "* float(os.environ.get('SCALE', 1))")
     changed = out(reads)
     assert changed.startswith("6.0 0 loaded, 1 traced") and "source files have changed" in changed
-    assert out(reads).startswith("6.0 1 loaded, 0 traced")
     other = out(reads, SCALE="2")
     assert other.startswith("12.0 0 loaded, 1 traced") and "reads other values: os.environ['SCALE']" in other
 
