@@ -144,7 +144,9 @@ class Forked:
         if self.returncode is None:
             try:
                 self.returncode = self._server.ask({"poll": self.pid})
-            except OSError:  # a rank dies with its parent
+            except OSError as error:  # a rank dies with its parent
+                if isinstance(error, TimeoutError):
+                    self._server.close()
                 self.returncode = -signal.SIGKILL
         return self.returncode
 

@@ -174,6 +174,13 @@ def test_a_server_that_stands_still_is_done_without(server, capfd, monkeypatch):
     assert not seen["forked"] and seen["parent"] == os.getpid() and server._process is None
 
 
+def test_what_it_has_forked_ends_with_a_server_that_stands_still(server, monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_S", 5.0)
+    process = server.popen(command("ends", "signal.pause()"), env=environment(RANK="0"))
+    os.kill(server._process.pid, signal.SIGSTOP)
+    assert process.wait(60) == -signal.SIGKILL and server._process is None
+
+
 def test_one_that_has_threads_or_cannot_start_executes(folder, capfd, monkeypatch):
     with ForkServer("threads", "colorsys") as server:
         seen = seen_by(server.popen, capfd)

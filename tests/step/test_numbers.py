@@ -47,6 +47,7 @@ USES = {
     "type in arithmetic": (lambda p, x, n: (p["w"] * x).sum() * n * (1 + isinstance(n, float)), FLOATS, 4),
     "key by type": (lambda p, x, n: (p["w"] * x).sum() * n * {float: 1.0}.get(type(n), 9.0), FLOATS, 4),
     "beyond 2**53": (lambda p, x, n: (p["w"] * x).sum() * (3**n % 1000), (50, 60, 70), 3),
+    "powers": (lambda p, x, n: (p["w"] * x).square().mean() * (1 + 1 / 2**n), (3, 60, 64, 70), 4),
     "rounded to 32 bits": (lambda p, x, n: (p["w"] * x).sum() * (INDICES * n).double().sum(), FLOATS, 4),
     "no tensor": (lambda p, x, n: (p["w"] * x).sum() * (n + 1 if torch.is_tensor(n) else n), FLOATS, 4),
     "key": (lambda p, x, n: (p["w"] * x).sum() * n * {1.1: 3.0}.get(n, 5.0), FLOATS, 4),

@@ -42,7 +42,7 @@ def _nodes(program: Program, numbers: Mapping[str, float]) -> list[tuple[Any, ..
             values[node] = torch.tensor(numbers[input.name], dtype=result.dtype)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            small = isinstance(result, Tensor) and result.numel() <= SMALL
+            small = isinstance(result, Tensor) and result.numel() <= SMALL and not _grows(node)
             if small and input is None and all(isinstance(values[n], Tensor) for n in node.all_input_nodes):
                 on_cpu = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
                 values[node] = node.target(*args, **on_cpu)
@@ -52,6 +52,12 @@ def _nodes(program: Program, numbers: Mapping[str, float]) -> list[tuple[Any, ..
             op, args = _normal(input or node.target, args)
             found.append((op, results, [args, kwargs]))
     return found
+
+
+def _grows(node: fx.Node) -> bool:
+    """Whether it is a power of whole numbers, which has no bounds in Python alone: `1 / 2**n`."""
+    is_power = getattr(node.target, "overloadpacket", None) is aten.pow
+    return is_power and not node.meta["val"].dtype.is_floating_point
 
 
 def _tensors(result: Any) -> list[Tensor]:

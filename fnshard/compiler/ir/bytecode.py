@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType
@@ -10,10 +11,13 @@ from typing import Any
 
 _CALLS = frozenset({"PRECALL", "CALL", "PUSH_NULL", "CACHE"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_ATTR"})
+_LOADS = frozenset(
+    {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_ATTR", "IMPORT_FROM"}
+)
 _STORES = frozenset({"STORE_FAST", "STORE_DEREF"})
-_BY_KEY = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"})
-_OF_DICTS = frozenset(vars(dict)) - {"setdefault"}
+# What reads no more than one key, behind a constant: `d["n"] += 1` copies both, `d is None` reads none.
+_BY_KEY = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "COPY", "IS_OP"})
+_OF_DICTS = frozenset({*vars(dict), *vars(OrderedDict), *vars(Counter)}) - {"setdefault"}
 
 
 @lru_cache(maxsize=4096)
@@ -45,20 +49,24 @@ def _lists_all(code: CodeType) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def read_whole(code: CodeType) -> frozenset[str | int]:
+def read_whole(code: CodeType) -> frozenset[str]:
     """Variables, attributes and keys whose value some code may read otherwise than by a key that it spells:
     `d.values()`, `d[key]`, `{**d}`, `f(d)`.
 
     >>> sorted(read_whole((lambda: (a["x"]["y"], "y" in b, c.items(), d[e], f["g"]["h"])).__code__))
     ['c', 'd', 'e', 'h', 'y']
     """
-    whole, assigned = set[str | int](), list[tuple[str | int, str]]()
+    whole, assigned = set[str](), list[tuple[str, str]]()
     for each in codes_in(code):
         done = [("", ""), *_operations(each), ("", ""), ("", "")]
         windows = zip(done, done[1:], done[2:], done[3:], strict=False)
-        for (_, key), (op, name), (first, value), (behind, last) in windows:
-            found = key if op == "BINARY_SUBSCR" and isinstance(key, str | int) else name
-            by_key = first == "CONTAINS_OP" or (first == "LOAD_CONST" and behind in _BY_KEY)
+        for (before, key), (op, name), (first, value), (behind, last) in windows:
+            is_key = (before, op) == ("LOAD_CONST", "BINARY_SUBSCR") and isinstance(key, str)
+            found = key if is_key else name
+            by_key = (first == "LOAD_CONST" and behind in _BY_KEY) or first.endswith("NONE")
+            by_key |= first == "CONTAINS_OP" and (
+                before == "LOAD_CONST" or op in ("LOAD_ATTR", "BINARY_SUBSCR")
+            )
             if op not in _LOADS and found is name:
                 continue
             if first in _STORES:
@@ -74,14 +82,17 @@ def read_whole(code: CodeType) -> frozenset[str | int]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[str, Any]]:
-    """(name, argument) of each; two in one, as Python 3.13 has them, are two."""
+    """(name, argument) of each, as Python 3.11 has them: 3.13 has two in one, 3.14 other names."""
     for each in dis.get_instructions(code):
-        if isinstance(each.argval, tuple) and each.opname.count("_FAST") == 2:
-            first, second = each.opname.split("_FAST")[:2]
+        name = each.opname.replace("_BORROW", "").replace("LOAD_SMALL_INT", "LOAD_CONST")
+        if isinstance(each.argval, tuple) and name.count("_FAST") == 2:
+            first, second = name.split("_FAST")[:2]
             yield f"{first}_FAST", each.argval[0]
             yield f"{second.lstrip('_')}_FAST", each.argval[1]
-        elif each.opname not in _CALLS:
-            yield each.opname, each.argval
+        elif (name, each.argrepr) == ("BINARY_OP", "[]"):
+            yield "BINARY_SUBSCR", None
+        elif name not in _CALLS - {"CALL"}:
+            yield name, each.argval
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

@@ -197,7 +197,8 @@ class Reachable:
         self.names: set[str] = set(_ALWAYS if executed is None else _ALWAYS - {"training"} | _TENSORS)
         self.keys = set(computed)
         self.names |= self.keys
-        self.read_whole: set[str | int] = set()
+        self.read_whole: set[str] = set()
+        self._holders: dict[int, dict[tuple[int, Any], Any]] = {}  # of a dict: each, by its id and the key
         self._seen: dict[int, Any] = {}  # and kept alive: an id is that of one object
         self._partly: list[Container] = []
         self._todo: list[Any] = list(roots)
@@ -207,15 +208,17 @@ class Reachable:
                 for key, value in container.read().items():
                     self._found(value, container.owner, key)
 
-    def is_read_whole(self, each: Any) -> bool:
+    def is_read_whole(self, each: Any, seen: frozenset[int] = frozenset()) -> bool:
         """Whether code may read a dict otherwise than by keys that it spells, or what the dict is in."""
-        holder, role = self.parents.get(id(each), (None, None))
-        if isinstance(holder, CellType):
-            role = self.parents.get(id(holder), (None, None))[1]
-        above = holder if isinstance(holder, dict | list | tuple | deque) else None
-        if id(above) in self.containers and self.containers[id(above)].only is not None:
-            above = None  # attributes, globals
-        return role in self.read_whole or (above is not None and self.is_read_whole(above))
+        if "self" in self.read_whole and not library(type(each).__module__) and isinstance(each, dict):
+            return True  # by a method of its own
+        for (_, role), holder in self._holders.get(id(each), {}).items():
+            if role in self.read_whole or isinstance(holder, _UNNAMED):
+                return True
+            is_container = id(holder) in self.containers and self.containers[id(holder)].only is None
+            if is_container and id(holder) not in seen and self.is_read_whole(holder, seen | {id(each)}):
+                return True
+        return False
 
     def of_type(self, kinds: tuple[type, ...]) -> list[Any]:
         """All objects of these types that were met."""
@@ -314,7 +317,11 @@ class Reachable:
                 self._found(value, owner, key)
 
     def _found(self, value: Any, owner: Any, key: Any) -> None:
-        if type(value) not in _ATOMS and id(value) not in self._seen:
+        if type(value) in _ATOMS:
+            return
+        if isinstance(value, _HOLDS):
+            self._holders.setdefault(id(value), {})[id(owner), key] = owner
+        if id(value) not in self._seen:
             self.parents.setdefault(id(value), (owner, key))
             self._todo.append(value)
 
@@ -377,6 +384,8 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     _CACHE: ("__wrapped__",),
 }
+_HOLDS = (CellType, dict)
+_UNNAMED = (list, tuple, deque, BuiltinFunctionType, MethodType)  # defaults too: code has other names for it
 _DATA = (Tensor, dict, list, set, deque, tuple, frozenset, partial)  # whose subclasses may have attributes
 _CODE = frozenset({*_WRAPPERS, FunctionType, ModuleType, type})
 
