@@ -13,13 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fnshard import tree
-from fnshard.compiler.frontend.execution_path import execution_path
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
-from fnshard.compiler.frontend.same_program import same_program
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.ir.program import Program
@@ -38,7 +35,6 @@ from fnshard.step.async_tensor import hardware_of, rewrite_of
 from fnshard.step.batches import (
     Batch,
     BatchKey,
-    Constant,
     batch_key,
     bytes_of_batch,
     check_arguments,
@@ -46,7 +42,6 @@ from fnshard.step.batches import (
     micro_batch,
 )
 from fnshard.step.lowered import Lowered
-from fnshard.step.numbers import Numbers
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, fits
 from fnshard.step.saved.cache import Made, find, keep
@@ -91,55 +86,18 @@ class Lowering:
         )
         self.kernels = SharedKernels()  # of batches of several lengths
         self.on_paper: tuple[BatchKey, Lowered] | None = None
-        self.numbers = Numbers()
         self.lock = threading.RLock()
         self.made = Made()
         self.others: Callable[[], Sequence[Lowered]] = tuple if kernels is None else kernels.known
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
         """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
-        they are to be, and numbers that change are tensors."""
+        they are to be."""
         passed = Arguments(tuple(positional), keywords).in_order_of(self._signature)
         if self.shapes is not None:
             check_leaves(passed)
             passed = self.shapes.padded(passed)
-        with self.lock:
-            if changed := self._changed_numbers(passed):
-                self.numbers = self._numbers_with(changed, passed)
-            return self.numbers.applied(passed)
-
-    def _changed_numbers(self, batch: Arguments) -> dict[str, int | float]:
-        """Those that the program used last has with another value, or another type; not where it has a
-        tensor of the user's."""
-        values = self.numbers.free(batch)
-        if not values or not len(self.programs):
-            return {}
-        known, inputs = dict(self.programs.keys()[-1]), {n for n, _ in self.numbers.inputs}
-
-        def changed(name: str, value: float) -> bool:
-            before = known.get(name)
-            return name in inputs or (
-                isinstance(before, Constant) and before.is_number and before != Constant.of(value)
-            )
-
-        return {n: v for n, v in values.items() if changed(n, v)}
-
-    def _numbers_with(self, changed: Mapping[str, int | float], batch: Arguments) -> Numbers:
-        """With these as inputs, where `fn` does with tensors what it does with numbers: it takes no other
-        branch, for their type say, has no use for their hash, and does the same to the same values."""
-        with execution_path() as expected:  # of `fn` that is given the numbers themselves
-            constant = self.front(self.numbers.applied(batch)).program
-        dtypes = [node.meta["val"].dtype for node in constant.results]
-        result = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float64)
-        for numbers in self.numbers.with_inputs(changed, result):
-            try:
-                with execution_path() as path:
-                    general = self.front(numbers.applied(batch)).program
-                if path.value == expected.value and same_program(constant, general, changed):
-                    return numbers
-            except Exception:  # of `fn`'s own code, too: it takes a number alone, or a whole one
-                continue
-        return self.numbers.with_constants(changed)
+        return passed
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves, in the form of that tree."""

@@ -29,7 +29,7 @@ class Programs:
     size: int
     lengths: bool = False  # batches have many, on purpose
     entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
-    baked: dict[str, list[Any]] = field(default_factory=dict)
+    seen: dict[str, list[Any]] = field(default_factory=dict)  # values of one name that were traced
     crowded: bool = False  # was warned of
 
     def __len__(self) -> int:
@@ -77,12 +77,10 @@ class Programs:
                 lines(changed),
                 "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
             )
-        if baked:
-            return self._schedules(baked)
+        if all(map(_is_constant, changed)) or baked:
+            return self._repeated(changed)
         if self.lengths:
             return self._crowded()
-        if all(map(_became_input, changed)):
-            return None
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
             f"{'; '.join(lines(changed))}. {' '.join(dict.fromkeys(map(_way_out, changed)))}"
@@ -99,20 +97,21 @@ class Programs:
             fix="a larger multiple in fs.Buckets, or shard_step(cache=), as many as there are.",
         )
 
-    def _schedules(self, changes: list[Change]) -> str | None:
-        """A warning of values that change again and again, once for each."""
+    def _repeated(self, changes: list[Change]) -> str | None:
+        """A warning of constants that change again and again, once for each."""
         many = []
         for name, before, now in changes:
-            known = self.baked.setdefault(name, [before])
-            if len(known) < MANY and not any(is_same(each, now) for each in known):
-                known.append(now)
-                many += [f"{name} was {', '.join(map(shown, known))}"] * (len(known) == MANY)
+            values = self.seen.setdefault(name, [before])
+            if len(values) < MANY and not any(_is_equal(each, now) for each in values):
+                values.append(now)
+                many += [f"{name} was {', '.join(map(shown, values))}"] * (len(values) == MANY)
         if not many:
             return None
         return report(
-            f"`fn` reads {len(many)} value(s) that change, and is traced and compiled again for each:",
+            f"{len(many)} value(s) that `fn` takes as constants change, and it is traced and compiled again "
+            "for each:",
             many,
-            "pass it as a tensor in the batch: step(state, *batch, torch.tensor(value)).",
+            "pass a tensor in the batch, torch.tensor(value), which may change from step to step.",
         )
 
 
@@ -165,20 +164,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _became_input(change: Change) -> bool:
-    """A Python number that is a tensor from now on."""
-    _, before, now = change
-    return isinstance(before, Constant) and before.is_number and isinstance(now, TensorShape)
+def _is_constant(change: Change) -> bool:
+    """Whether a leaf of the batch was a constant of the program, and is another one now."""
+    return all(isinstance(value, Constant | NumberList) for value in change[1:])
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Constant | NumberList):
+        return value == other
+    return is_same(value, other)
 
 
 def _way_out(change: Change) -> str:
     name, before, now = change
-    if isinstance(now, NumberList):
-        return f"Pass the list as a tensor, torch.tensor({name}): other numbers are another program."
-    if isinstance(before, Constant) and isinstance(now, Constant):
-        if now.is_number:
-            return f"`fn` takes the value of {name} in Python (a branch, a shape): each is its own program."
-        return f"Take {name} out of the batch: each {now.kind.__name__} is a program of its own."
+    if isinstance(before, Constant | NumberList) and isinstance(now, Constant | NumberList):
+        return f"Pass {name} as a tensor: each constant is a program of its own."
     if isinstance(before, TensorShape) and isinstance(now, TensorShape) and before.shape != now.shape:
         return "Pad batches to few shapes: shapes=fs.Buckets(64, pad=...)."
     return "Give all batches the same leaves to avoid this."

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -71,6 +72,26 @@ def test_compiles_of_another_step_of_what_was_on_paper_and_of_what_was_forgotten
     assert "a new step of a function that has one" in str(compiled)
     with pytest.raises(SpecError, match="how many compilations"), fs.debug.assert_max_compiles(-1):
         pass
+
+
+def test_a_number_of_the_batch_is_a_constant_and_the_third_value_warns_once() -> None:
+    """As a static argument of `jax.jit`; a list of numbers is one leaf; a tensor is an input."""
+    step = step_of(lambda p, x, n, ns: (p["w"] * x / n).sum() * sum(ns), {"w": torch.ones(3)})
+    with warnings.catch_warnings(record=True) as caught, fs.debug.assert_max_compiles(4) as compiled:
+        warnings.simplefilter("always")
+        for number, scale in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (2, 1.0)):
+            loss, _ = step({"w": torch.ones(3)}, torch.ones(2, 3), scale, [number, 1])
+            assert loss.item() == 6 / scale * (number + 1)
+    assert len(compiled) == 4
+    assert "batch['1'] from 0.5 to 1.0" in str(compiled)
+    texts = [str(w.message) for w in caught if w.category is UserWarning]
+    assert len(texts) == 1
+    assert re.search(r"batch\['1'\] was 0\.5, 1\.0, 2\.0(.|\n)*batch\['2'\] was a list of 2 numbers(.|\n)*"
+                     r"pass a tensor", texts[0])  # fmt: skip
+    step = step_of(lambda p, x, n: (p["w"] * x / n).sum(), {"w": torch.ones(3)})
+    with fs.debug.assert_max_compiles(1):
+        for scale in (0.5, 1.0, 2.0):
+            step({"w": torch.ones(3)}, torch.ones(2, 3), torch.tensor(scale))
 
 
 def test_compiles_of_simulated_ranks_count_once() -> None:

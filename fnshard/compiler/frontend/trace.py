@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
-from fnshard.compiler.frontend.execution_path import followed
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
@@ -140,7 +139,7 @@ def _trace(
             before = [v.requires_grad for v in leaf_values]
             names.update({id(v): f"params[{p!r}]" for p, v in zip(fakes, leaf_values, strict=True)})
             names.update({id(v): f"batch[{n!r}]" for n, v in given.items()})
-            result = args.call(followed()(fn), params)
+            result = args.call(fn, params)
             _check_requires_grad(fakes, before, leaf_values)
             collected["outputs"], values = excesses.append(*read_outputs(result, loss=differentiate))
             return values
