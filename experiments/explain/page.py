@@ -12,7 +12,7 @@ from string import Template
 from experiments.explain import words
 from experiments.explain.paper import Paper
 from fnshard import plot
-from fnshard.plot.leaves import leaves_of
+from fnshard.plot.layouts import leaves_of
 from fnshard.plot.scales import byte_text, time_text
 
 PAGE = Template("""<!doctype html>
@@ -81,7 +81,7 @@ def page(paper: Paper, name: str, configuration: str) -> str:
 def _sections(paper: Paper, folder: Path, configuration: str) -> dict[str, tuple[str, str]]:
     schedule = paper.lowered.as_text()
     count = len(paper.lowered.schedule.instructions)
-    plan = [_table(words.units_table(paper)), _pre(plot.text.tree(paper.specs, paper.mesh, width=16))]
+    plan = [_table(words.units_table(paper))]
     if paper.found is not None:
         plan.append(_details("what the search looked at", _pre(str(paper.found))))
     if words.advice(paper):
@@ -89,10 +89,10 @@ def _sections(paper: Paper, folder: Path, configuration: str) -> dict[str, tuple
     return {
         "summary": ("Summary", _summary(words.summary(paper))),
         "plan": ("Plan", "\n".join(plan)),
-        "layout": ("Layout", _layout(paper, folder)),
+        "layout": ("Layout", _layout(paper)),
         "memory": ("Memory", _memory(paper, folder)),
         "timeline": ("Timeline", _timeline(paper, folder)),
-        "traffic": ("Traffic", _traffic(paper, folder)),
+        "traffic": ("Traffic", _traffic(paper)),
         "schedule": ("Schedule", _details(f"{count:,} instructions of one rank's step", _pre(schedule))),
         "config": ("Configuration", _details("as it was composed", _pre(configuration))),
     }
@@ -101,31 +101,13 @@ def _sections(paper: Paper, folder: Path, configuration: str) -> dict[str, tuple
 # ------------------------------------------------------------------ sections
 
 
-def _layout(paper: Paper, folder: Path) -> str:
-    leaves = leaves_of(paper.specs, paper.mesh)
-    largest = max(leaves, key=lambda leaf: leaf.bytes)
+def _layout(paper: Paper) -> str:
+    largest = max(leaves_of(paper.specs, paper.mesh), key=lambda leaf: leaf.bytes)
     spec = paper.lowered.schedule.specs[largest.path]
     return "\n".join([
-        _picture(
-            folder / "layout.png",
-            lambda path: plot.tree(paper.specs, paper.mesh, path),
-            f"Treemap of {len(leaves)} leaves by bytes, coloured by layout",
-            "Every leaf as a box, as large as its bytes, coloured by how it is stored.",
-        ),
-        _picture(
-            folder / "leaf.svg",
-            lambda path: plot.leaf(spec, paper.mesh, path),
-            f"Which rank holds which rows and columns of {largest.path}",
-            f"The largest leaf, {largest.path}, {byte_text(largest.bytes)}: which rank holds what.",
-            narrow=True,
-        ),
-        _picture(
-            folder / "mesh.svg",
-            lambda path: plot.mesh(paper.mesh, path),
-            f"The {paper.mesh.size} ranks of the mesh on its axes",
-            "The mesh.",
-            narrow=True,
-        ),
+        _pre(plot.text.tree(paper.specs, paper.mesh, width=16)),
+        f"<p>The largest leaf, {escape(largest.path)}, {byte_text(largest.bytes)}:</p>",
+        _pre(plot.text.leaf(spec, paper.mesh)),
     ])  # fmt: skip
 
 
@@ -152,17 +134,8 @@ def _timeline(paper: Paper, folder: Path) -> str:
     )
 
 
-def _traffic(paper: Paper, folder: Path) -> str:
-    return "\n".join([
-        _picture(
-            folder / "traffic.svg",
-            lambda path: plot.traffic(paper.traffic, path),
-            f"Bytes by collective; one rank sends {byte_text(paper.traffic.sent_bytes)} in a step",
-            "What one rank sends in a step.",
-            narrow=True,
-        ),
-        _table(words.traffic_table(paper)),
-    ])  # fmt: skip
+def _traffic(paper: Paper) -> str:
+    return _table(words.traffic_table(paper))
 
 
 # ------------------------------------------------------------------ HTML; all text is escaped here

@@ -171,7 +171,7 @@ def traffic_table(paper: Paper) -> Table:
 
 def units_table(paper: Paper, most: int = 12) -> Table:
     """Units of the plan: equal ones together, with what is gathered of each."""
-    from fnshard.plot.leaves import NUMBER
+    from fnshard.plot.layouts import NUMBER
 
     leaves, specs = paper.memory.leaves, paper.lowered.schedule.specs
     sums: dict[str, tuple[dict[str, None], int]] = {}

@@ -12,7 +12,7 @@ from experiments.memory.config import MemoryConfig
 from experiments.memory.measured import giga, measure, mega, setting
 from experiments.memory.plans import DDP, LLAMA, MemoryJob, MemoryPlan, on_paper
 from experiments.tables import markdown
-from fnshard.plot.canvas import COLOURS
+from fnshard.plot.pictures import COLOURS
 
 LEVELS = {"no_shard": "DDP", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}
 ROWS, LENGTH = 1, 2048  # of a rank's batch on paper

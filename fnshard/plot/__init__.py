@@ -1,13 +1,9 @@
-"""Plot: pictures of layouts and of a step on paper, as .png or .svg; `text` has them for a terminal.
+"""Plot: a schedule's memory and its timeline as .png or .svg; `text` draws them, and layouts, in characters.
 
-A mesh, a leaf on it, a whole tree's layout; memory over the schedule, its timeline, its traffic. Needs
-matplotlib, the extra `plot` (`text` does not); it is imported when something is drawn, and draws without a
-display.
+Pictures need matplotlib, the extra `plot`, which is imported when one is drawn; no display is needed.
 """
 
 from fnshard.plot import text
-from fnshard.plot.sharding import leaf, mesh
-from fnshard.plot.steps import memory, timeline, traffic
-from fnshard.plot.treemap import tree
+from fnshard.plot.pictures import memory, timeline
 
-__all__ = ["leaf", "memory", "mesh", "text", "timeline", "traffic", "tree"]
+__all__ = ["memory", "text", "timeline"]

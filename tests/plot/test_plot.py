@@ -16,8 +16,8 @@ from fnshard import Hardware
 from fnshard.analysis.timeline import Span, Timeline
 from fnshard.errors import MissingExtraError, SpecError
 from fnshard.plot import text
+from fnshard.plot.pictures import memory_series, phase_runs
 from fnshard.plot.scales import time_unit
-from fnshard.plot.steps import memory_series, phase_runs, traffic_rows
 
 
 def size_of(path: Path) -> tuple[int, int]:
@@ -70,9 +70,6 @@ DRAW = {
         line := low.timeline(Hardware.named("h100")), path, measured=slowed(line, 1.5)
     ),
     "memory_limit": lambda low, path: fs.plot.memory(low, path, limit=2 * low.memory_analysis().peak_bytes),
-    "traffic": lambda low, path: fs.plot.traffic(low.comm_analysis(), path),
-    "traffic_lowered": lambda low, path: fs.plot.traffic(low, path),
-    "traffic_dict": lambda low, path: fs.plot.traffic({"gather": {"sent_bytes": 5, "count": 2}}, path),
 }
 
 
@@ -140,12 +137,6 @@ def test_times_have_a_unit_that_shows_digits(seconds: float, unit: str) -> None:
     assert time_unit(seconds)[1] == unit
 
 
-def test_traffic_in_letters(low: Any) -> None:
-    shown, rows = text.traffic(low).splitlines(), traffic_rows(low)
-    assert [line.split("  ")[0].replace(" ", "_") for line in shown] == [name for name, _, _ in rows]
-    assert text.traffic({}) == "nothing is sent"
-
-
 def test_nothing_is_drawn_on_the_device_that_is_not_there(low: Any) -> None:
     phases, series = memory_series(low)
     got = low.memory_timeline()
@@ -155,26 +146,11 @@ def test_nothing_is_drawn_on_the_device_that_is_not_there(low: Any) -> None:
     assert totals == [m.bytes for m in got.moments]
 
 
-def test_traffic_is_what_a_rank_sends_and_transfers_are_apart(low: Any) -> None:
-    comm, rows = low.comm_analysis(), traffic_rows(low)
-    assert [name for name, _, _ in rows][-2:] in (["to_device", "to_host"], ["to_host", "to_device"])
-    sizes = {name: size for name, size, _ in rows}
-    assert (
-        sum(size for name, size in sizes.items() if name in comm)
-        == comm.sent_bytes
-        < sum(comm[verb]["bytes"] for verb in comm)
-    )
-    assert (sizes["to_device"], sizes["to_host"]) == (comm.to_device_bytes, comm.to_host_bytes)
-    assert {name: count for name, _, count in rows if name in comm} == {v: comm[v]["count"] for v in comm}
-
-
 def test_what_cannot_be_drawn_says_what_can(low: Any, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"not Lowered(.|\n)*lowered.timeline\(hardware\)"):
         fs.plot.timeline(low, tmp_path / "no.png")
     with pytest.raises(SpecError, match=r"not Lowered(.|\n)*lowered.timeline\(hardware\)"):
         text.timeline(by_hand(), measured=low)
-    with pytest.raises(SpecError, match=r"not int(.|\n)*lowered.comm_analysis\(\)"):
-        fs.plot.traffic(3, tmp_path / "no.png")
 
 
 def test_without_matplotlib_the_error_names_the_extra(
@@ -182,4 +158,4 @@ def test_without_matplotlib_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"pip install fnshard\[plot\]"):
-        fs.plot.traffic(low.comm_analysis(), tmp_path / "no.png")
+        fs.plot.memory(low, tmp_path / "no.png")

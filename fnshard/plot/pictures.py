@@ -1,18 +1,18 @@
-"""Steps: a schedule's memory over its instructions, its traffic by collective, and what runs when."""
+"""Pictures: a schedule's memory over its instructions, and what runs when, as .png or .svg."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fnshard.errors import SpecError
-from fnshard.plot.canvas import COLOURS, figure_of, legend, save
-from fnshard.plot.scales import byte_text, byte_unit, digits, time_text, time_unit
+from fnshard.analysis.timeline import Span, Timeline
+from fnshard.errors import MissingExtraError, SpecError
+from fnshard.plot.scales import byte_text, byte_unit, time_text, time_unit
 
-if TYPE_CHECKING:
-    from fnshard.analysis.timeline import Span, Timeline
-
+# Okabe and Ito's palette: apart for every kind of colour vision.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
+FORMATS = {".png": "png", ".svg": "svg"}
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
 REST = "packing and the rest"
 LANE_VERBS = {
@@ -21,7 +21,6 @@ LANE_VERBS = {
     "aggregate_buffers": "#CC79A7",
 }  # fmt: skip
 TIERS = ("host", "disk")  # whose bytes are not on the device
-TRANSFERRED = ("to_device", "to_host")  # which go over a rank's own link, not from rank to rank
 
 
 def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path:
@@ -63,9 +62,6 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
     top = max(totals, default=0)
     if limit is not None and limit < 3 * top:  # far above, it would flatten all else
         axes.axhline(limit * scale, color="black", linewidth=1.2, linestyle="--")
-        axes.annotate(
-            f"there are {byte_text(limit)}", (0, limit * scale), xytext=(4, 3), textcoords="offset points"
-        )
         top = max(top, limit)
     axes.set_ylim(0, 1.2 * top * scale or 1)
     axes.set_xlim(0, max(count - 1, 1))
@@ -73,41 +69,6 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
     axes.set_xlabel("instruction of the schedule")
     axes.set_ylabel(f"{unit} on one rank")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, reverse=True)
-    return save(figure, path)
-
-
-def traffic(comm: Any, path: str | Path) -> Path:
-    """Draw the bytes that one rank sends to others, by collective; below them, hatched, the bytes of
-    transfers over its host link.
-
-    Args:
-        comm: a `Lowered`, its `comm_analysis()`, or `{verb: {"sent_bytes": b, "count": n}}`; of the
-            transfers, "to_device" and "to_host", `bytes` is drawn.
-        path: of the picture, .png or .svg; its folder is made.
-
-    Raises:
-        SpecError: something else.
-    """
-    rows = traffic_rows(comm)
-    scale, unit = byte_unit(max((size for _, size, _ in rows), default=0))
-    figure, axes = figure_of(8, 1.4 + 0.5 * max(len(rows), 1))
-    values = [size * scale for _, size, _ in rows]
-    colours = [LANE_VERBS.get(name.split()[0], COLOURS[0]) for name, _, _ in rows]
-    bars = axes.barh(range(len(rows)), values, color=colours, edgecolor="white")
-    for bar, (name, _, _) in zip(bars, rows, strict=True):
-        bar.set_hatch("//" if name in TRANSFERRED else None)
-    axes.bar_label(
-        bars, [f"{digits(v)} {unit}, {n} ×" for v, (_, _, n) in zip(values, rows, strict=True)], padding=4
-    )
-    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _, _ in rows])
-    axes.set_ylim(max(len(rows), 1) - 0.4, -0.6)
-    axes.set_xlim(0, 1.3 * max(values, default=0) or 1)
-    if not rows:
-        axes.text(0.5, 0.5, "nothing is sent", transform=axes.transAxes, ha="center", va="center")
-    hatched = any(name in TRANSFERRED for name, _, _ in rows)
-    axes.set_xlabel(
-        f"{unit} that one rank sends to others in a step{'; hatched: over its host link' if hatched else ''}"
-    )
     return save(figure, path)
 
 
@@ -126,24 +87,6 @@ def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[flo
 def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
     """Bytes of all categories by instruction."""
     return [sum(values) for values in zip(*series.values(), strict=True)]
-
-
-def traffic_rows(comm: Any) -> list[tuple[str, float, int]]:
-    """Verb, bytes and count: collectives with the bytes one rank sends, then transfers."""
-    if hasattr(comm, "comm_analysis"):
-        comm = comm.comm_analysis()
-    values = comm.as_dict() if hasattr(comm, "as_dict") else comm
-    if not isinstance(values, Mapping):
-        raise SpecError(
-            f"fs.plot.traffic draws a step's traffic, not {type(comm).__name__}.",
-            fix="pass a lowered step, or its lowered.comm_analysis().",
-        )
-    rows = [
-        (verb, float(sums["bytes" if verb in TRANSFERRED else "sent_bytes"]), int(sums.get("count", 0)))
-        for verb, sums in values.get("verbs", values).items()
-        if isinstance(sums, Mapping)
-    ]
-    return sorted(rows, key=lambda row: (row[0] in TRANSFERRED, -row[1]))
 
 
 def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -238,18 +181,12 @@ def headline(timeline: Timeline) -> str:
     return f"{text}, compute waits {' and '.join(waits)}" if waits else text
 
 
-def what(span: Span) -> str:
+def span_name(span: Span) -> str:
     """The name of a span in legends: its verb, or the phase of a kernel."""
     if span.lane != "compute":
         return span.verb.replace("_", " ")
     phase = span.phase.split(".")[0]
     return phase if span.verb == "run" else "update" if span.verb == "update" else REST
-
-
-def _colour(span: Span) -> str:
-    if span.lane != "compute":
-        return LANE_VERBS.get(span.verb, COLOURS[8])
-    return PHASES.get(what(span), COLOURS[7])
 
 
 def _draw_lanes(
@@ -261,8 +198,11 @@ def _draw_lanes(
     for place, lane in enumerate(lanes):
         spans = [s for s in timeline.spans if s.lane == lane]
         bars = [(s.start * scale, (s.end - s.start) * scale) for s in spans]
-        faces = [_colour(s) for s in spans]
-        colours |= zip(map(what, spans), faces, strict=True)
+        if lane == "compute":
+            faces = [PHASES.get(span_name(s), COLOURS[7]) for s in spans]
+        else:
+            faces = [LANE_VERBS.get(s.verb, COLOURS[8]) for s in spans]
+        colours |= zip(map(span_name, spans), faces, strict=True)
         # White edges tell bars apart, and would hide thin ones, which need an edge to be seen at all.
         edges = ["white" if width > thin else face for (_, width), face in zip(bars, faces, strict=True)]
         edge = {"edgecolors": edges, "linewidth": 0.4}
@@ -270,3 +210,56 @@ def _draw_lanes(
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     return colours
+
+
+# ------------------------------------------------------------------ figures
+
+
+def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
+    """Make a figure of a size in inches, and its axes: one, or an array of them.
+
+    Raises:
+        MissingExtraError: no matplotlib.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "fnshard.plot draws with matplotlib, which is not installed.", fix="pip install fnshard[plot]."
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, **grid)
+    for each in [axes] if rows == columns == 1 and not grid else axes.flat:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def legend(axes: Any, colours: Mapping[str, str]) -> None:
+    """Draw a legend of named colours beside the axes."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    if handles:
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False)
+
+
+def save(figure: Any, path: str | Path) -> Path:
+    """Write a figure as .png or .svg, by the suffix of its path, and create the folder.
+
+    Raises:
+        SpecError: another ending.
+    """
+    path = Path(path)
+    kind = FORMATS.get(path.suffix)
+    if kind is None:
+        raise SpecError(f"{path.name!r} is no name of a picture.", fix="end it in .png or .svg.")
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    more = {"metadata": {"Date": None}} if kind == "svg" else {}
+    with rc_context({"svg.hashsalt": "fnshard"}):  # the same picture, the same bytes
+        # "tight": a title longer than the axes widens the picture, instead of being cut off.
+        figure.savefig(path, dpi=130, format=kind, bbox_inches="tight", pad_inches=0.1, **more)
+    return path

@@ -1,4 +1,4 @@
-"""Leaves: the stored bytes of a tree, leaf by leaf, or with equal leaves of all layers together."""
+"""Layouts: which ranks hold which block of a leaf, and the stored bytes of a tree, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -10,12 +10,74 @@ from typing import Any
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.errors import SpecError
-from fnshard.layout.partition import block_shape
+from fnshard.layout.partition import P, block_shape, boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+FIELDS = ("storage", "gradient", "optimizer")
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path
+
+
+def blocks_of(layout: P, shape: Sequence[int], mesh: Mesh) -> dict[str, list[int]]:
+    """The ranks that hold each block of a leaf, by the text of its slices; or "padding".
+
+    >>> from fnshard.mesh import make_mesh
+    >>> blocks_of(P("shard"), (3,), make_mesh(replicate=2, shard=2, abstract=True))
+    {'[0:2]': [0, 2], '[2:3]': [1, 3]}
+
+    Raises:
+        SpecError: an axis that the mesh does not have, or more dims than the leaf has.
+    """
+    wrong = [f"it has no axis {axis!r}" for axis in layout.axes if axis not in mesh.names]
+    if len(layout.parts) > len(shape):
+        wrong.append(f"{layout!r} names {len(layout.parts)} dims, the leaf {list(shape)} has {len(shape)}")
+    if wrong:
+        raise SpecError(f"{layout!r} does not fit mesh {mesh}:", wrong, "fs.match_specs checks both.")
+    ranks: dict[str, list[int]] = {}
+    for rank in range(mesh.size):
+        for full, _ in boxes(shape, layout, mesh, mesh.coordinate(rank)):
+            empty = any(each.start >= each.stop for each in full)
+            text = f"[{', '.join(f'{each.start}:{each.stop}' for each in full)}]"
+            ranks.setdefault("padding" if empty else text, []).append(rank)
+    return ranks
+
+
+def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[P, str], tuple[int, ...]]:
+    """The layouts of a spec with the names of the fields that have each, and the leaf's shape.
+
+    Raises:
+        SpecError: neither a spec nor a P; no shape.
+    """
+    if not isinstance(spec, LayoutSpec | P):
+        raise SpecError(
+            f"a leaf's layout is a LayoutSpec or a P, not {type(spec).__name__}.",
+            fix='pass one leaf of the spec tree, such as specs["layers.0.attn.wq.weight"].',
+        )
+    full = getattr(spec, "shape", None) if shape is None else shape
+    if full is None:
+        raise SpecError(
+            f"{spec!r} knows no shape.",
+            fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
+        )
+    if (
+        isinstance(full, str)
+        or not isinstance(full, Sequence)
+        or not all(isinstance(size, int) and size >= 0 for size in full)
+    ):
+        raise SpecError(f"shape={full!r}: a leaf's shape is its sizes, such as (4096, 64).")
+    if isinstance(spec, P):
+        return {spec: "layout"}, tuple(full)
+    named: dict[P, list[str]] = {}
+    for field in FIELDS if spec.trainable is not False else FIELDS[:1]:
+        value = getattr(spec, field)
+        named.setdefault(spec.storage if value is None else value, []).append(field)
+    if spec.compute.axes:
+        named.setdefault(spec.compute, []).append("compute")
+    return {layout: ", ".join(fields) for layout, fields in named.items()}, tuple(full)
+
+
+# ------------------------------------------------------------------ bytes
 
 
 @dataclass(frozen=True)
@@ -91,30 +153,6 @@ def label_of(spec: LayoutSpec) -> str:
     return ", ".join(parts)
 
 
-def equal_units(leaves: Sequence[LeafBytes]) -> list[tuple[str, list[LeafBytes], int]]:
-    """Units in order, equal ones once: name, leaves of one unit, number of equal units.
-
-    Units are equal if their leaves are, but for numbers in their paths: the blocks of a model.
-    """
-    units: dict[str, list[LeafBytes]] = {}
-    for leaf in leaves:
-        units.setdefault(leaf.unit, []).append(leaf)
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for unit, mine in units.items():
-        paths = [(NUMBER.sub("*", leaf.path), leaf.shape, leaf.label) for leaf in mine]
-        alike.setdefault((NUMBER.sub("*", unit), *paths), []).append(unit)
-    return [
-        (same[0], units[same[0]], 1)
-        if len(same) == 1
-        else (
-            key[0],
-            [replace(leaf, path=NUMBER.sub("*", leaf.path), unit=key[0]) for leaf in units[same[0]]],
-            len(same),
-        )
-        for key, same in alike.items()
-    ]
-
-
 def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
     """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
     found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
@@ -130,12 +168,3 @@ def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
             )
         )
     return sorted(found.values(), key=lambda leaf: -leaf.bytes)
-
-
-def labels_of(leaves: Sequence[LeafBytes]) -> dict[str, tuple[int, int]]:
-    """Bytes of the whole and of one rank by spec, the largest first."""
-    sums: dict[str, tuple[int, int]] = {}
-    for leaf in leaves:
-        whole, mine = sums.get(leaf.label, (0, 0))
-        sums[leaf.label] = whole + leaf.bytes, mine + leaf.mine
-    return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
