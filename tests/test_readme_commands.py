@@ -195,10 +195,6 @@ TABLE = {
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
-    "python -m experiments.explain model=7b mesh.shard=1 mesh.tensor=8 data.rows=1 precision=bf16 "
-    "strategy.async_tensor=auto": PAPER,
-    "python -m experiments.explain model=7b precision=bf16 mesh.shard=1 mesh.tensor=8 data.rows=1 "
-    "strategy.async_tensor=auto": PAPER,
     # -- measuring
     "python -m experiments.micro.watch_overhead": (
         Row("ranks=1 rounds=2 block=1 backend=eager trackers=tensorboard", quick=True)

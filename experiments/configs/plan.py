@@ -90,7 +90,6 @@ def plan_of(
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     options |= {
         "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
-        "async_tensor": strategy.async_tensor,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
     }  # fmt: skip
     return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options | exact)

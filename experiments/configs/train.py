@@ -67,16 +67,14 @@ class MeshConfig:
 class StrategyConfig:
     """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
 
-    `remat`, `async_tensor`, `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take
-    them. `auto`
-    is no preset: all of these are found by `fnshard.fit`.
+    `remat`, `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto` is
+    no preset: all of these are found by `fnshard.fit`.
     """
 
     name: str = "full_shard"
     prefetch_forward: int = 1
     prefetch_backward: int = 1
     remat: Any = "none"
-    async_tensor: Any = "off"
     memory: str = "device"
     optimizer_memory: str = "device"
     update_on: str | None = None
@@ -87,7 +85,6 @@ class StrategyConfig:
         one_of(TIERS, self, "memory", "optimizer_memory")
         one_of(TIERS[:2], self, "update_on")
         _check_remat(self.remat)
-        _check_async_tensor(self.async_tensor)
         if self.update_on == "host" and self.optimizer_memory == "device":
             raise ValueError("strategy.update_on='host': needs strategy.optimizer_memory=host or disk.")
         chosen = [f.name for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default]
@@ -373,15 +370,6 @@ def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:
             fix = f"Fix: mesh.{axis}={math.gcd(ranks, *split.values())}."
             wrong.append(f"mesh.{axis}={ranks}: has to divide {' and '.join(uneven)}. {fix}")
     return wrong
-
-
-def _check_async_tensor(option: Any) -> None:
-    if option == "off":  # nothing to look up, and no torch to wait for
-        return
-    from fnshard.step.async_tensor import check
-
-    if wrong := check(option):
-        raise ValueError(f"strategy.{wrong[0]}.")
 
 
 def _check_remat(remat: Any) -> None:

@@ -99,7 +99,6 @@ def explain(config: ExplainConfig) -> Paper:
     options = {
         "accumulate": config.run.accumulate, "remat": strategy.remat,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
-        "async_tensor": hardware if strategy.async_tensor == "auto" else strategy.async_tensor,
         "context_attention": config.mesh.context_attention,
     }  # fmt: skip
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)

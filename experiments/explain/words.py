@@ -11,7 +11,6 @@ from experiments.explain.paper import Paper
 from fnshard import plot
 from fnshard.analysis.tables import columns
 from fnshard.compiler.ir.program import short_dtype
-from fnshard.compiler.schedule.instructions import Exchange
 from fnshard.plot.scales import byte_text, digits, time_text
 
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
@@ -110,17 +109,8 @@ def plan_line(paper: Paper) -> str:
     ]
     ahead = options["prefetch"]
     parts.append(f"gathers {ahead[0]} and {ahead[1]} kernels ahead in forward and backward")
-    parts += _chunks(paper)
     parts.append(f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced")
     return ", ".join(parts)
-
-
-def _chunks(paper: Paper) -> list[str]:
-    """How many exchanges travel in chunks, beside the products of these."""
-    exchanges = [i for i in paper.lowered.schedule.instructions if isinstance(i, Exchange)]
-    whole = sum(not i.chunk or i.chunk[0] == 0 for i in exchanges)
-    cut = sum(bool(i.chunk) and i.chunk[0] == 0 for i in exchanges)
-    return [f"{cut} of {whole} exchanges in chunks"] if cut else []
 
 
 def fits_line(paper: Paper) -> str:

@@ -41,7 +41,6 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
 PlanOf = Callable[[Program], Plan]
-Rewrite = Callable[[Program], Program]
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,11 @@ def trace_and_split(
     sources: bool = False,
     residual: Residual = "split",
     attention: ContextAttention = "auto",
-    rewrite: Rewrite | None = None,
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
         residual, attention: see `compiler.place`.
-        rewrite: of the placed program; see `compiler.place.chunks`.
         batch: one micro-batch of this rank.
         plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
         sources: keep where in the user's code each node comes from.
@@ -115,15 +112,10 @@ def trace_and_split(
         )  # fmt: skip
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
         program = place_axes(program, stored, mesh, residual, sequences, attention)
-        return cut(program if rewrite is None else rewrite(program), stored, mesh, plan_of)
-
-
-def cut(program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, plan_of: PlanOf | None) -> Front:
-    """The stage behind: a placed program in segments."""
-    local = {p: s.local(mesh) for p, s in specs.items()}
-    cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
-    plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
-    return Front(program, split(program, specs, cuts, mesh.ordered(mesh.data_axes)), plan)
+        local = {p: s.local(mesh) for p, s in stored.items()}
+        cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
+        plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
+        return Front(program, split(program, stored, cuts, mesh.ordered(mesh.data_axes)), plan)
 
 
 def schedule_for(
@@ -165,7 +157,6 @@ def lower(
     keeping: Keeping = Keeping(),
     residual: Residual = "split",
     attention: ContextAttention = "auto",
-    rewrite: Rewrite | None = None,
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 
@@ -173,7 +164,7 @@ def lower(
     """
     placing = {"residual": residual, "attention": attention}
     try:
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, **placing, rewrite=rewrite)
+        front = trace_and_split(fn, specs, batch, mesh, plan_of, **placing)
     except TraceError as error:
         if getattr(error, "placed", True):
             raise

@@ -19,11 +19,10 @@ from fnshard import tree
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
-from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.kernels.split import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
-from fnshard.compiler.lower import Front, Keeping, PlanOf, Rewrite, cut, lower, schedule_for, trace_and_split
+from fnshard.compiler.lower import Front, Keeping, PlanOf, lower, trace_and_split
 from fnshard.errors import SpecError, StateError, TraceError, leaves, report
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, check_specs
@@ -31,7 +30,6 @@ from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.executor import cuda_graph
 from fnshard.step import compiles
-from fnshard.step.async_tensor import hardware_of, rewrite_of
 from fnshard.step.batches import (
     Batch,
     BatchKey,
@@ -165,7 +163,7 @@ class Lowering:
         keeping, sizes = Keeping(self.options.remat, self.options.save), bytes_of_batch(batch)
         stages = lower(
             self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping,
-            self.options.residual, self.options.context_attention, self._rewrite(sizes),
+            self.options.residual, self.options.context_attention,
         )  # fmt: skip
         shared = self._shared(batch)
         known = {"made": self.made, "others": self.others, "first": not len(self.programs)}
@@ -241,21 +239,8 @@ class Lowering:
         with self.lock, without_autocast():
             return trace_and_split(
                 self.fn, self.specs, micro, self.mesh, self.plan, sources, self.options.residual,
-                self.options.context_attention, self._rewrite(bytes_of_batch(batch)),
+                self.options.context_attention,
             )  # fmt: skip
-
-    def _rewrite(self, batch_bytes: Mapping[str, int]) -> Rewrite | None:
-        """The rewrite of placed programs, `Options.async_tensor`."""
-        option, mesh, specs, options = self.options.async_tensor, self.mesh, self.specs.paired, self.options
-        known: dict[str, Any] = {}
-
-        def seconds(program: Program) -> float:
-            front, keeping = cut(program, specs, mesh, self.plan), Keeping(options.remat, options.save)
-            stages = schedule_for(front, specs, mesh, keeping, options.passes, known, verified=False)
-            lowered = Lowered(stages, options, optimizer=self.optimizer, batch_bytes=batch_bytes)
-            return lowered.timeline(hardware_of(option, mesh)).step_seconds
-
-        return rewrite_of(option, mesh, seconds)
 
     def known(self) -> list[Lowered]:
         """What it has lowered and keeps."""

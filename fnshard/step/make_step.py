@@ -16,7 +16,6 @@ from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
-from fnshard.step.async_tensor import AsyncTensor
 from fnshard.step.buckets import Buckets
 from fnshard.step.options import Backend, Options, UpdateMode, default_depth
 from fnshard.step.runner import default_mesh
@@ -49,7 +48,6 @@ def shard_step(
     residual: Residual = "split",
     shapes: Buckets | None = None,
     context_attention: ContextAttention = "auto",
-    async_tensor: AsyncTensor = "off",
     cache: int = 8,
     cache_dir: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -93,10 +91,6 @@ def shard_step(
             the optimizer has `numbers`. What the host updates is updated eagerly.
         residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`):
             "split" along the sequence (sequence parallelism: less memory, as many bytes), or "whole".
-        async_tensor: cut exchanges of a tensor axis, and the products beside them, into chunks, so that one
-            chunk travels while another computes: a number of chunks, or "auto": as many as make the step
-            faster on the timeline of the mesh's device; a `Hardware`, or the name of one, decides for that.
-            Lowering takes several times as long then. None on CPUs, where nothing overlaps. "off" is none.
         context_attention: how attention runs over a sequence that the "context" axis splits: "ulysses", by
             all-to-alls from sequence to heads and back; "gather", each rank's queries with all keys and
             values; "ring", keys and values go round the ranks, one block at a time, and what is kept of them
@@ -130,7 +124,7 @@ def shard_step(
         accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
         inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
         save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update, residual,
-        shapes, context_attention, async_tensor, cache_dir,
+        shapes, context_attention, cache_dir,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)
 

@@ -20,8 +20,6 @@ from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.fused_update import is_compiled
-from fnshard.step.async_tensor import AsyncTensor
-from fnshard.step.async_tensor import check as check_async_tensor
 from fnshard.step.buckets import Buckets
 
 Backend = Literal["inductor", "eager"]
@@ -49,7 +47,6 @@ class Options:
     residual: Residual = "split"
     shapes: Buckets | None = None
     context_attention: ContextAttention = "auto"
-    async_tensor: AsyncTensor = "off"
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +66,6 @@ class Options:
         if self.context_attention not in get_args(ContextAttention):
             choices = ", ".join(map(repr, get_args(ContextAttention)))
             wrong.append(f"context_attention={self.context_attention!r}: one of {choices}")
-        wrong += check_async_tensor(self.async_tensor)
         if not _counts(self.passes.prefetch, 2):
             wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
         if not _counts((self.passes.overlap,), 1):

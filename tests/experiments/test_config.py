@@ -117,7 +117,6 @@ WRONG_TRAIN = {
     "optimizer.lr=null": r"optimizer\.lr=null: only fine-tuning has defaults",
     "optimizer.lr=0": r"optimizer\.lr=0\.0: must be above 0",
     "model.kv_heads=3": r"kv_heads must divide heads",
-    "strategy.async_tensor=on": r"strategy\.async_tensor='on': 'off', 'auto', a number of chunks",
     "strategy.remat=1.5": r"strategy\.remat=1\.5: one of 'none', .* a fraction from 0 to 1",
     "strategy.remat={layers.*:half}": r"strategy\.remat=\{'layers\.\*': 'half'\}: one of",
     "strategy.memory=nvme": r"strategy\.memory='nvme': must be one of device, host, disk",

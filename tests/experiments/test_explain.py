@@ -82,7 +82,6 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
         (["strategy=offload"], "on the host"),
         (["strategy=full_shard_remat", "run.accumulate=2"], "remat='unit'"),
         (["mesh.tensor=2", "mesh.context=2", "model.kv_heads=2"], "32 × h100, 4 nodes of 8"),
-        (["mesh.tensor=2", "strategy.async_tensor=2"], " exchanges in chunks"),
         (["mesh.shard=1", "strategy=no_shard"], "1 × h100, 1 node of 1"),
         (["hardware=cpu", "precision=fp32", "hardware.price_per_hour=null"], "8 × cpu, 4 nodes of 2"),
     ],

@@ -106,20 +106,12 @@ ROWS = {
     "nothing is split": Row(options={}, tensor=None),
     "fused": Row("fused", options={"accumulate": 2, "remat": "unit"}, clip=True),
     "fused, zero1": Row("fused", "zero1", {"optimizer_memory": "host"}),
-    "chunks": Row(options={"async_tensor": 2}),
-    "chunks, remat": Row("untied", options={"async_tensor": 4, "remat": "unit"}, clip=True),
-    "chunks, context": Row("fused", options={"async_tensor": 2}, axes={"tensor": 2, "context": 2}),
-    "chunks, accumulate": Row(
-        "fused", "zero1", HOST, {"async_tensor": 2, "accumulate": 2, "prefetch": 2, "overlap": 0}
-    ),
-    "chunks, whole": Row("lora", options={"async_tensor": 2, "residual": "whole"}, clip=False),
-    "chunks, uneven vocabulary": Row("uneven vocabulary", "zero2", options={"async_tensor": 2}, clip=True),
     "fused, zero2": Row("fused", "zero2", axes={"shard": 1, "tensor": 4}),
 }  # fmt: skip
 LONG = (
     "hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch", "untied",
     "shard_grad_op", "no_shard", "remat, whole", "host, streamed", "clip", "uneven vocabulary, whole",
-    "zero2", "remat", "accumulate", "chunks",
+    "zero2", "remat", "accumulate",
 )  # fmt: skip
 
 
@@ -259,16 +251,13 @@ def test_frozen_codes_are_split_by_rows(codec: str) -> None:
 # ------------------------------------------------------------------ real ranks
 
 
-CHUNKS = {"async_tensor": 2, "overlap": 1}
-
-
 def on_ranks(rank: int, model: Model, **options: Any) -> reference.Trained:
     mesh = fs.make_mesh(tensor=2, device="cpu")
     return train(rank, mesh, model, specs_of(model, "full_shard", mesh, tensor="tensor"), CLIPPED, **options)
 
 
 def exact_on_ranks(rank: int) -> reference.Trained:
-    return on_ranks(rank, decoder(layers=1, fused=True), **CHUNKS)
+    return on_ranks(rank, decoder(layers=1, fused=True), overlap=1)
 
 
 def test_processes(ranks: Any) -> None:
@@ -279,7 +268,7 @@ def test_processes(ranks: Any) -> None:
 
 def narrow_on_ranks(rank: int) -> list[reference.Trained]:
     model = as_float(decoder(layers=1))
-    return [on_ranks(rank, model), on_ranks(rank, model, backend="inductor", **CHUNKS)]
+    return [on_ranks(rank, model), on_ranks(rank, model, backend="inductor", overlap=1)]
 
 
 @pytest.mark.long  # test_context_attention compiles in the suite

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from triton_kernels import LinearLoss as LaunchedLoss
-from triton_kernels import SiLU
 
 Params = dict[str, Tensor]
 Fn = Callable[[Params, Tensor], Tensor]
@@ -122,13 +120,6 @@ def fused_linear_loss(p: Params, x: Tensor) -> Tensor:
     for w in p.values():
         hidden, x = x, torch.tanh(x @ w)
     return LinearLoss.apply(hidden, w, torch.arange(ROWS) % WIDTH, 2)
-
-
-@program
-def launches(p: Params, x: Tensor) -> Tensor:
-    for w in p.values():
-        x = SiLU.apply(x @ w, x.sin() + x) + x
-    return LaunchedLoss.apply(x, w, torch.tensor([1, -100, 3])) * 3
 
 
 @program

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,11 @@ import torch
 from torch import _vmap_internals
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.host_random import DRAWS, draws
-from fnshard.compiler.frontend import control_flow, functions, launches, statistics, transforms
+from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
 from fnshard.compiler.frontend.mask_indices import positions
 from fnshard.compiler.frontend.ragged.run import check_read
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, unvalidated
@@ -58,6 +60,11 @@ _SEED = report(
 _SET_DATA = report(
     "`fn` assigns to Tensor.{name}, which a trace loses.",
     fix="write to a buffer in place, buffer.copy_(value): it is state of the step; else make a new tensor.",
+)
+_LAUNCH = report(
+    "`fn` launches a Triton kernel: a trace does not see what it writes.",
+    fix="launch it in a torch.library.triton_op, by torch.library.wrap_triton(kernel)[grid](...); "
+    "register_autograd says its gradient.",
 )
 _DEVICE = report(
     "`fn` puts a tensor on {requested} by {name}; this step is traced on {device}.",
@@ -214,7 +221,8 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield from unvalidated()
     yield from cumulative()
     yield from statistics.patches()
-    yield from launches.patches()
+    if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
+        yield triton.KernelInterface, "__getitem__", _launch
     yield torch.Tensor, "data", _data
     yield torch.Tensor, "grad_fn", _grad_fn
 
@@ -236,6 +244,17 @@ def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
     return lambda _, here: patch(function, here)
 
 
+def _launch(original: Any, here: Callable[[], bool]) -> Callable[..., Any]:
+    """Of `kernel[grid]`."""
+
+    def getitem(kernel: Any, grid: Any) -> Any:
+        if here():
+            raise TraceError(_LAUNCH)
+        return original(kernel, grid)
+
+    return getitem
+
+
 def _accumulates(*_: Any, accumulate_grad: bool = False, **__: Any) -> bool:
     return accumulate_grad and not functions.in_a_backward()
 
@@ -252,6 +271,10 @@ def _higher_order_call(original: Callable[..., Any], here: Callable[[], bool]) -
             return original(self, *args, **kwargs)
         if self.name() in control_flow.OPERATORS:
             return control_flow.OPERATORS[self.name()](*args, **kwargs)
+        if self.name() == "triton_kernel_wrapper_mutation":
+            if get_proxy_mode() is None:  # inside a `triton_op`, which is one op of the program
+                return original(self, *args, **kwargs)
+            raise TraceError(_LAUNCH)
         raise higher_order(self.name())
 
     return call

@@ -48,7 +48,6 @@ class Exchanged:
     received: ValueName
     like: Argument  # what is sent
     to: int = 0
-    chunk: tuple[int, int] | None = None  # which of how many; see `compiler.place.chunks`
 
     def __str__(self) -> str:
         dims = KINDS[self.kind].dims_text(self.dim, self.to)

@@ -4,9 +4,8 @@ What is lazy (views of a value, and whatever depends on the leaves of one unit a
 in each segment that reads it, so that neither ever crosses a cut. What is left, the *main* nodes,
 is cut where a node first reads a leaf of another unit; between the last read of one unit and the
 first of the next, where the fewest bytes cross. Exchanges stand between segments: each right before its
-first reader, together with all others whose values are there by then; a permutation, and a chunk of an
-exchange, where the program has it, and what reads a permutation begins a segment: so each travels beside what
-stands between.
+first reader, together with all others whose values are there by then; a permutation where the program has it,
+and what reads a permutation begins a segment: so it travels during what stands between.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
             lazy.add(node)
     terms = _find_terms(calls, rests, lazy)
     lazy -= {n for of_unit in terms.values() for n in of_unit}
-    exchanges = [n for n in calls if n.target is EXCHANGE and not permutes(n) and "chunk" not in n.meta]
+    exchanges = [n for n in calls if n.target is EXCHANGE and not permutes(n)]
     own = {n for n in calls if n in rests and has_own_gradient(n)}
     deferred = _find_deferred(calls, rests, lazy, terms) | set(exchanges) | own
     units = {n: frozenset([u] if (u := leaves.get(n)) else []) for n in inputs}
@@ -401,7 +400,7 @@ def _exchanged(node: fx.Node, behind: int) -> Exchanged:
     names = (ValueName(Kind.VALUE, n.name) for n in (sent, node))
     return Exchanged(
         kind, tuple(axes.split(",")), dim, behind, *names, Argument.of(sent.meta["val"], "value"),
-        *(to or [0]), node.meta.get("chunk"),
+        *(to or [0]),
     )  # fmt: skip
 
 

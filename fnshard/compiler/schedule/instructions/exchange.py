@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class Exchange(Instruction):
     """Issue: a value -> what `kind` makes of every rank's; see `compiler.frontend.exchange`.
 
-    `like`: what is sent. `dim`, `to`: along which it is split or joined. `chunk`: which of how many parts of
-    one exchange this is.
+    `like`: what is sent. `dim`, `to`: along which it is split or joined.
     """
 
     lane = COMMUNICATION
@@ -41,7 +40,6 @@ class Exchange(Instruction):
     dim: int = 0
     like: Argument | None = None
     to: int = 0
-    chunk: tuple[int, int] | None = None
 
     @property
     def of_kind(self) -> ExchangeKind:
@@ -53,8 +51,7 @@ class Exchange(Instruction):
     @property
     def detail(self) -> str:
         dims = self.of_kind.dims_text(self.dim, self.to)
-        chunk = f", chunk {self.chunk[0] + 1} of {self.chunk[1]}" if self.chunk else ""
-        return f"{self.kind}({', '.join(self.reads)} {self.like}{dims}) over {', '.join(self.axes)}{chunk}"
+        return f"{self.kind}({', '.join(self.reads)} {self.like}{dims}) over {', '.join(self.axes)}"
 
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
@@ -187,7 +184,6 @@ def exchange(
         kind = KINDS[kind].dual
     flight = ValueName(Kind.FLIGHT, f"{sent} {received}")
     issue = Exchange(
-        unit, phase, (sent,), (flight,), kind=kind, axes=each.axes, dim=dims[0], like=like, to=dims[1],
-        chunk=each.chunk,
-    )  # fmt: skip
+        unit, phase, (sent,), (flight,), kind=kind, axes=each.axes, dim=dims[0], like=like, to=dims[1]
+    )
     return issue, Wait(unit, phase, (flight,), (received,), of=Exchange)

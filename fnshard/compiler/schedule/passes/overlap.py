@@ -39,25 +39,21 @@ def wait_late(schedule: Schedule) -> Schedule:
 
 
 def issue_early(schedule: Schedule) -> Schedule:
-    """Move each chunk of an exchange, and each permutation of a backward, above one kernel, if that does not
-    make what it sends: it travels while the chunk, or the block, before it computes.
+    """Move each permutation of a backward above one kernel, if that kernel does not make what it sends: it
+    travels while the block before it computes.
 
-    In a forward permutations stand where they travel beside a kernel.
+    In a forward permutations stand where they travel during a kernel already.
     """
     out: list[Instruction] = []
     for line in schedule.instructions:
         place = len(out)
-        if isinstance(line, Exchange) and _moves_up(line):
+        if isinstance(line, Exchange) and line.of_kind.permutes and line.phase.startswith("backward"):
             while place and not set(line.reads) & set(out[place - 1].writes):
                 place -= 1
                 if isinstance(out[place], Run):
                     break
         out.insert(place, line)
     return schedule.with_instructions(out)
-
-
-def _moves_up(line: Exchange) -> bool:
-    return line.chunk is not None or (line.of_kind.permutes and line.phase.startswith("backward"))
 
 
 class _Queue:
