@@ -230,19 +230,11 @@ def floor_of(module: str) -> int:
     return FLOORS.index(max(found, key=len)) if found else len(FLOORS) * (name == "") - (name != "")
 
 
-def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that a type checker alone reads: an instruction's methods name, in annotations, the
-    classes of their arguments, which lie above it."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield node
-            yield from run_nodes(node)
-
-
 def imported_modules(module: str, trees: dict[str, ast.AST]) -> set[str]:
-    """The modules that one imports, inside functions too; a package only if a name of its own is meant."""
+    """The modules that one imports, inside functions and under TYPE_CHECKING too; a package only if a name of
+    its own is meant."""
     found: set[str] = set()
-    for node in run_nodes(trees[module]):
+    for node in ast.walk(trees[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -17,7 +17,7 @@ from unittest import mock
 
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Wait
 from fnshard.runtime.executor import execute
-from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.step import runner
 
 Seconds = dict[str, float]
@@ -56,7 +56,7 @@ def watched() -> Iterator[PhaseTimer]:
     """Steps that are called for the first time within are watched, as long as they live."""
     watch = PhaseTimer()
 
-    def bind(context: Context, part: slice = slice(None)) -> Callable[[Env], Env]:
+    def bind(context: ExecutorContext, part: slice = slice(None)) -> Callable[[Env], Env]:
         def timed(number: int, line: Instruction, action: Action) -> Action:
             return _timed(action, watch.lines, _name(line))
 
@@ -71,7 +71,7 @@ def _name(line: Instruction) -> str:
     return f"{line.phase.split('.')[0]} {line.verb}{of}"
 
 
-def _clocked(context: Context, watch: PhaseTimer) -> Context:
+def _clocked(context: ExecutorContext, watch: PhaseTimer) -> ExecutorContext:
     kernels = {
         name: tuple(fn and _timed(fn, watch.inner, KERNELS) for fn in pair)
         for name, pair in context.kernels.items()

@@ -24,7 +24,7 @@ from experiments.training.decoder import Decoder, DecoderConfig
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.runtime.collectives.base import Done
-from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
 
@@ -70,7 +70,7 @@ def measure(blocks: int, preset: str, repeats: int) -> dict[str, float]:
         for k in lowered.kernels.values()
     }
     step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
-    run = bind(Context(lowered.schedule, kernels, Nothing(mesh), 0, step._scalars(lowered)))
+    run = bind(ExecutorContext(lowered.schedule, kernels, Nothing(mesh), 0, step._scalars(lowered)))
     shards = fs.shard(params, specs, mesh)
     units = sum(isinstance(i, Run) for i in lowered.schedule.instructions)
     times = []

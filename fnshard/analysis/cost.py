@@ -35,31 +35,13 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
     Zeros,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Price, Schedule
 from fnshard.layout.partition import block_shape
 
 
-@dataclass(frozen=True)
-class Price:
-    """What one instruction takes.
-
-    `device_seconds`: on the compute lane (on the host's, where `on_host`), before what it sends off.
-    `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line;
-    where `blocking`, the host then waits for the flight too.
-    """
-
-    device_seconds: float = 0.0
-    host_seconds: float = 0.0
-    lane: str = ""
-    flight_seconds: float = 0.0
-    on_host: bool = False
-    flops: float = 0.0
-    blocking: bool = False
-
-
 @dataclass
-class Pricer:
-    """Prices the lines of one schedule.
+class HardwarePricer:
+    """Prices the lines of one schedule on one machine.
 
     Args:
         fused: kernels are compiled by Inductor; else every operator runs by itself.

@@ -11,7 +11,7 @@ from fnshard.analysis.memory import MemoryAnalysis
 from fnshard.analysis.tables import columns, megabytes
 from fnshard.analysis.traffic import Traffic
 from fnshard.compiler.schedule.instructions import Instruction
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from fnshard.analysis.footprint import rounded
 from fnshard.compiler.schedule.instructions import Instruction
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.paper import (
     CATEGORIES,
     GATHERED,
@@ -22,7 +23,6 @@ from fnshard.compiler.schedule.paper import (
     PaperTensor,
     tensors_in,
 )
-from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.runtime.host_worker import PENDING
 
 TIERS = ("device", "host", "disk")

@@ -35,6 +35,7 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.paper import (
     ACTIVATIONS,
     BUFFERS,
@@ -48,7 +49,6 @@ from fnshard.compiler.schedule.paper import (
     PaperGroup,
     PaperTensor,
 )
-from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.errors import BudgetError, report
 from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.analysis.footprint import CallArgument, StorageWatch
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.partition import block_shape

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fnshard.analysis.cost import Price, Pricer
+from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.compiler.ir.values import SCALARS, Kind
 from fnshard.compiler.schedule.instructions import (
@@ -29,7 +29,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Price, Schedule
 from fnshard.runtime.host_worker import PENDING
 
 
@@ -112,9 +112,9 @@ def simulate(
         fused: kernels as Inductor compiles them; else operator by operator.
         slots: tensors of optimizer state per leaf.
         tokens: of one step, all ranks together, if known.
-        moved, fused_update: see `Pricer`.
+        moved, fused_update: see `HardwarePricer`.
     """
-    pricer = Pricer(schedule, hardware, fused, slots, moved, fused_update)
+    pricer = HardwarePricer(schedule, hardware, fused, slots, moved, fused_update)
     clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
     for index, line in enumerate(schedule.instructions):
         clock.step(index, line, pricer.of(line))
@@ -139,7 +139,7 @@ def simulate(
     )
 
 
-def _flops(schedule: Schedule, pricer: Pricer) -> tuple[float, float, str]:
+def _flops(schedule: Schedule, pricer: HardwarePricer) -> tuple[float, float, str]:
     """Model FLOPs, hardware FLOPs, and the dtype most of them are in.
 
     A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser

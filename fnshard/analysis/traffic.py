@@ -15,7 +15,7 @@ from typing import Any
 
 from fnshard.analysis.tables import columns, megabytes
 from fnshard.compiler.schedule.instructions import TRANSFER, Instruction, ReduceScalars
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from fnshard.compiler.kernels.split import split
 from fnshard.compiler.place.axes import Residual
 from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.place.ways import ContextAttention
-from fnshard.compiler.schedule.build import build
+from fnshard.compiler.schedule.build import Plan, build
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import (
     insert_frees,
     issue_early,
@@ -32,8 +33,6 @@ from fnshard.compiler.schedule.passes import (
     updates_last,
     wait_late,
 )
-from fnshard.compiler.schedule.plan import Plan
-from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import TraceError
 from fnshard.layout.resolved import ResolvedSpecs

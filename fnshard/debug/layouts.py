@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Cast, Instruction, Run, Wait
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import (
     as_arguments,
     difference,

@@ -21,7 +21,7 @@ from fnshard.compiler.schedule.instructions import (
     Run,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import as_arguments
 from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
 from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health

@@ -40,7 +40,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import SpecError
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step

@@ -33,7 +33,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.values import tensors
 from fnshard.errors import CollectiveError
 from fnshard.layout.resolved import ResolvedSpecs

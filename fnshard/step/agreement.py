@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import AgreementError, leaves, stable_repr
 from fnshard.layout.spec import LayoutSpec
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo

@@ -31,7 +31,7 @@ from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import SpecError, StateError
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer

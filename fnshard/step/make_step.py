@@ -11,7 +11,7 @@ from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.place.axes import Residual
 from fnshard.compiler.place.ways import ContextAttention
-from fnshard.compiler.schedule.plan import AccumulateMode
+from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT

@@ -13,7 +13,7 @@ from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
 from fnshard.compiler.place.axes import Residual
 from fnshard.compiler.place.ways import ContextAttention
-from fnshard.compiler.schedule.plan import AccumulateMode
+from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.errors import SpecError
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer

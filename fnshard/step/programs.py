@@ -10,7 +10,7 @@ from torch import Tensor
 from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.reachable import ABSENT
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Exchange
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import StateError, report
 from fnshard.step.batches import BatchKey, Constant, TensorShape
 from fnshard.tree import is_same

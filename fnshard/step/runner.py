@@ -25,7 +25,7 @@ from fnshard.losses import Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.executor.context import Context, Watch
+from fnshard.runtime.executor.context import ExecutorContext, Watch
 from fnshard.runtime.executor.cuda_graph import Graphed, returned_tensors
 from fnshard.runtime.executor.execute import bind, cut_batch
 from fnshard.runtime.executor.fused_update import FusedUpdates
@@ -223,7 +223,7 @@ class Runner:
         updater = None
         if (optimizer := self.lowering.optimizer) is not None:
             updater = Updater(optimizer, self.lowering.specs.paired, mesh, mesh.rank, self._fused)
-        context = Context(
+        context = ExecutorContext(
             lowered.schedule,
             lowered.compiled,
             rank.comm,
@@ -247,7 +247,7 @@ class Runner:
 
         return Bound(lowered, alone, scalars, updater)
 
-    def _graphed(self, lowered: Lowered, context: Context) -> Graphed:
+    def _graphed(self, lowered: Lowered, context: ExecutorContext) -> Graphed:
         length, outputs = graph_length(lowered.schedule), lowered.program.outputs
         returned = returned_tensors(outputs, lowered.segments.results, lowered.options.accumulate)
         first, last = (bind(context, part) for part in (slice(length), slice(length, None)))

@@ -15,7 +15,7 @@ from fnshard.analysis.slots import Slots, check_slots, gathers_of, slots_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.lower import Front
-from fnshard.compiler.schedule.plan import Plan
+from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.pairs import as_pairs, slots_at_rest

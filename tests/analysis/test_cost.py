@@ -22,7 +22,7 @@ from toys import chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import Hardware, SpecError
 from fnshard.analysis import measure as measuring
-from fnshard.analysis.cost import Pricer
+from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import TABLE, Curve, Link
 from fnshard.compiler.frontend.exchange import EXCHANGE
@@ -158,7 +158,7 @@ def test_a_graph_is_counted_once() -> None:
 
 def price(low: Any, kind: type, hardware: Hardware = H100, **where: Any) -> Any:
     line = next(i for i in low.schedule.instructions if type(i) is kind)
-    return Pricer(low.schedule, hardware, fused=False).of(line)
+    return HardwarePricer(low.schedule, hardware, fused=False).of(line)
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -212,7 +212,7 @@ def test_updates_go_by_what_the_optimizer_holds() -> None:
     line = next(i for i in low.schedule.instructions if isinstance(i, Update))
     memory_bound = replace(H100, floor_seconds=0.0, update=Curve.flat(1e9))
     for slots, tensors in ((0, 3), (1, 5), (2, 7)):
-        seconds = Pricer(low.schedule, memory_bound, slots=slots).of(line).device_seconds
+        seconds = HardwarePricer(low.schedule, memory_bound, slots=slots).of(line).device_seconds
         assert seconds == pytest.approx(tensors * 64 * 64 / 4 * 4 / 1e9)
 
 
@@ -260,7 +260,7 @@ def test_transfers_are_priced_by_the_bytes_that_the_ledger_counts(preset: str, t
         transfers = {i: x for i, x in enumerate(low.schedule.instructions) if x.lane == lines.TRANSFER}
         assert transfers and set(transfers) == set(moved) and sum(moved.values())
         for known in (moved, None):
-            pricer = Pricer(low.schedule, one, moved=known)
+            pricer = HardwarePricer(low.schedule, one, moved=known)
             assert {i: pricer.of(x).flight_seconds for i, x in transfers.items()} == moved
 
 
@@ -291,7 +291,7 @@ def test_copies_of_mapped_files_hold_the_host_up() -> None:
 def test_kernels_cost_more_uncompiled() -> None:
     low = lower(*llama(2), ranks=2)
     run = next(i for i in low.schedule.instructions if isinstance(i, Run) and "layers.0" in i.units)
-    fused, eager = (Pricer(low.schedule, H100, fused=f).of(run) for f in (True, False))
+    fused, eager = (HardwarePricer(low.schedule, H100, fused=f).of(run) for f in (True, False))
     assert fused.device_seconds < eager.device_seconds and fused.host_seconds < eager.host_seconds
     assert fused.flops == eager.flops
 

@@ -15,7 +15,7 @@ from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import Hardware
-from fnshard.analysis.cost import Pricer
+from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.hardware import COLLECTIVES, Curve, Link
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.compiler.schedule.instructions import (
@@ -119,7 +119,7 @@ def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
 @given(plans, machines())
 def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Hardware) -> None:
     """The longest chain of lines in which each reads what the one before made, lanes and host aside."""
-    pricer, done = Pricer(low.schedule, hardware, fused=False), {}
+    pricer, done = HardwarePricer(low.schedule, hardware, fused=False), {}
     for line in low.schedule.instructions:
         price = pricer.of(line)
         end = (
@@ -171,7 +171,9 @@ def test_prefetch_hides_gathers_behind_kernels() -> None:
     base = lowered("full_shard", 2, prefetch=0)
     runs = [i for i in base.schedule.instructions if isinstance(i, Run)]
     free = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
-    kernel = sum(Pricer(base.schedule, free, fused=False).of(r).device_seconds for r in runs) / len(runs)
+    kernel = sum(HardwarePricer(base.schedule, free, fused=False).of(r).device_seconds for r in runs) / len(
+        runs
+    )
     hardware = replace(free, node=Link.even(0, 0.5 * WIDTH * WIDTH * 4 / kernel))
     without = run(base, hardware).exposed_communication_seconds
     assert run(lowered("full_shard", 2), hardware).exposed_communication_seconds < 0.75 * without

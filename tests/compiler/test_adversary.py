@@ -33,7 +33,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import ScheduleError
 from fnshard.runtime.collectives.simulated import poison

@@ -24,7 +24,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.step.lowered import Lowered
 
 WIDE = 64  # divides by every world

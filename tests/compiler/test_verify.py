@@ -27,8 +27,8 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import prefetch
-from fnshard.compiler.schedule.schedule import Schedule
 from fnshard.compiler.schedule.verify import verify
 
 

@@ -45,7 +45,7 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.debug.layouts import BisectReport
 from fnshard.errors import StateError
-from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.context import ExecutorContext
 
 
 def bisected(preset: str = "full_shard", policy: Any = None, **how: Any) -> BisectReport:
@@ -179,7 +179,7 @@ def test_bisect_of_a_layout_that_rests_on_the_host() -> None:
 
 
 def test_bisect_looks_at_every_replica_of_either_side_and_not_at_parts_of_sums() -> None:
-    def plant(context: Context) -> Context:
+    def plant(context: ExecutorContext) -> ExecutorContext:
         if sharded(context) or context.rank == 0:
             return context
         return replace(context, comm=Liar(context.comm, "all_reduce", 2, lambda r: r * 1.5))

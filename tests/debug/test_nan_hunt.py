@@ -30,7 +30,7 @@ import fnshard as fs
 from fnshard.compiler.schedule.instructions import Cast, Run, Wait
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, StateError
-from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.context import ExecutorContext
 
 
 def hunted(
@@ -249,7 +249,7 @@ def test_nan_hunt_of_norms() -> None:
 
 
 def test_nan_hunt_of_an_update() -> None:
-    def plant(context: Context) -> Context:
+    def plant(context: ExecutorContext) -> ExecutorContext:
         right = context.updater.bind
 
         def bind(bucket: Any) -> Any:

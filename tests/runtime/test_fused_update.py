@@ -13,7 +13,7 @@ from optimizers import ALL, SHAPES, assert_close, copy, make_info, random_tree
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.analysis.cost import Pricer
+from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.slots import Updates, slots_of
 from fnshard.compiler.schedule.instructions import Update
 from fnshard.errors import OptimizerError, SpecError
@@ -178,7 +178,7 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
     hardware, moved, spare = fs.Hardware.of("h100"), {}, {}
     for update in ("eager", "compiled"):
         low = on_paper(update)
-        pricer = Pricer(low.schedule, hardware, fused_update=low._fused_update)
+        pricer = HardwarePricer(low.schedule, hardware, fused_update=low._fused_update)
         lines = [line for line in low.schedule.instructions if isinstance(line, Update)]
         moved[update] = sum(map(pricer.update_bytes, lines)) / (3 * (4 * 4 + 4) / 2)
         slots = slots_of(adamw(0.1), low.schedule.specs, low.schedule.mesh)

@@ -22,7 +22,7 @@ from fnshard.compiler.kernels import inductor
 from fnshard.compiler.schedule.instructions import Reduced
 from fnshard.debug.values import tensors
 from fnshard.errors import DebugError, SpecError
-from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.step import runner
 
 
@@ -103,10 +103,10 @@ def test_compiles_of_simulated_ranks_count_once() -> None:
 
 
 def test_a_step_that_nobody_watches_runs_its_plain_actions() -> None:
-    seen: list[Context] = []
+    seen: list[ExecutorContext] = []
     plain = runner.bind
 
-    def bind(context: Context) -> Any:
+    def bind(context: ExecutorContext) -> Any:
         seen.append(context)
         return plain(context)
 

@@ -23,8 +23,8 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
-from fnshard.runtime.executor.context import Context
+from fnshard.compiler.schedule.ir import Schedule
+from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.step import runner
 
 PARAMS = chain(3)
@@ -78,19 +78,21 @@ class Lied:
         self.handle.release()
 
 
-def sharded(context: Context) -> bool:
+def sharded(context: ExecutorContext) -> bool:
     """Whether this is side `b`: the one that is not no_shard."""
     return any(s.gradient.axes or s.storage.axes for s in context.schedule.specs.values())
 
 
 @contextmanager
 def planted(
-    plant: Callable[[Context], Context], before: Callable[[Any], None] | None = None, both: bool = False
+    plant: Callable[[ExecutorContext], ExecutorContext],
+    before: Callable[[Any], None] | None = None,
+    both: bool = False,
 ) -> Iterator[None]:
     """Steps bound in here are wrong, where they are sharded; `before`: what is done to the environment."""
     plain = runner.bind
 
-    def bind(context: Context) -> Callable[[Any], Any]:
+    def bind(context: ExecutorContext) -> Callable[[Any], Any]:
         if not (both or sharded(context)):
             return plain(context)
         run = plain(plant(context))
@@ -109,7 +111,7 @@ def planted(
 def lying(verb: str, nth: int, lie: Callable[[Any], Any], rank: int | None = None) -> Any:
     """A collective with a wrong result, on all ranks or on one."""
 
-    def plant(context: Context) -> Context:
+    def plant(context: ExecutorContext) -> ExecutorContext:
         if rank not in (None, context.rank):
             return context
         return replace(context, comm=Liar(context.comm, verb, nth, lie))
@@ -120,7 +122,7 @@ def lying(verb: str, nth: int, lie: Callable[[Any], Any], rank: int | None = Non
 def kernel_wrong(name: str, backward: bool, output: int, wrong: Callable[[Tensor], Tensor]) -> Any:
     """A kernel one of whose results is wrong."""
 
-    def plant(context: Context) -> Context:
+    def plant(context: ExecutorContext) -> ExecutorContext:
         pair = list(context.kernels[name])
         right = pair[backward]
 
@@ -140,7 +142,7 @@ def leaf_wrong(path: str) -> Any:
 
 
 def update_wrong() -> Any:
-    def plant(context: Context) -> Context:
+    def plant(context: ExecutorContext) -> ExecutorContext:
         right = context.updater.bind
 
         def bind(bucket: Any) -> Any:

@@ -28,7 +28,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateGather,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import ScheduleError
 
 

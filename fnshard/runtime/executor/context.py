@@ -1,4 +1,4 @@
-"""Context: what a schedule's instructions are bound to."""
+"""ExecutorContext: what a schedule's instructions are bound to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import Accumulate, Action, Free, Instruction, Norms, Update
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.executor.scalars import Scalars
@@ -21,7 +21,7 @@ Watch = Callable[[int, Instruction, Action], Action]  # (line number, line, what
 
 
 @dataclass(frozen=True)
-class Context:
+class ExecutorContext:
     """What instructions are bound to. `freed`: called with each value that dies (tests poison it).
 
     `transfers`: needed where something rests on the host or on disk. `watch`: wraps every instruction, once,

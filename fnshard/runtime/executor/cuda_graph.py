@@ -20,7 +20,7 @@ from torch import Tensor
 from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, Kind
 from fnshard.compiler.schedule.instructions import TRANSFER, Env
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import SpecError, leaves
 
 MODE = "reduce-overhead"  # of `shard_step`

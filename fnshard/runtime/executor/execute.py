@@ -16,12 +16,12 @@ from torch import Tensor
 from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Wait
 from fnshard.compiler.schedule.instructions.kernels import dropped_by_worker
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import CollectiveError
-from fnshard.runtime.executor.context import Context
+from fnshard.runtime.executor.context import ExecutorContext
 
 
-def bind(context: Context, part: slice = slice(None)) -> Callable[[Env], Env]:
+def bind(context: ExecutorContext, part: slice = slice(None)) -> Callable[[Env], Env]:
     """A function that runs the schedule, or a part of its lines, on an environment and returns it.
 
     A collective that fails in it is a `CollectiveError` that begins with the instruction and its unit.
@@ -60,7 +60,7 @@ def bind(context: Context, part: slice = slice(None)) -> Callable[[Env], Env]:
     return run
 
 
-def _behind_worker(action: Action, context: Context) -> Action:
+def _behind_worker(action: Action, context: ExecutorContext) -> Action:
     def run(env: Env) -> None:
         context.transfers.join()
         action(env)

@@ -26,7 +26,7 @@ from fnshard.compiler.ir.guard import Guard
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels import canonical, differentiate, segments
 from fnshard.compiler.lower import Stages
-from fnshard.compiler.schedule import buckets, instructions, plan, schedule
+from fnshard.compiler.schedule import buckets, build, instructions, ir
 from fnshard.compiler.schedule.instructions import Instruction
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
@@ -64,15 +64,15 @@ _CLASSES: Mapping[str, type] = {
     for kind in (
         *(getattr(instructions, n) for n in instructions.__all__ if n[0].isupper() and not n.isupper()),
         buckets.Bucket, buckets.Piece, canonical.Argument, canonical.Source,
-        custom_gradient.CustomGradient, differentiate.Kernel, differentiate.Ref, plan.Plan, program.Input,
-        program.Limit, program.Outputs, program.Program, schedule.Schedule, segments.Exchanged,
+        custom_gradient.CustomGradient, differentiate.Kernel, differentiate.Ref, build.Plan, program.Input,
+        program.Limit, program.Outputs, program.Program, ir.Schedule, segments.Exchanged,
         segments.Segment, segments.Segments, Stages,
     )
     if isinstance(kind, type) and is_dataclass(kind)
 }  # fmt: skip
 # Objects that several others hold are written once.
 _SHARED = (canonical.Source, differentiate.Kernel)
-_LEFT_OUT = {(program.Program, "guard"), (program.Program, "fake_mode"), (schedule.Schedule, "specs")}
+_LEFT_OUT = {(program.Program, "guard"), (program.Program, "fake_mode"), (ir.Schedule, "specs")}
 _FUNCTIONS = {f.__name__: f for f in (operator.getitem, operator.add, operator.mul, operator.sub)}
 _TORCH = {
     str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype | torch.layout | torch.memory_format)

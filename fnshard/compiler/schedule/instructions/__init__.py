@@ -1,6 +1,19 @@
 """Instructions: the lines of a schedule, one class each with all that is about it; see `base`."""
 
-from fnshard.compiler.schedule.instructions.base import (
+from fnshard.compiler.schedule.instructions.buffers import AggregateBuffers, StoreBuffers
+from fnshard.compiler.schedule.instructions.exchange import Exchange
+from fnshard.compiler.schedule.instructions.gradients import (
+    Accumulate,
+    AllReduce,
+    Local,
+    Reduced,
+    ReduceScatter,
+)
+from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
+from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
+from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
+from fnshard.compiler.schedule.instructions.updates import Norms, ReduceScalars, Update, UpdateGather
+from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     COMPUTE,
     HOST,
@@ -13,14 +26,6 @@ from fnshard.compiler.schedule.instructions.base import (
     OfBucket,
     Wait,
 )
-from fnshard.compiler.schedule.instructions.buffers import AggregateBuffers, StoreBuffers
-from fnshard.compiler.schedule.instructions.exchange import Exchange
-from fnshard.compiler.schedule.instructions.gradients import Accumulate, AllReduce, Local, ReduceScatter
-from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
-from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
-from fnshard.compiler.schedule.instructions.reduced import Reduced
-from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
-from fnshard.compiler.schedule.instructions.updates import Norms, ReduceScalars, Update, UpdateGather
 
 __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",

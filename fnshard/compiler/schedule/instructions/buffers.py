@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fnshard.compiler.schedule.instructions.base import (
+from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
+    Context,
     Env,
     Instruction,
     OfBucket,
+    Price,
+    Pricer,
+    RankMemory,
+    Schedule,
     Wait,
     bucket_of,
 )
 from fnshard.compiler.schedule.paper import BUFFERS, PaperTensor
 from fnshard.layout.partition import block_slices
 from fnshard.layout.spec import Aggregation
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,20 @@ from fnshard.compiler.frontend.exchange import KINDS, ExchangeKind
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.segments import Exchanged
-from fnshard.compiler.schedule.instructions.base import COMMUNICATION, Action, Env, Instruction, Wait
+from fnshard.compiler.schedule.ir import (
+    COMMUNICATION,
+    Action,
+    Context,
+    Env,
+    Instruction,
+    Price,
+    Pricer,
+    RankMemory,
+    Schedule,
+    Wait,
+)
 from fnshard.compiler.schedule.paper import ACTIVATIONS, tensors_in
 from fnshard.mesh import Mesh
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
 
 
 @dataclass(frozen=True)

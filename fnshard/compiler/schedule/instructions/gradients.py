@@ -5,33 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import Kind
-from fnshard.compiler.schedule.instructions.base import (
+from fnshard.compiler.schedule.instructions.kernels import Run
+from fnshard.compiler.schedule.instructions.leaves import cast_together
+from fnshard.compiler.schedule.instructions.updates import Update
+from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
+    Context,
     Env,
     Names,
     OfBucket,
+    Price,
+    Pricer,
+    RankMemory,
+    Schedule,
     Wait,
     bucket_of,
     reduced_names,
 )
-from fnshard.compiler.schedule.instructions.kernels import Run
-from fnshard.compiler.schedule.instructions.leaves import cast_together
-from fnshard.compiler.schedule.instructions.reduced import Reduced
-from fnshard.compiler.schedule.instructions.updates import Update
 from fnshard.compiler.schedule.paper import BUFFERS, GRADIENTS, PaperGroup, PaperTensor, tensors_in
 
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
+
+@dataclass(frozen=True)
+class Reduced:
+    """A bucket's reduced gradients: one block per leaf; `flat` is the row they are views of, if any."""
+
+    blocks: Mapping[str, Tensor]
+    flat: Tensor | None = None
+
+    def each(self, make: Callable[[Tensor], Tensor]) -> Reduced:
+        """The same on other tensors: one for the row, or one a block."""
+        if self.flat is None:
+            return Reduced({p: make(b) for p, b in self.blocks.items()})
+        flat, start = make(self.flat), self.flat.storage_offset()
+        return Reduced(
+            {
+                p: flat.as_strided(b.shape, b.stride(), b.storage_offset() - start + flat.storage_offset())
+                for p, b in self.blocks.items()
+            },
+            flat,
+        )
+
+    def pairs(self, other: Reduced) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of the two that are to be alike."""
+        if self.flat is not None:
+            return [(self.flat, other.flat)]
+        return [(b, other.blocks[p]) for p, b in self.blocks.items()]
 
 
 def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
-from fnshard.compiler.schedule.instructions.base import Action, Env, Instruction, Names
+from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer, RankMemory
 from fnshard.compiler.schedule.paper import ACTIVATIONS, PaperTensor, storage_bytes
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.runtime.executor.context import Context
 
 
 @dataclass(frozen=True)

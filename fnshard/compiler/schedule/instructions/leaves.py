@@ -6,29 +6,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.buckets import Piece, leaf_runs
-from fnshard.compiler.schedule.instructions.base import (
+from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
+    Context,
     Env,
     OfBucket,
+    Price,
+    Pricer,
+    RankMemory,
+    Schedule,
     Wait,
     bucket_of,
 )
 from fnshard.compiler.schedule.paper import BUFFERS, GATHERED
 from fnshard.layout.partition import block_slices
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.instructions.base import (
+from fnshard.compiler.schedule.ir import (
     TRANSFER,
     Action,
+    Context,
     Env,
     Names,
     OfBucket,
+    Price,
+    Pricer,
+    RankMemory,
+    Schedule,
     Wait,
     only_stored,
 )
@@ -26,12 +31,6 @@ from fnshard.compiler.schedule.paper import (
     PaperTensor,
     tensors_in,
 )
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
 
 
 def _shortened(names: Names) -> str:

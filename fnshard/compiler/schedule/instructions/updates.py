@@ -5,30 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
-from fnshard.compiler.schedule.instructions.base import (
+from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
+    Context,
     Env,
     Instruction,
     Names,
     OfBucket,
+    Price,
+    Pricer,
+    RankMemory,
+    Schedule,
     Wait,
     bucket_of,
     reduced_names,
 )
 from fnshard.compiler.schedule.paper import BUFFERS, PaperGroup
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
 
 
 @dataclass(frozen=True)

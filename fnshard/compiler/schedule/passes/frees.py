@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import TRANSFER, Accumulate, Free, Instruction, Run, Wait
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def insert_frees(schedule: Schedule) -> Schedule:

@@ -11,7 +11,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateGather,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def updates_last(schedule: Schedule) -> Schedule:

@@ -25,7 +25,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateGather,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def offload(schedule: Schedule, segments: frozenset[int] = frozenset()) -> Schedule:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.schedule.instructions import Exchange, Instruction, Run, Wait
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:

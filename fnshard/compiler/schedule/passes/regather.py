@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.derived import SMALL
 from fnshard.compiler.schedule.instructions import Exchange, Instruction, Run, Wait
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:

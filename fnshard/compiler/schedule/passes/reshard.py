@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fnshard.compiler.schedule.instructions import Cast, Gather, Instruction, Run, Wait
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def reshard(schedule: Schedule) -> Schedule:

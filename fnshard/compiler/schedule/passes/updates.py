@@ -12,7 +12,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateGather,
     Wait,
 )
-from fnshard.compiler.schedule.schedule import Schedule
+from fnshard.compiler.schedule.ir import Schedule
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:

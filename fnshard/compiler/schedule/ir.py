@@ -1,33 +1,114 @@
-"""Base: what every line of a schedule has, and the Wait for what another line has issued.
+"""IR: an instruction, a schedule of instructions, and what these are bound to and priced by.
 
 An instruction is one class with all that is about it: fields and text; `bind`, what the executor does;
 `memory`, what that does to memory, on paper; `price`, what it takes; `wire_bytes`. A class whose `lane` is
 COMMUNICATION or TRANSFER issues a flight, and has the same three for its Wait. `verify`, traffic, the
 fingerprint and the timeline know a new instruction by these. Passes that move lines of one kind (prefetch,
 reshard, offload, updates) name the classes that they move.
+
+Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
+gradients; `x2.0` is the first value that segment 2 saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
+from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.errors import ScheduleError
-
-if TYPE_CHECKING:
-    from fnshard.analysis.cost import Price, Pricer
-    from fnshard.analysis.rank_memory import RankMemory
-    from fnshard.compiler.schedule.schedule import Schedule
-    from fnshard.runtime.executor.context import Context
+from fnshard.layout.spec import LayoutSpec, summed_axes
+from fnshard.mesh import Mesh
 
 Names = tuple[ValueName, ...]
 Env = dict[str, Any]  # values by name, as a step runs
 Action = Callable[[Env], None]
 COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "transfer", "host")
+RankMemory = Any
+
+
+class Context(Protocol):
+    """What `Instruction.bind` binds a line to: `runtime.executor.context` has the one that runs.
+
+    `comm`: collectives. `scalars`, `updater`, `transfers`: None where no line of the schedule needs them.
+    `freed`: called with each value that dies. `worker`: the thread of what is `on_host`, if there is one.
+    """
+
+    schedule: Schedule
+    kernels: Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]]
+    comm: Any
+    rank: int
+    scalars: Any
+    updater: Any
+    transfers: Any
+    freed: Callable[[str, Any], None] | None
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def worker(self) -> Any: ...
+
+    def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
+        """How a part of a line is run: at once, or by the worker."""
+
+    def packer(self, bucket: str) -> Any:
+        """What packs the bucket of this name into flat rows."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one instruction takes.
+
+    `device_seconds`: on the compute lane (on the host's, where `on_host`), before what it sends off.
+    `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line;
+    where `blocking`, the host then waits for the flight too.
+    """
+
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+    lane: str = ""
+    flight_seconds: float = 0.0
+    on_host: bool = False
+    flops: float = 0.0
+    blocking: bool = False
+
+
+class Pricer(Protocol):
+    """What `Instruction.price` asks: seconds of work and sizes of values; `analysis.cost` has the one."""
+
+    schedule: Schedule
+
+    def bucket(self, line: OfBucket) -> Bucket: ...
+
+    def bytes_of(self, names: Names) -> float: ...
+
+    def block_bytes(self, bucket: Bucket, dtype: str) -> float: ...
+
+    def leaf_bytes(self, bucket: Bucket, dtype: str) -> float: ...
+
+    def compute(self, seconds: float, size: float) -> Price: ...
+
+    def copy(self, size: float, **flight: Any) -> Price: ...
+
+    def streamed(self, size: float) -> Price: ...
+
+    def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]: ...
+
+    def here_or_on_host(self, line: Instruction, size: float) -> Price: ...
+
+    def kernel(self, line: Any) -> Price: ...
+
+    def transfer(self, line: Any) -> Price: ...
+
+    def update(self, line: Any) -> Price: ...
 
 
 @dataclass(frozen=True)
@@ -192,3 +273,90 @@ def reduced_names(names: Names) -> Names:
 def bucket_of(line: OfBucket, context: Context) -> Bucket:
     """The bucket that a line is about."""
     return context.schedule.buckets[line.bucket]
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """The instructions of one step and what they name.
+
+    `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`).
+    `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
+    names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
+    gathered leaves may be alive at once, beside those that are kept on purpose. `scalars`: how many
+    numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at the end.
+    """
+
+    instructions: tuple[Instruction, ...]
+    kernels: Mapping[str, Kernel]
+    buckets: Mapping[str, Bucket]
+    specs: Mapping[str, LayoutSpec]
+    mesh: Mesh
+    inputs: Names = ()
+    outputs: Names = ()
+    accumulate: int = 1
+    planned: int = 1
+    scalars: int = 0
+    reduced: Mapping[str, ValueName] = field(default_factory=dict)
+
+    def with_instructions(self, instructions: list[Instruction]) -> Schedule:
+        """The same schedule with other lines."""
+        return replace(self, instructions=tuple(instructions))
+
+    def counts(self) -> dict[str, int]:
+        """How many of each verb: `{"gather": 9, "run": 12, ...}`."""
+        out: dict[str, int] = {}
+        for i in self.instructions:
+            out[i.verb] = out.get(i.verb, 0) + 1
+        return out
+
+    def as_text(self) -> str:
+        """One line per instruction: number, phase, unit, verb, what, bytes on the wire."""
+        size = f"{len(self.instructions)} instructions, {len(self.kernels)} kernels"
+        head = f"# schedule on mesh {self.mesh}: {size}"
+        widths = [
+            max((len(getattr(i, a)) for i in self.instructions), default=0) for a in ("phase", "unit", "verb")
+        ]
+        lines = [head]
+        for number, i in enumerate(self.instructions):
+            fields = (i.phase, i.unit, i.verb)
+            row = "  ".join(f.ljust(w) for f, w in zip(fields, widths, strict=True))
+            lines.append(f"{number:4d}  {row}  {i.detail}{self._wire(i)}".rstrip())
+        return "\n".join(lines)
+
+    def _wire(self, instruction: Instruction) -> str:
+        size = instruction.wire_bytes(self)
+        if not size:
+            return ""
+        bucket = self.buckets.get(getattr(instruction, "bucket", ""))
+        return f"  {short_dtype(bucket.dtype) + ' ' if bucket else ''}{size / 1e6:.3f} MB"
+
+    def communication(self, shapes: bool = False) -> tuple[str, ...]:
+        """The sequence of collectives, as every rank must hold it.
+
+        Args:
+            shapes: those of exchanges too, which may depend on the batch's.
+        """
+        lines = [i for i in self.instructions if i.lane == COMMUNICATION]
+        return tuple(f"{i.verb} {i.axes_of(self)} {i.wire_text(self, shapes)}" for i in lines)
+
+    @cached_property
+    def issues(self) -> Mapping[ValueName, Instruction]:
+        """By flight, the line that has issued it."""
+        return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes over whose ranks losses are averaged."""
+        return summed_axes(self.specs.values(), self.mesh)
+
+    def fingerprint(self) -> str:
+        """Hash of `communication`."""
+        return hashlib.sha256("\n".join((str(self.mesh), *self.communication())).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({len(self.instructions)} instructions, {len(self.kernels)} kernels, mesh {self.mesh})"
+        )
