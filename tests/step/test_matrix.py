@@ -1,0 +1,205 @@
+"""Training in every pair of features, meshes and presets, against `reference.py`: one matrix, drawn pairwise."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from models import Model
+from sharded import as_float, assert_floats, assert_same, by_steps, make_step, specs_of, train
+from tensor_models import decoder, logits
+from torch import Tensor
+
+import fnshard as fs
+
+CLIP = 0.05
+HOST = {"memory": "host", "optimizer_memory": "host"}
+
+
+def masked_mean() -> Model:
+    """The loss as a Mean over tokens that are not 0, of which ranks have different numbers."""
+
+    def loss(params: Any, tokens: Tensor) -> fs.Mean:
+        mask = tokens[:, 1:] != 0
+        scores = logits(params, tokens)[:, :-1]
+        each = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return fs.Mean((each * mask.flatten()).sum(), mask.sum())
+
+    return replace(decoder(), loss=loss)
+
+
+def lora() -> Model:
+    """Adapters next to frozen matrices, B not zero."""
+    model = decoder()
+    loss, params = fs.lora(model.loss, model.params, rank=2, targets="*.q_proj|*.down_proj|*.up_proj")
+    named, structure = fs.tree.flatten_with_paths(params)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for path in [p for p in named if p.endswith(".b")]:
+            named[path].normal_(std=0.2, generator=draw)
+    flat = lambda p, *batch: loss(fs.tree.unflatten(list(p.values()), structure), *batch)  # noqa: E731
+    return Model(named, flat, model.batch, tuple(p for p in named if p.startswith("base.")))
+
+
+MODELS = {
+    "tied": decoder,
+    "untied": lambda: decoder(tied=False),
+    "one key head": lambda: decoder(kv_heads=1),
+    "uneven vocabulary": lambda: decoder(vocab=19),
+    "fused": lambda: decoder(fused=True),
+    "masked mean": masked_mean,
+    "lora": lora,
+}
+RULES = {  # ours, torch's, what the gradient is clipped to
+    "adamw": (fs.optim.adamw(1e-2, weight_decay=0.1), reference.adamw(1e-2), None),
+    "momentum": (fs.optim.sgd(0.05, momentum=0.9), reference.sgd(0.05, 0.9), None),
+    "clipped": (fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.sgd(0.1)),
+                reference.sgd(0.1), CLIP),
+}  # fmt: skip
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "axes": ({"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"tensor": 2},
+             {"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2, "shard": 1}, {"shard": 1, "tensor": 4},
+             {"shard": 2, "context": 2}, {"shard": 2, "tensor": 2, "context": 2}),
+    "preset": ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"),
+    "model": tuple(MODELS),
+    "optimizer": tuple(RULES),
+    "remat": ("none", "unit", 0.5, "offload", "unit+offload"),
+    "policy": ({}, HOST, {"optimizer_memory": "host", "update_on": "device"}, {"compute_dtype": "bfloat16"}),
+    "accumulate": ((1, "reduce"), (2, "reduce"), (2, "local")),
+    "depth": ((0, 0), (1, 1), (2, 2)),  # prefetch, overlap
+    "residual": ("split", "whole"),
+    "loss_scale": (None, 128.0),
+}  # fmt: skip
+PROCESSES = 4  # rows that run on real ranks, too
+Row = dict[str, Any]
+
+
+def valid(row: Row) -> bool:
+    """Whether a row can be run: the batch has four rows (twelve of three ranks), which ranks cut."""
+    axes = row["axes"]
+    data = axes.get("shard", 1) * axes.get("replicate", 1)
+    return (
+        (row["preset"] == "hybrid_shard") == ("replicate" in axes)
+        and data * row["accumulate"][0] in (1, 2, 3, 4)
+        and (row["residual"] == "split" or "tensor" in axes)
+        and (data != 3 or row["accumulate"][0] == 1)
+    )
+
+
+def covering(seed: int = 0) -> Iterator[Row]:
+    """Rows in which every two values that can stand together do, few of them by greed."""
+    draw, pool = random.Random(seed), []
+    bits: dict[Any, int] = {}
+    while len(pool) < 2000:
+        places = {name: draw.randrange(len(values)) for name, values in FACTORS.items()}
+        row = {name: FACTORS[name][place] for name, place in places.items()}
+        if valid(row):
+            pairs = itertools.combinations(places.items(), 2)
+            pool.append((sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs), row))
+    missing = (1 << len(bits)) - 1
+    while missing:
+        pairs, row = max(pool, key=lambda each: (each[0] & missing).bit_count())
+        missing &= ~pairs
+        yield row
+
+
+def text(row: Row) -> str:
+    """The name of a test."""
+    return "-".join(str(value).replace(" ", "") for value in row.values())
+
+
+PAIRS = list(covering())
+
+
+@cache
+def model_of_row(name: str, three: bool) -> Model:
+    """`three`: rows that three ranks divide."""
+    model = MODELS[name]()
+    if not three:
+        return model
+    return replace(model, batch=lambda seed: tuple(torch.cat([v, v[:2]]) for v in model.batch(seed)))
+
+
+@cache
+def truth(name: str, optimizer: str, three: bool) -> reference.Trained:
+    model, (_, rule, clip) = model_of_row(name, three), RULES[optimizer]
+    return reference.train(model.loss, model.params, by_steps(model), rule, frozen=model.frozen, clip=clip)
+
+
+@cache
+def narrow_truth(name: str, optimizer: str, three: bool) -> reference.Trained:
+    """On one rank, in bfloat16: what other meshes are near to."""
+    mesh, model = fs.make_mesh(shard=1, simulated=True), as_float(model_of_row(name, three))
+    specs = specs_of(model, "full_shard", mesh, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    step = make_step(mesh, model, specs, RULES[optimizer][0])
+    return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step))[0]
+
+
+def made(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
+    """The model, specs and step of a row."""
+    model, policy = model_of_row(row["model"], row["axes"].get("shard") == 3), dict(row["policy"])
+    if "compute_dtype" in policy:
+        model = as_float(model)
+        policy |= {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if "tensor" in row["axes"]:
+        policy["tensor"] = "tensor"
+    specs = specs_of(model, row["preset"], mesh, **policy)
+    accumulate, mode = row["accumulate"]
+    options = {
+        "remat": row["remat"], "accumulate": accumulate, "accumulate_mode": mode, "prefetch": row["depth"][0],
+        "overlap": row["depth"][1], "residual": row["residual"], "loss_scale": row["loss_scale"],
+    }  # fmt: skip
+    return model, specs, make_step(mesh, model, specs, RULES[row["optimizer"]][0], **options)
+
+
+def compare(row: Row, ranks: list[reference.Trained]) -> None:
+    key = row["model"], row["optimizer"], row["axes"].get("shard") == 3
+    narrow = "compute_dtype" in row["policy"]
+    expected, atol = (narrow_truth(*key), 3e-2) if narrow else (truth(*key), 1e-10)
+    for got in ranks:
+        assert_same(got, expected, atol)
+        if row["optimizer"] == "clipped":
+            assert_floats(got.norms, expected.norms, atol)
+            assert min(expected.norms) > CLIP, "the row would not clip"
+
+
+def check(row: Row) -> None:
+    mesh = fs.make_mesh(**row["axes"], simulated=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # sizes that an axis does not divide stay whole
+        model, specs, step = made(row, mesh)
+        compare(row, fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step)))
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=text)
+def test_every_pair_of_features_trains_as_one_process_does(row: Row) -> None:
+    check(row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_other_covers(seed: int) -> None:
+    for row in covering(seed):
+        check(row)
+
+
+def on_rank(rank: int, row: Row) -> reference.Trained:
+    mesh = fs.make_mesh(**row["axes"], device="cpu")
+    model, specs, step = made(row, mesh)
+    return train(rank, mesh, model, specs, None, step=step)
+
+
+@pytest.mark.parametrize("row", [r for r in PAIRS if "tensor" in r["axes"]][:2] + PAIRS[:PROCESSES], ids=text)
+def test_processes_train_as_one_process_does(ranks: Any, row: Row) -> None:
+    world = fs.make_mesh(**row["axes"], abstract=True).size
+    if world <= 4:
+        compare(row, ranks(world).run(on_rank, row))
