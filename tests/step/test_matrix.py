@@ -1,4 +1,4 @@
-"""Training in every pair of features, meshes and presets, against `reference.py`: one matrix, drawn pairwise."""
+"""Training with every pair of features, meshes and presets, against `reference.py`: one matrix."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "residual": ("split", "whole"),
     "loss_scale": (None, 128.0),
 }  # fmt: skip
-PROCESSES = 4  # rows that run on real ranks, too
 Row = dict[str, Any]
 
 
@@ -166,7 +165,9 @@ def compare(row: Row, ranks: list[reference.Trained]) -> None:
     narrow = "compute_dtype" in row["policy"]
     expected, atol = (narrow_truth(*key), 3e-2) if narrow else (truth(*key), 1e-10)
     for got in ranks:
-        assert_same(got, expected, atol)
+        assert_floats(got.losses, expected.losses, atol)
+        if not (narrow and row["optimizer"] == "adamw"):  # whose first steps are signs of gradients
+            assert_same(got, expected, atol)
         if row["optimizer"] == "clipped":
             assert_floats(got.norms, expected.norms, atol)
             assert min(expected.norms) > CLIP, "the row would not clip"
@@ -198,8 +199,11 @@ def on_rank(rank: int, row: Row) -> reference.Trained:
     return train(rank, mesh, model, specs, None, step=step)
 
 
-@pytest.mark.parametrize("row", [r for r in PAIRS if "tensor" in r["axes"]][:2] + PAIRS[:PROCESSES], ids=text)
+def on_processes(row: Row) -> bool:
+    return fs.make_mesh(**row["axes"], abstract=True).size in (2, 4)
+
+
+@pytest.mark.parametrize("row", list(filter(on_processes, PAIRS))[:8], ids=text)
 def test_processes_train_as_one_process_does(ranks: Any, row: Row) -> None:
     world = fs.make_mesh(**row["axes"], abstract=True).size
-    if world <= 4:
-        compare(row, ranks(world).run(on_rank, row))
+    compare(row, ranks(world).run(on_rank, row))

@@ -1,9 +1,8 @@
-"""Sharded training against the naive loop, in fp64: the matrix of presets, worlds and features."""
+"""Sharded training against the naive loop, in fp64: every model, cuts of a batch, gradients, forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,77 +15,23 @@ from models import MODELS, ROWS, model_of
 import fnshard as fs
 
 LR, DECAY, CLIP = 3e-3, 0.1, 0.2
-PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
-WORLDS = (1, 2, 4)
 ADAMW = fs.optim.adamw(LR, weight_decay=DECAY)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One column of the matrix: a model, and how both sides train it."""
-
-    model: str = "gpt"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    clip: float | None = None
-    rule: str = "adamw"  # sgd where the gradient's size matters, to which adamw is blind
-
-    @property
-    def optimizer(self) -> fs.optim.Optimizer:
-        made = ADAMW if self.rule == "adamw" else fs.optim.sgd(LR, momentum=0.9, weight_decay=DECAY)
-        return made if self.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(self.clip), made)
-
-    @property
-    def truth(self) -> reference.Trained:
-        return truth(self.model, self.clip, self.rule)
-
-
-FEATURES = {
-    "plain": Feature(),
-    "tied": Feature("tied", rule="sgd"),
-    "frozen": Feature("frozen"),
-    "accumulate_reduce": Feature(options={"accumulate": 3, "accumulate_mode": "reduce"}, rule="sgd"),
-    "accumulate_local": Feature(options={"accumulate": 3, "accumulate_mode": "local"}, clip=CLIP, rule="sgd"),
-    "clip": Feature("tied", clip=CLIP),
-}
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), ADAMW)
 
 
 @cache
-def truth(name: str, clip: float | None = None, rule: str = "adamw") -> reference.Trained:
+def truth(name: str, clip: float | None = None) -> reference.Trained:
     """The naive loop over whole global batches."""
     model = model_of(name)
-    rules = {"adamw": reference.adamw(LR, DECAY), "sgd": reference.sgd(LR, 0.9, DECAY)}
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
-    return reference.train(model.loss, model.params, steps, rules[rule], frozen=model.frozen, clip=clip)
+    return reference.train(
+        model.loss, model.params, steps, reference.adamw(LR, DECAY), frozen=model.frozen, clip=clip
+    )
 
 
 def spread(*key: str | int) -> int:
     """0, 1 or 2, so that depths vary over a matrix but not from run to run."""
     return sum(str(k).encode()[0] + len(str(k)) for k in key) % 3
-
-
-def _matrix() -> Iterator[Any]:
-    """Every preset with every feature, on one size of world each; the others are long."""
-    for i, preset in enumerate(PRESETS):
-        for j, feature in enumerate(FEATURES):
-            for world in WORLDS:
-                quick = world == WORLDS[(i + j) % len(WORLDS)]
-                yield pytest.param(preset, world, feature, marks=[] if quick else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("preset", "world", "feature"), list(_matrix()))
-def test_training_equals_the_naive_loop(preset: str, world: int, feature: str) -> None:
-    chosen = FEATURES[feature]
-    depth = spread(preset, world, feature)
-    ranks = sharded.simulate(
-        model_of(chosen.model), preset, world, chosen.optimizer, prefetch=(depth, (depth + 1) % 3),
-        overlap=(depth + 2) % 3, **chosen.options,
-    )  # fmt: skip
-    expected = chosen.truth
-    for got in ranks:
-        sharded.assert_same(got, expected)
-    if chosen.clip is not None:
-        sharded.assert_floats(ranks[0].norms, expected.norms)
-        assert min(expected.norms) > chosen.clip, "the case would not clip"
 
 
 def _models() -> Iterator[Any]:
@@ -139,8 +84,7 @@ def test_mean_counts_items_of_all_ranks(preset: str, clip: float | None) -> None
     model = model_of("masked_mean")
     counts = [[int(sharded.part(b, r, 4)[2].sum()) for r in range(4)] for b in model.batches(sharded.STEPS)]
     assert all(c[0] == 0 and len(set(c)) > 2 for c in counts)
-    chosen = Feature("masked_mean", clip=clip)
-    for got in sharded.simulate(model, preset, 4, chosen.optimizer):
+    for got in sharded.simulate(model, preset, 4, CLIPPED if clip else ADAMW):
         sharded.assert_same(got, truth("masked_mean", clip))
 
 
@@ -259,7 +203,6 @@ def test_shard_forward_gives_each_rank_its_rows(world: int) -> None:
 
 def test_dims_that_no_rank_count_divides() -> None:
     """Worlds of 3 and 5 pad every leaf, some ranks hold padding alone; the norm does not see it."""
-    chosen = Feature("gpt", clip=CLIP)
     for world, preset in ((3, "full_shard"), (3, "zero2")):
-        for got in sharded.simulate(model_of("gpt"), preset, world, chosen.optimizer):
+        for got in sharded.simulate(model_of("gpt"), preset, world, CLIPPED):
             sharded.assert_same(got, truth("gpt", CLIP))

@@ -16,7 +16,7 @@ import fnshard as fs
 from fnshard import StateError
 from fnshard.compiler.schedule.instructions import Exchange, Gather, Wait
 
-# Other meshes: test_tensor_features, test_context_attention and, each with everything, test_tensor_matrix.
+# Other meshes: test_matrix, test_context_attention.
 MESHES = [{"tensor": 2, "shard": 2}, {"shard": 1, "tensor": 4}, {"shard": 2, "tensor": 2, "context": 2}]
 
 

@@ -1,10 +1,10 @@
-"""What a step can do, on a mesh with a tensor axis: presets, remat, accumulation, tiers, optimizers."""
+"""On a mesh with a tensor axis: every optimizer, forwards, codes, compiled kernels."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,11 +12,9 @@ import optimizers
 import pytest
 import reference
 import torch
-import torch.nn.functional as F
 from models import Model
-from sharded import as_float, assert_floats, assert_same, by_steps, make_step, specs_of, train
+from sharded import as_float, assert_same, by_steps, make_step, specs_of, train
 from tensor_models import decoder, logits
-from torch import Tensor
 
 import fnshard as fs
 
@@ -24,95 +22,13 @@ AXES = {"shard": 2, "tensor": 2}
 ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
 CLIP = 0.05
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.sgd(0.1))
-HOST = {"memory": "host", "optimizer_memory": "host"}
-
-
-def counted(model: Model) -> Model:
-    """The loss as a Mean over tokens that are not 0, which ranks have in different numbers."""
-
-    def loss(params: Any, tokens: Tensor) -> fs.Mean:
-        mask = tokens[:, 1:] != 0
-        scores = logits(params, tokens)[:, :-1]
-        each = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        return fs.Mean((each * mask.flatten()).sum(), mask.sum())
-
-    return replace(model, loss=loss)
-
-
-def tuned() -> Model:
-    """Adapters beside frozen matrices, B not zero."""
-    model = decoder()
-    loss, params = fs.lora(model.loss, model.params, rank=2, targets="*.q_proj|*.down_proj|*.up_proj")
-    named = fs.tree.flatten_with_paths(params)[0]
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for path in [p for p in named if p.endswith(".b")]:
-            named[path].normal_(std=0.2, generator=draw)
-    structure = fs.tree.flatten_with_paths(params)[1]
-    flat = lambda p, *batch: loss(fs.tree.unflatten(list(p.values()), structure), *batch)  # noqa: E731
-    return Model(named, flat, model.batch, tuple(p for p in named if p.startswith("base.")))
 
 
 MODELS = {
     "decoder": decoder,
     "untied": lambda: decoder(tied=False),
-    "one key head": lambda: decoder(kv_heads=1),
-    "uneven vocabulary": lambda: decoder(vocab=19),
-    "lora": tuned,
     "fused": lambda: decoder(fused=True),
-    "one block": lambda: decoder(layers=1, fused=True),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """How both sides train."""
-
-    model: str = "decoder"
-    preset: str = "full_shard"
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    axes: Mapping[str, int] = field(default_factory=lambda: AXES)
-    clip: bool = False
-    tensor: str | None = "tensor"
-
-
-ROWS = {
-    "shard_grad_op": Row(preset="shard_grad_op"),
-    "zero2": Row(preset="zero2"),
-    "zero1": Row(preset="zero1", clip=True),
-    "no_shard": Row(preset="no_shard", clip=True),
-    "hybrid_shard": Row(preset="hybrid_shard", axes={"replicate": 2, "tensor": 2, "shard": 1}),
-    "hybrid_shard in the middle": Row(preset="hybrid_shard", axes={"replicate": 2, "tensor": 2, "shard": 2}),
-    "untied": Row("untied"),
-    "one key head": Row("one key head"),
-    "uneven vocabulary": Row("uneven vocabulary", clip=True),
-    "uneven vocabulary, whole": Row("uneven vocabulary", options={"residual": "whole"}, axes={"tensor": 4}),
-    "lora": Row("lora"),
-    "lora, one axis": Row("lora", axes={"tensor": 2}),
-    "clip": Row(clip=True),
-    "clip, one axis": Row(clip=True, axes={"tensor": 2}),
-    "norm": Row(options={"grad_norm": True}),
-    "remat": Row(options={"remat": "unit"}),
-    "remat, whole": Row(options={"remat": "unit", "residual": "whole"}),
-    "remat, a half": Row(options={"remat": 0.5}),
-    "offload": Row(options={"remat": "unit+offload"}),
-    "accumulate": Row(options={"accumulate": 2}),
-    "accumulate, local": Row("untied", "zero2", {}, {"accumulate": 2, "accumulate_mode": "local"}, clip=True),
-    "host": Row(policy=HOST),
-    "host, streamed": Row(policy={"optimizer_memory": "host", "update_on": "device"}, clip=True),
-    "loss scale": Row(options={"loss_scale": 128.0}, clip=True),
-    "deep prefetch": Row(options={"prefetch": 2, "overlap": 2}),
-    "nothing is split": Row(options={}, tensor=None),
-    "fused": Row("fused", options={"accumulate": 2, "remat": "unit"}, clip=True),
-    "fused, zero1": Row("fused", "zero1", {"optimizer_memory": "host"}),
-    "fused, zero2": Row("fused", "zero2", axes={"shard": 1, "tensor": 4}),
-}  # fmt: skip
-LONG = (
-    "hybrid_shard", "lora, one axis", "clip, one axis", "norm", "remat, a half", "deep prefetch", "untied",
-    "shard_grad_op", "no_shard", "remat, whole", "host, streamed", "clip", "uneven vocabulary, whole",
-    "zero2", "remat", "accumulate",
-)  # fmt: skip
 
 
 @cache
@@ -144,20 +60,6 @@ def on_mesh(
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
 
 
-@pytest.mark.parametrize("row", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in ROWS])
-def test_training_equals_one_process(row: str) -> None:
-    chosen = ROWS[row]
-    expected = truth(chosen.model, chosen.clip)
-    optimizer = CLIPPED if chosen.clip else ADAMW
-    model = model_of(chosen.model)
-    policy = {"tensor": chosen.tensor, **chosen.policy}
-    for got in trained(model, chosen.axes, chosen.preset, optimizer, policy, **chosen.options):
-        assert_same(got, expected)
-        if got.norms:
-            assert_floats(got.norms, expected.norms)
-    assert bool(got.norms) == (chosen.clip or "grad_norm" in chosen.options)
-
-
 QUICK = ("sgd_rules", "adamw_rules", "lars", "clip_lars", "two_clips_two_emas", "row_sgd")
 
 
@@ -179,25 +81,6 @@ def test_an_optimizer_that_gathers_sees_fused_leaves_in_their_order() -> None:
     expected = trained(model, {"shard": 1}, "full_shard", optimizer)[0]
     for got in trained(model, AXES, "full_shard", optimizer):
         assert_same(got, expected)
-
-
-@pytest.mark.parametrize(("axes", "residual"), [({"tensor": 2}, "split"), (AXES, "whole")], ids=str)
-def test_a_mean_counts_items_once(axes: dict[str, int], residual: str) -> None:
-    model = counted(model_of("decoder"))
-    expected = reference.train(model.loss, model.params, by_steps(model), reference.sgd(0.1), clip=CLIP)
-    for got in trained(model, axes, "full_shard", CLIPPED, residual=residual):
-        assert_same(got, expected)
-        assert_floats(got.norms, expected.norms)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
-def test_narrow_dtypes_follow_one_process(dtype: torch.dtype) -> None:
-    model = as_float(model_of("decoder"))
-    policy = {"compute_dtype": dtype, "reduce_dtype": torch.float32}
-    expected = trained(model, {"shard": 1}, "full_shard", CLIPPED, policy)[0]
-    for got in trained(model, AXES, "full_shard", CLIPPED, policy):
-        assert_same(got, expected, atol=3e-2)
-        assert got.losses[-1] < got.losses[0]
 
 
 def test_a_forward_and_gradients_alone() -> None:
@@ -254,16 +137,6 @@ def test_frozen_codes_are_split_by_rows(codec: str) -> None:
 def on_ranks(rank: int, model: Model, **options: Any) -> reference.Trained:
     mesh = fs.make_mesh(tensor=2, device="cpu")
     return train(rank, mesh, model, specs_of(model, "full_shard", mesh, tensor="tensor"), CLIPPED, **options)
-
-
-def exact_on_ranks(rank: int) -> reference.Trained:
-    return on_ranks(rank, decoder(layers=1, fused=True), overlap=1)
-
-
-def test_processes(ranks: Any) -> None:
-    for got in ranks(2).run(exact_on_ranks):
-        assert_same(got, truth("one block", True))
-        assert_floats(got.norms, truth("one block", True).norms)
 
 
 def narrow_on_ranks(rank: int) -> list[reference.Trained]:

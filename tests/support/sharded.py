@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from models import Model, model_of
+from models import Model
 from reference import Trained
 from torch import Tensor
 
@@ -120,18 +120,6 @@ def simulate(
         return train(rank, mesh, model, specs, optimizer, steps, step=step)
 
     return fs.simulate(mesh, run, adversary=adversary)
-
-
-def on_rank(
-    rank: int, name: str, preset: str, world: int, optimizer: str, options: Mapping[str, Any]
-) -> Trained:
-    """`train` in a process of a pool: everything by name, for pickling; `options["policy"]`: of the specs."""
-    model = model_of(name)
-    mesh = fs.make_mesh(**meshes(world, preset), device="cpu")
-    options = dict(options)
-    specs = specs_of(model, preset, mesh, **options.pop("policy", {}))
-    made = eval(optimizer, {**vars(fs.optim), **vars(fs.schedules)})
-    return train(rank, mesh, model, specs, made, **options)
 
 
 def assert_floats(got: Sequence[float], expected: Sequence[float], atol: float = ATOL) -> None:
