@@ -148,13 +148,10 @@ TABLE = {
     "hydra.launcher.gpus_per_node=8 data.rows=16": Row(needs=SLURM),
     "python -m experiments.train --multirun launcher=slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
     "model=1b data.rows=16": Row(needs=SLURM),
-    "srun --nodes 2 --ntasks-per-node 1 python -m experiments.train model=1b data.rows=16": Row(needs=SLURM),
-    "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "
-    "$SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
+    "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --max-restarts 3 --rdzv-backend "
+    "c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
         Row(needs=SLURM)
     ),
-    "srun --nodes=4 python -m experiments.train run.replicas=1 run.elastic=true data.rows=12": Row(needs=SLURM),
-    "torchrun --nnodes 2 ... -m experiments.train": Row(needs=NODES),
     "torchrun --nproc-per-node 8 -m experiments.finetune model=/models/llama data.train=mine.jsonl": (
         Row(needs="eight devices")
     ),

@@ -100,8 +100,3 @@ class Job:
     @property
     def config(self) -> type:
         return self.spec.config
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """What a rank imports; with Dynamo, which torch imports at the first operator of any step."""
-        return "experiments.cli.worker", self.module, self.work.partition(":")[0], "torch._dynamo"

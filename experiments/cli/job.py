@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -24,33 +25,29 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import python_path
+from experiments.cli import slurm
 from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
-from experiments.cli.fork_server import ForkServer
 from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
 from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.validation import Validated
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
-from experiments.configs.machine import check_memory, counts_of, place, ranks_of
+from experiments.configs.machine import check_memory, place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
-from experiments.training.resume import claimed, claimed_sweep, finished, memory_name
+from experiments.training.resume import claimed, claimed_sweep, finished
 from fnshard.launcher.local import LaunchError, launch, under_launcher
-from fnshard.launcher.nodes import Nodes, under_slurm
 from fnshard.launcher.rank import end_with_parent
 
-SILENT_S = 3.0  # of nodes: where a state is in memory, a machine that is taken for gone costs seconds
-BY_SLURM = "hydra.run.dir=outputs/slurm/"
 
-
-def run(job: Job, validated: Validated, server: ForkServer) -> None:
+def run(job: Job, validated: Validated) -> None:
     if under_launcher():
         record(be_a_rank)(job, sys.argv[1:], validated)  # torchrun shows the error, whichever rank ends first
         return
-    where = _on_nodes(sys.argv[1:])
-    if validated.config is not None and not where:
+    slurm.check_one_node(os.environ)
+    if validated.config is not None:
         with validated.cited():  # before Hydra makes a folder
             placed(validated.config)
     with (
@@ -58,9 +55,9 @@ def run(job: Job, validated: Validated, server: ForkServer) -> None:
         every_job_awaited(arguments),
         _table_in_any_case(arguments),
     ):
-        sys.argv[1:] = [*arguments, *where]
+        sys.argv[1:] = arguments
         sweep = os.getpid()
-        run_by_hydra(job.spec, lambda composed: _one(job, composed, server, sweep))
+        run_by_hydra(job.spec, lambda composed: _one(job, composed, sweep))
 
 
 @contextmanager
@@ -80,22 +77,7 @@ def _table_in_any_case(arguments: list[str]) -> Iterator[None]:
         raise
 
 
-def _on_nodes(arguments: list[str]) -> list[str]:
-    """Where a single run on several nodes goes if nobody says so: their clocks differ."""
-    nodes = under_slurm(os.environ, Path())
-    if nodes is None:
-        return []
-    if {"-m", "--multirun"} & set(arguments):
-        raise ConfigError(
-            f"a sweep inside of a job step on {nodes.count} nodes. Fix: the same command with launcher=slurm "
-            f"hydra.launcher.nodes={nodes.count} outside of srun: each job gets nodes of its own."
-        )
-    if any(a.startswith("hydra.run.dir=") for a in arguments):
-        return []
-    return [f"{BY_SLURM}{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"]
-
-
-def _one(job: Job, composed: DictConfig, server: ForkServer, sweep: int) -> float | None:
+def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     """One run; called once for each run of a `--multirun`, wherever it runs, and then gives what a search is
     after.
 
@@ -108,7 +90,7 @@ def _one(job: Job, composed: DictConfig, server: ForkServer, sweep: int) -> floa
     if here.mode != RunMode.MULTIRUN:
         check_used(launcher)
         requested = job.spec.read_composed(composed)
-        start(job, requested, folder, overrides, server, chosen=_names_folder(here.overrides.hydra))
+        start(job, requested, folder, overrides, chosen=_names_folder(here.overrides.hydra))
         return None
     if launcher == SIDE_BY_SIDE and os.getpid() != sweep:
         end_with_parent(signal.SIGTERM, sweep)  # a worker would finish its job, unseen
@@ -116,7 +98,7 @@ def _one(job: Job, composed: DictConfig, server: ForkServer, sweep: int) -> floa
         requested = job.spec.read_composed(composed)
         if requested.run.resume != NEVER and finished(folder, requested):
             print(f"resume: {folder} is finished", flush=True)
-        elif start(job, requested, folder, overrides, server, chosen=True) == STOPPED and launcher == LOCAL:
+        elif start(job, requested, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
             raise SystemExit(0)  # so is the sweep
     except Exception as error:
         _note_failure(error, folder, overrides)
@@ -133,7 +115,7 @@ def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
 
 
 def _names_folder(overrides: Iterable[str]) -> bool:
-    return any(o.startswith("hydra.run.dir=") and not o.startswith(BY_SLURM) for o in overrides)
+    return any(o.startswith("hydra.run.dir=") for o in overrides)
 
 
 def accelerators() -> dict[str, int]:
@@ -158,13 +140,10 @@ def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
     return config
 
 
-def start(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], server: ForkServer, *, chosen: bool
-) -> str:
+def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
     """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
 
     Args:
-        server: forks them, where they run on the CPU.
         chosen: the command names the folder.
 
     Returns:
@@ -177,9 +156,9 @@ def start(
             into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
-    nodes = under_slurm(os.environ, fresh / "nodes")
-    if nodes is not None:
-        return _start_on_nodes(job, requested, fresh, overrides, server, nodes, chosen=chosen)
+    nodes = slurm.nodes_of(os.environ)
+    if nodes > 1:
+        return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
     config = job.prepare(placed(requested))
     with claimed(requested, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
@@ -188,7 +167,14 @@ def start(
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
         try:
-            _launch(job, config, job_file, folder / "ranks", ranks_of(config), server)
+            launch(
+                [sys.executable, "-u", *_worker(job, job_file)],
+                ranks=ranks_of(config),
+                logs=folder / "ranks",
+                env={"PYTHONPATH": python_path()},
+                max_restarts=config.run.max_restarts,
+                grace_s=config.run.stop_grace_s,
+            )
         except LaunchError as error:
             known = refused(folder) or error
             with suppress(OSError):  # the disk may be what failed
@@ -198,43 +184,23 @@ def start(
 
 
 def _start_on_nodes(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], server: ForkServer, nodes: Nodes, *,
-    chosen: bool,
-) -> str:  # fmt: skip
-    """`start` on each of the machines of a SLURM step: rank 0 takes the run's folder, as under `torchrun`."""
-    config = placed(requested, nodes=nodes.count)
-    job_file = fresh / f"job.{nodes.number}.json"
-    if config.run.replicas:
-        nodes = dataclasses.replace(nodes, counts=counts_of(config, nodes.count), silent_s=SILENT_S)
+    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *, chosen: bool
+) -> str:
+    """`start` on each of the nodes of a job of SLURM's: torchrun starts the ranks, and rank 0 takes the run's
+    folder."""
+    config = placed(requested, nodes=nodes)
+    job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
     values = {**job_values(config, overrides), "requested": dataclasses.asdict(requested)}
     write_json(job_file, {**values, "fresh": str(fresh), "chosen": chosen})
-    if nodes.number == 0:
-        (fresh / REFUSAL).unlink(missing_ok=True)
-    try:
-        _launch(job, config, job_file, fresh / "ranks", ranks_of(config) // nodes.count, server, nodes)
-    except LaunchError as error:
-        raise refused(fresh) or error from None
+    agent = slurm.torchrun(os.environ, ranks_of(config) // nodes, config.run.max_restarts)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    if subprocess.run([sys.executable, *agent, *_worker(job, job_file)], env=environment).returncode:
+        raise LaunchError(f"the ranks on {nodes} nodes failed: the output of torchrun says why.")
     return read_result(fresh)["status"]
 
 
-def _launch(
-    job: Job, config: Any, job_file: Path, logs: Path, ranks: int, server: ForkServer,
-    nodes: Nodes | None = None,
-) -> None:  # fmt: skip
-    on_cpu = config.run.device == "cpu"
-    if not on_cpu:  # a fork of a process that has looked for devices may have none
-        server.close()
-    launch(
-        [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(job_file)],
-        ranks=ranks,
-        logs=logs,
-        env={"PYTHONPATH": python_path()},
-        max_restarts=config.run.max_restarts,
-        grace_s=config.run.stop_grace_s,
-        nodes=nodes,
-        memory=memory_name(logs.parent) if config.run.replicas else None,
-        popen=server.popen if on_cpu else None,
-    )
+def _worker(job: Job, job_file: Path) -> list[str]:
+    return ["-m", "experiments.cli.worker", job.module, str(job_file)]
 
 
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:

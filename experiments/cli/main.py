@@ -14,7 +14,6 @@ from hydra.core.hydra_config import HydraConfig
 
 from experiments.cli.command_spec import CommandSpec, Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
-from experiments.cli.fork_server import ForkServer
 from experiments.cli.launchers import check_plugins
 from experiments.cli.overrides import flags_of
 from experiments.cli.validation import Validated, validate
@@ -27,14 +26,11 @@ def main(job: Job) -> None:
         gc.disable()  # as in `experiments.cli.worker`
         check_plugins(sys.argv[1:])
         validated = validated_arguments(job.spec)
-        with ForkServer(*job.modules) as server:
-            if validated.config is not None and "WORLD_SIZE" not in os.environ:  # one run, and no rank of it
-                server.start()
-            from experiments.cli.job import run  # and with it torch, which a mistake does not wait for
+        from experiments.cli.job import run  # and with it torch, which a mistake does not wait for
 
-            gc.freeze()
-            gc.enable()
-            run(job, validated, server)
+        gc.freeze()
+        gc.enable()
+        run(job, validated)
 
     exiting(run)
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from experiments.cli.exceptions import is_mistake
 from experiments.cli.schema import build
-from experiments.configs.machine import resized
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json, write_json
 from experiments.training.result import RESULT
@@ -38,7 +37,7 @@ from fnshard.errors import (
     report,
 )
 from fnshard.launcher.rank import LOGS, Stop, run_rank
-from fnshard.mesh.process_group import leave_group, world_size
+from fnshard.mesh.process_group import leave_group
 
 if TYPE_CHECKING:
     from experiments.cli.command_spec import Job
@@ -56,8 +55,6 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
             what finds it: `requested` (the configuration before it was placed), `fresh`, `chosen`.
     """
     placed = build(values["config"], job.config)
-    if placed.run.elastic:
-        placed = resized(placed, world_size())
     stop = Stop()
 
     def main() -> None:

@@ -74,58 +74,12 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
             f"run.replicas={config.run.replicas}: {_count(nodes, 'node')} can hold {most_copies(nodes)}. "
             f"Fix: run.replicas={most_copies(nodes)}, or more nodes."
         )
-    if config.run.elastic and nodes == 1 and not world:
-        raise ConfigError(
-            "run.elastic=true: on one node all ranks start anew. Fix: several nodes, or leave it out."
-        )
     _check_rows(config, mesh.data_ranks)
     return replace(
         config,
         mesh=mesh,
         run=replace(config.run, device=device),
     )
-
-
-def resized(config: Any, world: int) -> Any:
-    """A placed configuration on fewer ranks: `mesh.shard` takes those that are left; accumulation keeps the
-    global batch, with no more rows at once than before.
-
-    Raises:
-        ConfigError: mesh or batch cannot be cut so.
-    """
-    mesh, rows = config.mesh, config.data.rows
-    if world == mesh.ranks:
-        return config
-    fixed = mesh.ranks // mesh.shard
-    if world % fixed:
-        raise ConfigError(f"{_product(replace(mesh, shard=None))} does not divide {world} ranks.")
-    smaller = replace(mesh, shard=world // fixed)
-    _check_rows(replace(config, mesh=smaller, run=replace(config.run, accumulate=1)), smaller.data_ranks)
-    before, mine = rows // mesh.data_ranks // config.run.accumulate, rows // smaller.data_ranks
-    micro = max(size for size in range(1, before + 1) if mine % size == 0)
-    return replace(config, mesh=smaller, run=replace(config.run, accumulate=mine // micro))
-
-
-def counts_of(config: Any, nodes: int) -> frozenset[int]:
-    """With how many nodes a placed configuration goes on; with all of them alone unless it is elastic.
-
-    Raises:
-        ConfigError: it is elastic, and on no smaller number can its batch be cut.
-    """
-    if not config.run.elastic:
-        return frozenset({nodes})
-    found, wrong = {nodes}, list[str]()
-    for count in range(1, nodes):
-        try:
-            resized(config, config.mesh.ranks // nodes * count)
-            found.add(count)
-        except ConfigError as error:
-            lines = [line.strip() for line in str(error).splitlines() if "Fix:" not in line]
-            wrong.append(f"{_count(count, 'node')}: {lines[-1]}")
-    if len(found) == 1:
-        head = f"run.elastic=true: no smaller number than {nodes} nodes can go on:"
-        raise ConfigError(report(head, wrong, "data.rows that fewer ranks divide."))
-    return frozenset(found)
 
 
 def _product(mesh: Any) -> str:

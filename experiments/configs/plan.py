@@ -16,7 +16,7 @@ from experiments.configs.train import AUTO, PrecisionConfig, RunConfig, Strategy
 from experiments.data.files import append, write_json, write_text
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
-from fnshard.launcher.rank import expect_memory
+from fnshard.launcher.post_mortem import expect_memory
 from fnshard.step.lowered import Lowered
 from fnshard.step.saved.file import make_folder
 

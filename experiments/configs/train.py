@@ -233,7 +233,6 @@ class RunConfig:
     (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
     what SIGTERM leaves the ranks to finish a step and save. `replicas`: nodes that hold a copy of each rank's
     blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0: none.
-    `elastic`: a job on several nodes goes on with those that are left, and grows when one is there again.
 
     `cache`: where compiled steps are kept for later runs: "auto" is `~/.cache/fnshard`, a path a folder of
     one's own, "off" keeps none. What is there is machine code: nobody else may write to it.
@@ -266,7 +265,6 @@ class RunConfig:
     stop_grace_s: float = 120.0
     replicas: int = 0
     replica_every: int = 1
-    elastic: bool = False
     profile: int = 0
     watch: str = "hunt"
 
@@ -343,8 +341,6 @@ def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False)
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
     if not (auto or budgeted) and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
-    if run.elastic and not run.replicas:
-        wrong.append("run.elastic=true: needs states in memory. Fix: run.replicas=1.")
     if run.replica_every != 1 and not run.replicas:
         wrong.append(f"run.replica_every={run.replica_every}: nothing is copied. Fix: run.replicas=1.")
     if "disk" in tiers and run.disk_dir is None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.cli.command_spec import CONF, CommandSpec, Help, Job
-from experiments.cli.fork_server import ForkServer
 from experiments.configs.train import ConfigError
 from experiments.finetune.config import FinetuneConfig
 
@@ -80,9 +79,8 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
             "`python -m experiments.finetune` without it once, or name a model directory."
         )
     try:
-        with ForkServer() as server:
-            if start(JOB, config, folder, [], server, chosen=True) == STOPPED:
-                raise SystemExit(0)
+        if start(JOB, config, folder, [], chosen=True) == STOPPED:
+            raise SystemExit(0)
     except ConfigError as error:
         if "another process is at work" in str(error):
             raise ConfigError("model=stdlib: another process makes it. Fix: wait for that.") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.training.resume import memory_name
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
 
@@ -77,13 +78,13 @@ class Saver:
                 print(f"not saved, training goes on: {error}", file=sys.stderr, flush=True)
 
 
-def replicas_of(run: Any, step: Any) -> fs.checkpoint.Replicas | None:
+def replicas_of(run: Any, step: Any, folder: Path) -> fs.checkpoint.Replicas | None:
     """What `run.replicas` asks for, or as many as the nodes that are left can hold."""
     if not run.replicas:
         return None
     nodes = step.mesh.size // int(os.environ.get("LOCAL_WORLD_SIZE", step.mesh.size))
     copies = min(run.replicas, most_copies(nodes))
-    return fs.checkpoint.Replicas(step, copies=copies, timeout=run.timeout_s)
+    return fs.checkpoint.Replicas(step, memory_name(folder), copies=copies, timeout=run.timeout_s)
 
 
 def restored(

@@ -55,7 +55,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
     with spent.on("start"):
         setup = prepare(config)
         folder, mesh = Path(run.folder), setup.mesh
-        replicas = replicas_of(config.run, setup.step)
+        replicas = replicas_of(config.run, setup.step, folder)
         state, loader, found = begin(setup, run, replicas)
         if mesh.rank == 0:
             print_resume(config.run, state, found)

@@ -36,7 +36,6 @@ UNFINISHED, SWEEPS = Path("outputs", "unfinished"), Path("multirun")
 FREE = (
     "timeout_s", "save_every", "async_save", "keep", "keep_every", "keep_best", "resume", "max_restarts",
     "stop_grace_s", "profile", "watch", "cache", "replicas", "replica_every",
-    "elastic",
 )  # fmt: skip
 
 

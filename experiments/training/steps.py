@@ -132,6 +132,7 @@ def run_steps(
                 with training.spent.on("saves"):
                     report.sync()
                     saver.save_last(number, state, training.loader, None)
+                    _release_memory(training)
                 return state, None
             if copies:
                 with training.spent.on("saves"):
@@ -144,10 +145,16 @@ def run_steps(
     finally:  # a run that breaks off has a row for every step whose numbers have arrived
         with suppress(RuntimeError, OSError):
             report_rows(training, report, read(training, wait=False))
-    if training.replicas is not None:
-        training.replicas.wait()
+    _release_memory(training)
     training.tracer.close()
     return state, held_out
+
+
+def _release_memory(training: Training) -> None:
+    """Remove the replicas, once the last state is on disk."""
+    if training.replicas is not None:
+        fs.checkpoint.wait()
+        training.replicas.close()
 
 
 def one_step(

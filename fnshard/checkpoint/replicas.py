@@ -1,6 +1,7 @@
 """Replicas: copies of a training state in host memory, so that a run goes on where it was when ranks die.
 
-A replica is a checkpoint whose files lie in memory that outlives a rank, a folder that the node's agent owns.
+A replica is a checkpoint whose files lie in memory that outlives a rank, in a folder of this node's /dev/shm.
+Ranks find it again whoever started them anew, `fs.launch` or `torchrun`.
 Each rank copies the blocks that are its own to a mapped file there, in two slots in turn; checksums, and the
 copy on a partner's node, are made in the background while the next step runs. Beside each file its part is
 written last, so no step is taken for complete that is not. Blocks that ranks on other nodes hold anyway, on
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 import uuid
@@ -43,13 +45,11 @@ from fnshard.checkpoint.state_leaves import state_leaves
 from fnshard.checkpoint.write_blocks import writers
 from fnshard.errors import CheckpointError
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.mesh.process_group import attempt
+from fnshard.mesh.process_group import attempt, launcher
 from fnshard.runtime.collectives.base import failing
-from fnshard.runtime.files.folder import data_file
+from fnshard.runtime.files.folder import data_file, memory_directory
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
-
-MEMORY = "FNSHARD_MEMORY"  # the node's folder, which its agent names
 
 
 def most_copies(nodes: int) -> int:
@@ -57,33 +57,42 @@ def most_copies(nodes: int) -> int:
     return max(1, nodes - 1)
 
 
+def _folder_of(memory: str | Path) -> Path:
+    if isinstance(memory, Path):
+        return memory
+    try:
+        return memory_directory(memory, launcher())
+    except OSError as error:
+        raise CheckpointError(
+            f"replicas in memory, {memory!r}: {error.filename}: {error.strerror}.",
+            fix="a Linux machine with /dev/shm, and a name that no other job has; of several agents on one "
+            "machine each needs FNSHARD_MEMORY, a folder of its own.",
+        ) from None
+
+
 class Replicas:
     """The replicas of one run, as one rank keeps them; all ranks call its methods together.
 
     Args:
         step: compiled, on a mesh of processes.
-        memory: a folder of this node, in memory, the same for all ranks of the node; default the one that
-            `fs.launch(..., memory=)` made.
-        copies: nodes that hold a block beside the one whose rank has it; on a single node, its memory.
+        memory: a name, the same on all ranks and at each start of this run, for a folder in `/dev/shm` (or
+            in the folder that `FNSHARD_MEMORY` names; agents that share a machine need one each). It stays
+            when ranks die, until `close`, or the end of who started them: `fs.launch` removes it, after
+            another launcher the next run with replicas on this machine does. Or the path of a folder of one's
+            own, the same for all ranks of the node.
+        copies: nodes that hold a block besides the one whose rank has it; on a single node, its memory.
         timeout: seconds after which a silent peer is an error.
 
     `lost`: whether `restore` found parts of states, or ranks that were started anew, and no complete state.
 
     Raises:
-        CheckpointError: no such folder; more copies than nodes can hold.
+        CheckpointError: no such memory, or it is another job's; more copies than nodes can hold.
     """
 
-    def __init__(
-        self, step: Step, memory: str | Path | None = None, *, copies: int = 1, timeout: float | None = None
-    ):
-        memory = memory or os.environ.get(MEMORY)
-        if memory is None:
-            raise CheckpointError(
-                "replicas need memory that outlives a rank, and no agent of ours has made any.",
-                fix="start the ranks by fs.launch(..., memory=NAME); without replicas under torchrun.",
-            )
-        self.step, self.mesh, self.memory = step, step.mesh, Path(memory)
+    def __init__(self, step: Step, memory: str | Path, *, copies: int = 1, timeout: float | None = None):
+        self.step, self.mesh = step, step.mesh
         self._group = group_of(self.mesh, timeout, "replicas")
+        self.memory = agreed(self._group, "replicas", lambda: _folder_of(memory))
         hosts = texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
         names = list(dict.fromkeys(hosts))
         self._nodes = [names.index(host) for host in hosts]  # by rank
@@ -199,7 +208,7 @@ class Replicas:
                     dist.recv(mapped_file(folder / name, size, new=True), source, group=self._group)
         texts(self._group, "")  # they are there for all ranks of a node
 
-    # -------------------------------------------------------------- behind a step
+    # -------------------------------------------------------------- after a step
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Copy a state; returns when it is on the host, so that the next step may have it.
@@ -236,6 +245,18 @@ class Replicas:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def close(self) -> None:
+        """Wait for all ranks and give the memory back; after the run's last state is saved elsewhere.
+
+        Raises:
+            CheckpointError: the save before failed.
+        """
+        self.wait()
+        texts(self._group, "")
+        self._slots.clear()
+        if self.mesh.rank == self._local[0]:
+            shutil.rmtree(self.memory, ignore_errors=True)
 
     def _mapped(self) -> dict[str, Tensor]:
         if self._next not in self._slots:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.analysis.measure import control_groups
 
+ERRORS = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves why it failed
+PEAK = ".peak"  # of the file next to a rank's error file
 # What a rank raises when *another* one died: never the cause of a failure, always its echo.
 ECHOES = (
     "CollectiveError",
@@ -27,35 +32,86 @@ ECHOES = (
 
 
 @dataclass
-class HostMemory:
-    """Bytes that were free at the least while ranks ran, and that each of them was predicted to take; None
-    is not known. A process that is gone has given its memory back: `look` again and again before."""
+class PostMortem:
+    """How the ranks ended: those that failed by themselves, and those that had to be killed afterwards.
 
+    `stopped`: the killed ranks that did not run (SIGSTOP). `least_free`: bytes of memory that were free at
+    the least while they ran, `predicted`: what each of them was predicted to take; None is not known.
+    """
+
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    killed: list[int] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
     least_free: int | None = None
     predicted: int | None = None
 
-    def look(self) -> None:
-        """Take note of what is free now."""
+    def note_free_memory(self) -> None:
+        """Called again and again while ranks run: a process that is gone has given its memory back."""
         free = free_bytes()
         if free is not None:
             self.least_free = free if self.least_free is None else min(free, self.least_free)
 
-    def read(self, errors: Iterable[Path]) -> None:
-        """Read what ranks wrote by `fnshard.launcher.rank.expect_memory`."""
+    def read_predictions(self, errors: Iterable[Path]) -> None:
+        """Read what ranks wrote by `expect_memory`."""
         for path in errors:
             with suppress(OSError, ValueError):
                 self.predicted = max(int(path.with_suffix(PEAK).read_text()), self.predicted or 0)
 
-    def __str__(self) -> str:
-        parts = []
-        if self.predicted is not None:
-            parts.append(f"peak predicted {self.predicted / 1e9:.3g} GB a rank")
-        if self.least_free is not None:
-            parts.append(f"free at the least {self.least_free / 1e9:.3g} GB")
-        return f" ({', '.join(parts)})" if parts else ""
+    @property
+    def cause(self) -> int:
+        """The rank that is to blame: one whose peer died, or that was asked to end, is an echo."""
+        return min(self.failures, key=lambda r: (echo_level(self.failures[r]), self.failures[r].timestamp))
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether a rank was lost, rather than its program wrong."""
+        cause = self.failures[self.cause]
+        return bool(self.stopped) or cause.exitcode < 0 or echo_level(cause) > 1
+
+    def describe(self, ranks: int, logs: Path) -> str:
+        """The message for a person: the rank that caused the failure, its traceback, its log; and the ranks
+        without a failure that the others waited for."""
+        message = self._of_cause(ranks, logs)
+        if self.stopped:
+            named = ", ".join(map(str, self.stopped))
+            return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {message}"
+        if self.killed and echo_level(self.failures[self.cause]) > 1:
+            named, log = ", ".join(map(str, self.killed)), logs / f"rank{self.killed[0]}.log"
+            return f"{message}\nStill at work, and killed: rank {named} (log: {log})"
+        return message
+
+    def _of_cause(self, ranks: int, logs: Path) -> str:
+        rank = self.cause
+        failure, log = self.failures[rank], logs / f"rank{rank}.log"
+        text = _traceback_of(failure)
+        if text:
+            raised = _exception_lines(text)[0]
+            head = f"rank {rank} of {ranks} failed: {raised}"
+            body = text.rstrip().removeprefix(raised).lstrip("\n")  # `sys.exit(message)` has no traceback
+        else:
+            ended = f"ended with exit code {failure.exitcode}, without a traceback."
+            if failure.exitcode < 0:
+                ended = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
+                ended += f": perhaps out of memory{self._memory}." if failure.exitcode == -9 else "."
+            head = f"rank {rank} of {ranks} {ended}"
+            body = f"Last line of its log: {_last_line(log)}"
+        return "\n".join(filter(None, [head, body, f"Log: {log}"]))
+
+    @property
+    def _memory(self) -> str:
+        parts = {"peak predicted {} GB a rank": self.predicted, "free at the least {} GB": self.least_free}
+        known = [text.format(f"{size / 1e9:.3g}") for text, size in parts.items() if size is not None]
+        return f" ({', '.join(known)})" if known else ""
 
 
-PEAK = ".peak"  # of the file beside a rank's error file
+def echo_level(failure: ProcessFailure) -> int:
+    """The higher, the less a rank's end is the cause of the others'."""
+    text = _traceback_of(failure)
+    if text:
+        return 3 if any(sign in line for sign in ECHOES for line in _exception_lines(text)) else 0
+    if failure.exitcode < 0:  # NCCL ends a process that has waited too long by SIGABRT
+        return {signal.SIGABRT: 2, signal.SIGTERM: 4}.get(-failure.exitcode, 0)
+    return 1
 
 
 def free_bytes() -> int | None:
@@ -69,41 +125,23 @@ def free_bytes() -> int | None:
     return min(found, default=None)
 
 
-def describe_failure(
-    failures: Mapping[int, ProcessFailure], ranks: int, logs: Path, memory: HostMemory | None = None
-) -> str:
-    """The message for a person: the rank that caused the failure, its traceback, its log.
-
-    A rank whose peer died, or that was asked to end, is an echo and comes last.
-
-    Args:
-        memory: what was seen of it while they ran.
-    """
-    rank = min(failures, key=lambda r: (echo_level(failures[r]), failures[r].timestamp))
-    failure, log = failures[rank], logs / f"rank{rank}.log"
-    text = _traceback_of(failure)
-    if text:
-        raised = _exception_lines(text)[0]
-        head = f"rank {rank} of {ranks} failed: {raised}"
-        body = text.rstrip().removeprefix(raised).lstrip("\n")  # of `sys.exit(message)` there is no traceback
-    else:
-        ended = f"ended with exit code {failure.exitcode}, without a traceback."
-        if failure.exitcode < 0:
-            ended = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
-            ended += f": perhaps out of memory{memory or ''}." if failure.exitcode == -signal.SIGKILL else "."
-        head = f"rank {rank} of {ranks} {ended}"
-        body = f"Last line of its log: {_last_line(log)}"
-    return "\n".join(filter(None, [head, body, f"Log: {log}"]))
+# ------------------------------------------------------------------ what a rank leaves
 
 
-def echo_level(failure: ProcessFailure) -> int:
-    """The more, the less a rank's end is the cause of the others'."""
-    text = _traceback_of(failure)
-    if text:
-        return 3 if any(sign in line for sign in ECHOES for line in _exception_lines(text)) else 0
-    if failure.exitcode < 0:  # NCCL ends a process that has waited too long by SIGABRT
-        return {signal.SIGABRT: 2, signal.SIGTERM: 4}.get(-failure.exitcode, 0)
-    return 1
+def expect_memory(peak_bytes: int) -> None:
+    """In a rank: report what it is predicted to take of the machine's memory, for the message about a rank
+    that was killed."""
+    if ERRORS in os.environ:
+        with suppress(OSError):
+            Path(os.environ[ERRORS]).with_suffix(PEAK).write_text(str(int(peak_bytes)))
+
+
+def write_message(message: str) -> None:
+    """In a rank: report why it ends, as an exception's traceback would."""
+    if ERRORS in os.environ:
+        values = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(os.environ[ERRORS]).write_text(json.dumps({"message": values}), encoding="utf-8")
 
 
 def _traceback_of(failure: ProcessFailure) -> str:

@@ -1,4 +1,4 @@
-"""Process group: how this process joins the ranks that a launcher started beside it, and leaves them.
+"""Process group: how this process joins the ranks that a launcher started with it, and leaves them.
 
 Ranks that `fs.launch` started on one machine meet through a file below a temporary folder, so that nothing
 listens on a network. Ranks that `torchrun` started meet as torchrun says, at `MASTER_ADDR`:`MASTER_PORT`.
@@ -12,6 +12,8 @@ import os
 import queue
 import socket
 import threading
+import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -20,7 +22,9 @@ import torch.distributed as dist
 from fnshard.errors import CollectiveError, SpecError
 
 MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
+POLL_S = 0.05
 SLACK_S = 5.0  # beyond its timeout, for torch to end by itself and say why
+LAUNCHER = "FNSHARD_LAUNCHER"  # the process of `fs.launch` that started this one
 RENDEZVOUS = "FNSHARD_RENDEZVOUS"  # folder of the ranks' file store
 MEETING = "fnshard-meeting"  # the thread that waits at an address, and may outlive the wait
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # elastic's name, which torchrun sets too
@@ -72,6 +76,11 @@ def _number(variable: str) -> int:
     return int(value)
 
 
+def launcher() -> int:
+    """The process that started this rank: `fs.launch`'s, or torchrun's agent."""
+    return int(os.environ.get(LAUNCHER, os.getppid()))
+
+
 def attempt() -> int:
     """How often the ranks of this job were started anew before."""
     return int(os.environ.get(ATTEMPT, "0"))
@@ -121,8 +130,8 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
     if RENDEZVOUS in os.environ:
         store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
     else:
-        # torchrun's store lives through restarts, and in it a dead attempt's addresses: who meets them hangs.
-        store = dist.PrefixStore(f"fnshard/{attempt()}", _met(rank, world, patience))
+        store = _met(rank, world, patience)
+        store = dist.PrefixStore(_name_of_start(store, rank, world, patience), store)
     _wait_for_all(store, rank, world, patience)
     store.set_timeout(timeout)
     make_group(device_type, store, rank, world, timeout)
@@ -143,22 +152,58 @@ def make_group(
     _joined.append(device_type)
 
 
+def _name_of_start(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> str:
+    """A name that the ranks of this start share, and no start before them.
+
+    torchrun's store may outlive its ranks: who reads the addresses of dead ones there hangs. Agents of
+    several machines need not count restarts alike, so that rank 0 names each start and answers who comes.
+
+    Raises:
+        CollectiveError: rank 0 did not come in time.
+    """
+    mine = f"fnshard/{uuid.uuid4().hex}"
+    if rank > 0:
+        store.set(f"fnshard/came/{rank}", mine)
+        try:
+            store.wait([f"{mine}/answer"], timeout)
+        except RuntimeError:
+            raise _not_met(rank, world, timeout, [0]) from None
+        return store.get(f"{mine}/answer").decode()
+    until = time.monotonic() + timeout.total_seconds()
+    came = [f"fnshard/came/{other}" for other in range(1, world)]
+    here = [f"{mine}/{_here(other)}" for other in range(1, world)]
+    while not store.check(here) and time.monotonic() < until:
+        for key in came:
+            if store.check([key]):  # what a dead rank has left there is answered, and nobody reads it
+                store.set(f"{store.get(key).decode()}/answer", mine)
+        time.sleep(POLL_S)
+    return mine
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _not_met(rank: int, world: int, timeout: datetime.timedelta, missing: list[int]) -> CollectiveError:
+    message = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
+    who = f"rank {', '.join(map(str, missing))} did not come"
+    fix = "look at the ranks that did not come; if they import slowly, raise the timeout."
+    return CollectiveError(message, [who], fix)
+
+
 def _wait_for_all(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> None:
     """Until all ranks have come to the store.
 
     Raises:
         CollectiveError: some did not come in time, by rank.
     """
-    keys = [f"here/{r}" for r in range(world)]
+    keys = [_here(r) for r in range(world)]
     store.set(keys[rank], "")
     try:
         store.wait(keys, timeout)
     except RuntimeError:
         missing = [r for r in range(world) if not store.check([keys[r]])]
-        message = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
-        who = f"rank {', '.join(map(str, missing))} did not come"
-        fix = "look at the ranks that did not come; if they import slowly, raise the timeout."
-        raise CollectiveError(message, [who], fix) from None
+        raise _not_met(rank, world, timeout, missing) from None
 
 
 def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
@@ -193,6 +238,8 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     except queue.Empty:
         store = TimeoutError("who listens there does not answer, and may be another program")
     if not isinstance(store, Exception):
+        while isinstance(store, dist.PrefixStore):  # of torch's, by each agent's own count of restarts
+            store = store.underlying_store
         return store
     fix = "another MASTER_PORT, the same on all ranks; or end who listens there."
     if "EADDRINUSE" in str(store):

@@ -156,8 +156,9 @@ def test_more_copies_than_nodes_can_hold(
 
 def test_memory_that_is_not_there_or_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = saved.step_of("zero1", "fp32", fs.make_mesh(shard=1))
-    with pytest.raises(CheckpointError, match=r"no agent of ours has made any.\s*Fix: start the ranks by fs"):
-        fs.checkpoint.Replicas(step)
+    monkeypatch.setenv("FNSHARD_MEMORY", str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"nowhere/fnshard-memory-a: No such file.*\s*Fix: a Linux"):
+        fs.checkpoint.Replicas(step, "a")
     monkeypatch.setattr(replicas, "control_groups", lambda: [(1000, 900)])
     with pytest.raises(CheckpointError, match=r"replicas take .* GB of this node's memory, .* are free"):
         fs.checkpoint.Replicas(step, tmp_path).start(saved.known(step))

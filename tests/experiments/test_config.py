@@ -122,8 +122,6 @@ WRONG_TRAIN = {
     "strategy.memory=nvme": r"strategy\.memory='nvme': must be one of device, host, disk",
     "strategy.optimizer_memory=ram": r"strategy\.optimizer_memory='ram': must be one of device, host",
     "strategy.update_on=disk": r"strategy\.update_on='disk': must be one of device, host",
-    "run.elastic=true": r"run\.elastic=true: needs states in memory .*Fix: run\.replicas=1",
-    "run.elastic=true run.replicas=1": r"run\.elastic=true: on one node all ranks start anew.*Fix: several",
     "run.replica_every=0": r"run\.replica_every=0: must be 1 or more",
     "run.replica_every=5": r"run\.replica_every=5: nothing is copied.*Fix: run\.replicas=1",
     "run.replicas=2": r"run\.replicas=2: 1 node can hold 1 .*Fix: run\.replicas=1, or more nodes",

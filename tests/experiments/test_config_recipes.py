@@ -18,7 +18,6 @@ from tuning import run_in
 from experiments.bench.__main__ import SPEC as BENCH
 from experiments.chaos.config import SPEC as CHAOS
 from experiments.cli.command_spec import CONF, CommandSpec
-from experiments.cli.fork_server import ForkServer
 from experiments.cli.help import help_of
 from experiments.cli.main import main
 from experiments.cli.validation import validate
@@ -182,7 +181,6 @@ def test_help_is_printed_and_nothing_is_made(tmp_path, monkeypatch, capfd):
 
 def test_other_flags_of_hydra_work(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ForkServer, "start", lambda *_: pytest.fail("imports for ranks that nobody starts"))
     for arguments, said in {
         ("--cfg", "job", "run.steps=7"): "steps: 7",
         ("--cfg", "job", "--package", "mesh"): "replicate: 1",

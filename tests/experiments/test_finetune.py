@@ -20,7 +20,6 @@ from tuned_steps import made_by
 from tuning import ROOT, SMALL, STEPS, compose, config_of, rows_of, run_in
 
 import fnshard as fs
-from experiments.cli.fork_server import ForkServer
 from experiments.cli.job import start
 from experiments.configs.train import ConfigError
 from experiments.data.pieces import encode_all
@@ -349,7 +348,7 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     for overrides, message in cases.items():
         with pytest.raises(ConfigError, match=message):
             config = compose(*SMALL, *overrides.split())
-            start(job.JOB, config, tmp_path / "run", [], ForkServer(), chosen=True)
+            start(job.JOB, config, tmp_path / "run", [], chosen=True)
     assert not (tmp_path / "run" / "ranks").exists()
     config = config_of(model, data, tmp_path, "method.targets=*.nothing")
     with pytest.raises(ConfigError, match=r"method\.targets=\*\.nothing.* matches no leaf"):

@@ -36,12 +36,13 @@ from experiments.training.resume import (
     CHECKPOINTS,
     RunFolder,
     claimed,
+    memory_name,
     source_of,
 )
-from fnshard.checkpoint.replicas import MEMORY
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
 from fnshard.mesh.process_group import ATTEMPT
+from fnshard.runtime.files.folder import MEMORY
 
 pytestmark = pytest.mark.usefixtures("lowered_once")
 
@@ -119,6 +120,7 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     memory, run = tmp_path / "memory", run_in(tmp_path / "run")
     memory.mkdir()
     monkeypatch.setenv(MEMORY, str(memory))
+    memory /= f"fnshard-memory-{memory_name(Path(run.folder))}"
     for at in (3, 7, 8, STEPS):
         with monkeypatch.context() as patch:
             killed_at(patch, at)
@@ -132,6 +134,7 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     monkeypatch.setenv(ATTEMPT, "1")
     loop.train(config_of("run.replicas=1"), run, [], Stop())
     told = capfd.readouterr().out
+    assert not memory.exists()
     assert f"replicas: no step is complete in memory, going on from {run.root}\n" in told
     assert f"resume: step 12 of {run.root}\n" in told
     assert "of each node's host memory" in Path(run.folder, "memory.txt").read_text()

@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from slurm import install
 
 from experiments.cli import job, launchers
-from experiments.cli.fork_server import ForkServer
 from experiments.cli.main import main
 from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of, outcome_of
@@ -180,7 +179,7 @@ def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypa
     monkeypatch.setattr(job.HydraConfig, "get", lambda: here)
     if (pid := os.fork()) == 0:
         try:
-            job._one(JOB, OmegaConf.create(), ForkServer(), sweep=0)
+            job._one(JOB, OmegaConf.create(), sweep=0)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
@@ -298,7 +297,7 @@ def test_a_real_search(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_of_two_nodes_under_slurm(tmp_path):
-    """Two agents, a rank each; the losses of one agent with two ranks, bit for bit."""
+    """Two agents of torchrun's, a rank each; the losses of one launcher with two ranks, bit for bit."""
     path = {"PATH": f"{install(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}"}
     two = ("mesh.shard=2", "run.steps=4")
     code, output, sweep = real(tmp_path, "launcher=slurm", "hydra.launcher.nodes=2", *two, env=path)
@@ -313,4 +312,3 @@ def test_a_job_of_two_nodes_under_slurm(tmp_path):
         for s in (sweep, plain)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 5
-    assert sorted(p.name for p in (sweep / "0" / "ranks").iterdir()) == ["rank0.log", "rank1.log"]

@@ -13,7 +13,6 @@ import tempfile
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from launched import (
@@ -103,7 +102,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_not_restarted(tmp_pa
 def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
     """And with what may have killed it."""
     body = """
-    from fnshard.launcher.rank import expect_memory
+    from fnshard.launcher.post_mortem import expect_memory
 
     def main():
         if rank == 1:
@@ -198,37 +197,47 @@ def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_memory_outlives_a_rank_and_not_the_job(tmp_path):
+@pytest.mark.executed
+def test_memory_outlives_a_rank_and_not_the_job(tmp_path, monkeypatch):
     """A restarted rank finds what a dead one wrote; what a killed launcher left is kept, or cleared."""
     body = """
+    from fnshard.mesh.process_group import launcher
+    from fnshard.runtime.files.folder import memory_directory
+
     def main():
-        memory = os.environ["FNSHARD_MEMORY"]
+        memory = memory_directory("job", launcher())
         if attempt() == 0:
-            open(f"{memory}/kept", "w").close()
+            open(memory / "kept", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        open(f"{out}/found", "w").write(" ".join([memory, oct(os.stat(memory).st_mode), *os.listdir(memory)]))
+        open(f"{out}/found", "w").write(" ".join([oct(os.stat(memory).st_mode), *os.listdir(memory)]))
     """
-    job = f"test{os.getpid()}"
-    left, other = (Path(f"/dev/shm/fnshard-memory-{name}.0") for name in (job, f"{job}x"))
-    for path in (left, other):
+    monkeypatch.setenv("FNSHARD_MEMORY", str(tmp_path))
+    left, other, alive = (tmp_path / f"fnshard-memory-{name}" for name in ("job", "killed", "alive"))
+    for path, owner in ((left, ended_process()), (other, ended_process()), (alive, os.getppid())):
         path.mkdir(mode=0o700)
         (path / "left").touch()
-    run(tmp_path, body, ranks=1, max_restarts=1, memory=job)
-    memory, mode, *names = (tmp_path / "found").read_text().split()
-    assert (memory, mode, set(names)) == (str(left), "0o40700", {"left", "kept"})
-    assert not left.exists() and not other.exists()
+        (path / "owner").write_text(str(owner))
+    run(tmp_path, body, ranks=1, max_restarts=1)
+    mode, *names = (tmp_path / "found").read_text().split()
+    assert (mode, set(names)) == ("0o40700", {"left", "kept", "owner"})
+    assert not left.exists() and not other.exists() and alive.exists()
 
 
-def test_memory_that_others_may_enter_is_refused(tmp_path):
-    job = f"test{os.getpid()}"
-    open_to_all = Path(f"/dev/shm/fnshard-memory-{job}.0")
-    open_to_all.mkdir()
-    open_to_all.chmod(0o755)
-    try:
-        with pytest.raises(LaunchError, match=r"fnshard-memory-test.*it is in use, or open to others"):
-            run(tmp_path, "def main(): pass", ranks=1, memory=job)
-    finally:
-        open_to_all.rmdir()
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("how", ["open", "owned"])
+def test_memory_that_others_may_enter_or_use_is_refused(how, tmp_path, monkeypatch):
+    monkeypatch.setenv("FNSHARD_MEMORY", str(tmp_path))
+    memory = tmp_path / "fnshard-memory-job"
+    memory.mkdir()
+    memory.chmod(0o755 if how == "open" else 0o700)
+    (memory / "owner").write_text(str(os.getppid()))
+    with pytest.raises(FileExistsError, match=r"it is in use, or open to others.*fnshard-memory-job"):
+        folder.memory_directory("job", os.getpid() if how == "owned" else os.getppid())
 
 
 def test_a_folder_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from launched import (
     wait_for,
 )
 
-from fnshard.launcher import local as launcher
 from fnshard.launcher.local import LaunchError
+from fnshard.launcher.post_mortem import PostMortem
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -150,5 +150,5 @@ def test_an_echo_is_never_the_cause():
         failure(2, 1, "KeyError: 'x'", 9),
         failure(2, 7, None, 9),
     ):
-        shown = launcher.describe_failure({0: echo, 2: cause, 3: told}, 4, Path("logs"))
+        shown = PostMortem({0: echo, 2: cause, 3: told}).describe(4, Path("logs"))
         assert shown.startswith("rank 2 of 4 ")

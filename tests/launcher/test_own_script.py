@@ -28,13 +28,13 @@ def loss_fn(params, x, y):
     return (torch.tanh(x @ params["a"]) @ params["b"] - y).square().mean()
 
 
-def main():
+def main(rate=1.0):
     mesh = fs.make_mesh(device="cpu")
     assert dist.is_initialized() == (mesh.size > 1)
     torch.manual_seed(0)
     params = {"a": torch.randn(4, 8).double(), "b": torch.randn(8, 2).double()}
     specs = fs.presets.full_shard(params, mesh)
-    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.1), backend="eager")
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(rate), backend="eager")
     state = step.init(params)
     x, y = torch.randn(8, 4).double(), torch.randn(8, 2).double()
     rows = torch.arange(8).tensor_split(mesh.size)[mesh.rank]
@@ -47,7 +47,11 @@ def main():
 
 
 if __name__ == "__main__":
-    starts = {"bare": main, "run_rank": lambda: fs.run_rank(main), "launch": lambda: fs.launch(main, ranks=2)}
+    starts = {
+        "bare": lambda: main(0.1),
+        "run_rank": lambda: fs.run_rank(lambda: main(0.1)),
+        "launch": lambda: fs.launch(main, ranks=2, args=(0.1,)),
+    }
     starts[sys.argv[1]]()
 """
 
@@ -86,7 +90,7 @@ def test_one_script_for_every_way_to_start_it(tmp_path):
 
 @pytest.mark.parametrize(("program", "ranks"), [("train.py", 2), (["true"], 0)])
 def test_a_command_is_words_and_ranks_are_there(program, ranks):
-    with pytest.raises(LaunchError, match=r"(?s)a function or a list of words.*Fix: fs\.launch\(\[sys"):
+    with pytest.raises(LaunchError, match=r"(?s)a function, or a list of words.*Fix: fs\.launch\(\[sys"):
         fs.launch(program, ranks=ranks)
 
 
@@ -96,9 +100,9 @@ def nested():
     return inside
 
 
-@pytest.mark.parametrize("function", [lambda: None, nested(), {}.clear], ids=["lambda", "nested", "method"])
+@pytest.mark.parametrize("function", [lambda: None, nested()], ids=["lambda", "nested"])
 def test_a_function_without_an_importable_name_is_refused(function):
-    with pytest.raises(LaunchError, match=r"(?s)no name by which other processes could import it.*Fix: def"):
+    with pytest.raises(LaunchError, match=r"(?s)cannot be sent to other processes.*Fix: def"):
         fs.launch(function, ranks=2)
 
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import fork_server
-from experiments.cli.fork_server import Forked, ForkServer
+from tests.support import fork_server
+from tests.support.fork_server import Forked, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("python", "torchrun", "srun", "pip", "pytest", "mlflow", "wandb")
@@ -106,9 +106,12 @@ class Warm:
             _words(how, arguments), env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         )
 
-    def popen(self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> Forked:
-        """As `subprocess.Popen([python, "-u", FILE, ...])`, with this process's stdout and stderr."""
-        return self._server.popen(_words({}, command[2:]), env=env)
+    def popen(
+        self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool, stdout: Any = None,
+        stderr: Any = None,
+    ) -> Forked:  # fmt: skip
+        """As `subprocess.Popen([python, "-u", FILE, ...])`."""
+        return self._server.popen(_words(_streams_to(stdout), command[2:]), env=env)
 
     def close(self) -> None:
         """End it."""
@@ -117,6 +120,11 @@ class Warm:
 
 def _words(how: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "tests.support.commands", json.dumps(how), *arguments]
+
+
+def _streams_to(file: Any) -> dict[str, Any]:
+    """Both streams to an open file, which may be closed when they are needed."""
+    return {} if file is None else {"streams": [os.path.abspath(file.name)] * 2}
 
 
 class Forking:
@@ -132,9 +140,7 @@ class Forking:
         """`[python, -u, ...]`, from this process as it is."""
         server = ForkServer()
         start_here(server)
-        how: dict[str, Any] = {} if cwd is None else {"cwd": str(cwd)}
-        if stdout is not None:
-            how["streams"] = [f"/proc/{os.getpid()}/fd/{stdout.fileno()}"] * 2
+        how = _streams_to(stdout) | ({} if cwd is None else {"cwd": str(cwd)})
         return server.popen(_words(how, [word for word in command[1:] if word != "-u"]), env=env)
 
     def __getattr__(self, name: str) -> Any:
@@ -187,7 +193,6 @@ def main(how: str, *arguments: str) -> None:
     if "streams" in told:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     local.subprocess = chaos.subprocess = Forking()
-    ForkServer.start = start_here
     for name, value in told.get("patches", {}).items():
         module, _, constant = name.rpartition(".")
         setattr(__import__(module, fromlist=["*"]), constant, value)

@@ -9,11 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from commands import start_here
+from commands import Forking
 from main_job import SMALL, compose
 from tqdm import tqdm
 
-from experiments.cli.fork_server import ForkServer
 from experiments.cli.job import start
 from experiments.configs.machine import place
 from experiments.configs.train import TrainConfig
@@ -21,6 +20,7 @@ from experiments.train import JOB
 from experiments.training import loop
 from experiments.training.resume import RunFolder
 from fnshard.errors import FnshardError
+from fnshard.launcher import local
 from fnshard.launcher.rank import Stop
 
 STEPS = 40  # a row each: two blocks of metrics
@@ -33,14 +33,14 @@ def free(disk: Path) -> int:
     return found.f_bavail * found.f_frsize // BLOCK
 
 
-def run_with(blocks: int | None, disk: Path, text: Path, server: ForkServer) -> dict[str, object]:
+def run_with(blocks: int | None, disk: Path, text: Path) -> dict[str, object]:
     """One run that finds so many blocks free, or all of them; what it says, and what it leaves."""
     ballast, folder = disk / "ballast", disk / "run"
     if blocks is not None:
         ballast.write_bytes(b"\0" * ((free(disk) - blocks) * BLOCK))
     before, said = free(disk), "ok"
     try:
-        start(JOB, asked(text), folder, [], server, chosen=True)
+        start(JOB, asked(text), folder, [], chosen=True)
     except (FnshardError, OSError) as error:  # what the command line tells in one line
         said = f"{type(error).__name__}: {error}"
     result = folder / "result.json"
@@ -71,12 +71,11 @@ def main() -> None:
     shutil.rmtree(disk / "first")
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("there are threads, which a fork does not take along")
-    ForkServer.start = start_here
-    with ForkServer() as server:
-        whole = run_with(None, disk, text, server)
-        print(json.dumps(whole))
-        for blocks in (0, 2, 7, whole["took"] - 12, whole["took"] - 2):
-            print(json.dumps(run_with(blocks, disk, text, server)), flush=True)
+    local.subprocess = Forking()
+    whole = run_with(None, disk, text)
+    print(json.dumps(whole))
+    for blocks in (0, 2, 7, whole["took"] - 12, whole["took"] - 2):
+        print(json.dumps(run_with(blocks, disk, text)), flush=True)
 
 
 if __name__ == "__main__":

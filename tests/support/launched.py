@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from commands import Forking, Warm
 
-from experiments.cli.fork_server import Forked
 from fnshard.launcher import local as launcher
+from tests.support.fork_server import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 

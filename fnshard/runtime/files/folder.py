@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors")
-SHARED_MEMORY, MEMORY_PREFIX = Path("/dev/shm"), "fnshard-memory-"
+MEMORY, SHARED_MEMORY, MEMORY_PREFIX = "FNSHARD_MEMORY", "/dev/shm", "fnshard-memory-"
+OWNER = "owner"  # a file in a directory in memory: the process that would start its users anew
 KEPT = ".kept"  # a file in a temporary directory that is the user's
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
 
@@ -85,8 +86,8 @@ def is_checkpoint_directory(folder: Path) -> bool:
 
 @contextmanager
 def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -> Iterator[Path]:
-    """A temporary directory, locked by this process and gone behind the block; what killed processes left
-    behind of that prefix is cleared away.
+    """A temporary directory, locked by this process and gone after the block; what killed processes left
+    of that prefix is cleared away.
 
     Args:
         keep: exceptions that leave it to the user, for good.
@@ -114,42 +115,74 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
         os.close(fd)
 
 
-@contextmanager
-def memory_directory(job: str, node: int, root: Path = SHARED_MEMORY) -> Iterator[Path]:
-    """A directory in this machine's memory, for this user alone, locked by this process and gone behind the
-    block.
+def memory_directory(name: str, owner: int) -> Path:
+    """A directory in this machine's memory, for this user alone.
 
-    What a killed process of the same job and node left there is still in it; what those of other jobs left
-    is cleared away.
+    The processes that use it share a lock, which ends with them. The directory stays: what processes of that
+    name left is in it for those that are started after them. What others left is cleared away when their
+    owner, too, has ended.
+
+    Args:
+        owner: the process that would start them anew.
 
     Raises:
-        OSError: the machine has no such memory, another user has the name, or another process the directory.
+        OSError: the machine has no such memory, another user has the name, or another owner the directory.
     """
-    folder = root / f"{MEMORY_PREFIX}{job}.{node}"
+    folder = memory_root() / f"{MEMORY_PREFIX}{name}"
     while True:  # until a lock is faster than another process, which may take the directory for a leftover
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077 or not _lock(fd, fcntl.LOCK_NB):
+        theirs = _owner(folder) not in (None, owner)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077 or (theirs and _lives(_owner(folder))):
             os.close(fd)
             raise FileExistsError(errno.EEXIST, "it is in use, or open to others", str(folder))
+        fcntl.flock(fd, fcntl.LOCK_SH)  # until this process ends
         if folder.exists():
             break
         os.close(fd)
+    written = folder / f".{OWNER}.{os.getpid()}"
+    written.write_text(str(owner))
+    os.rename(written, folder / OWNER)
+    clear_memory()
+    return folder
+
+
+def clear_memory(owner: int | None = None) -> None:
+    """Remove what ended processes left in this machine's memory: those of an owner that has ended, too, or is
+    this one."""
+    for left in sorted(memory_root().glob(f"{MEMORY_PREFIX}*")):
+        pid = _owner(left)
+        if pid is None or pid == owner or not _lives(pid):
+            _clear(left)
+
+
+def in_memory(name: str) -> bool:
+    """Whether processes of that name have left such a directory here."""
+    return (memory_root() / f"{MEMORY_PREFIX}{name}").is_dir()
+
+
+def memory_root() -> Path:
+    """Where such directories are: `FNSHARD_MEMORY`, by default `/dev/shm`."""
+    return Path(os.environ.get(MEMORY, SHARED_MEMORY))
+
+
+def _owner(folder: Path) -> int | None:
     try:
-        for left in sorted(root.glob(f"{MEMORY_PREFIX}*")):
-            if not left.name.startswith(f"{MEMORY_PREFIX}{job}."):
-                _clear(left)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(fd)
+        return int((folder / OWNER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
-def in_memory(job: str, root: Path = SHARED_MEMORY) -> bool:
-    """Whether a killed process of this job has left such a directory here."""
-    return any(root.glob(f"{MEMORY_PREFIX}{job}.*"))
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _clear(left: Path) -> None:

@@ -238,7 +238,7 @@ def _become(
     os.environ.clear()
     os.environ.update(env)  # before what may not be imported yet
     if "RANK" in env:
-        from fnshard.launcher.rank import LAUNCHER
+        from fnshard.mesh.process_group import LAUNCHER
 
         os.environ[LAUNCHER] = str(server)  # whose death ends a rank
         with suppress(OSError):  # `ps` shows it, where the environment is that of the server
