@@ -81,7 +81,7 @@ TWICE = Row(
 )
 PARTS = Row("size=tiny backend=eager length=16 rounds=0 worlds=[2] measured_worlds=[2] models=[1b] ranks=[8]")
 KILLS = Row("kills=1 ranks=1 steps=6 save_every=2 held_out_every=6")
-INSTALL, NODES, SLURM = "an installation", "several nodes", "SLURM"
+INSTALL, SLURM = "an installation", "SLURM"
 
 TABLE = {
     # -- installing, and this suite
