@@ -137,7 +137,7 @@ def sweep(
 ) -> Iterator[Callable[..., tuple[Any, list[str], Path]]]:
     """Run a sweep in this process whose jobs are a formula: best at a rate of 1e-3, and none for seed 13."""
 
-    def started(_: Any, asked: Any, folder: Path, overrides: list[str]: Any, *, chosen: bool) -> str:
+    def started(_: Any, asked: Any, folder: Path, overrides: list[str], *, chosen: bool) -> str:
         assert chosen
         if asked.run.seed == 13:
             raise LaunchError("rank 1 of 2 was killed by SIGKILL\nLast line of its log: (empty)")
