@@ -1,29 +1,32 @@
-"""NaN search: a step replayed from its state and batch, pure values, to where NaN or inf arose."""
+"""Nonfinite: a step replayed from its state and batch, pure values, to where NaN or inf arose."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
+from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.instructions import (
-    COMMUNICATION,
     Action,
     Env,
     Instruction,
     Run,
-    Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import as_arguments
-from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
 from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
 from fnshard.errors import DebugError, FnshardError, StateError, report
 from fnshard.runtime.files.json_reader import from_json
@@ -66,32 +69,22 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class NanReport:
-    """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
+    """What `fs.debug.nan_hunt` found; false where all is finite.
 
-    `found[0]` is the first place. Behind it: NaN that was made of its inf, and faults of their own.
+    `first`: where it began.
     """
 
-    found: tuple[NonFinite, ...]
+    first: NonFinite | None
     step: int
     loss: float
 
-    @property
-    def first(self) -> NonFinite | None:
-        """Where it began."""
-        return next(iter(self.found), None)
-
     def __bool__(self) -> bool:
-        return bool(self.found)
+        return self.first is not None
 
     def __str__(self) -> str:
         if not self:
             return f"step {self.step}: loss {self.loss:g}; loss, gradients and state are finite"
-        lines = [f"step {self.step}: loss {self.loss:g}; {self.first}"]
-        for other in self.found[1:3]:
-            lines.append(f"then {other}")
-        if len(self.found) > 3:
-            lines.append(f"and {len(self.found) - 3} more")
-        return "\n".join(lines)
+        return f"step {self.step}: loss {self.loss:g}; {self.first}"
 
 
 def nan_hunt(
@@ -138,21 +131,19 @@ def nan_hunt(
         )
     batch = as_arguments(step.fn, batch, keywords)
     again, training = step.replay(backend="eager"), isinstance(state, TrainState)
-    tracker, found = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank), []
+    tracker = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank)
     copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
+    first = None
     if any(json.loads(text) for text in again.gather_text(json.dumps(tracker.ill))):
-        mine = [asdict(a) for a in _with_sources(again, batch, tracker)]
-        found = [
-            from_json(NonFinite, each)
-            for text in again.gather_text(json.dumps(mine))
-            for each in json.loads(text)
-        ]
-        found = _caused(_one_each(found), tracker.schedule)
-    number = int(state.step) if training else rng[1]
-    return NanReport(tuple(found), number, float(loss))
+        mine = _with_source(again, batch, tracker)
+        texts = again.gather_text(json.dumps(mine and asdict(mine)))
+        found = [from_json(NonFinite, each) for text in texts if (each := json.loads(text))]
+        # The order of the schedule is that of causes on all ranks: who receives NaN waits on a later line.
+        first = min(found, key=lambda each: (each.number, each.rank), default=None)
+    return NanReport(first, int(state.step) if training else rng[1], float(loss))
 
 
 @dataclass
@@ -231,7 +222,10 @@ class NonFiniteTracker:
                 if all(n[3] == "inf" for n in news):
                     return  # an infinity that the program wrote on purpose
             else:
-                arose = _named(arose, origin)
+                arose = replace(
+                    arose, kind=origin.kind, op=origin.op, node=origin.node, of=origin.of,
+                    inputs=origin.inputs, gives=origin.gives, source=origin.source_node,
+                )  # fmt: skip
         self.found.append(arose)
 
 
@@ -241,14 +235,6 @@ def _broken(number: int, line: Instruction, error: Exception) -> str:
         [f"{type(error).__name__}: {error}".splitlines()[0]],
         "fs.debug.bisect with the specs of fs.presets.no_shard shows whether the layout is to blame.",
     )
-
-
-def _named(arose: NonFinite, origin: NonFiniteOp) -> NonFinite:
-    of = origin.of[0] if origin.of else ""
-    return replace(
-        arose, kind=origin.kind, op=origin.op, node=origin.node, of=of, inputs=origin.inputs,
-        gives=origin.gives, source=origin.source_node or "",
-    )  # fmt: skip
 
 
 def _is_mask(tensor: Tensor, kind: Health) -> bool:
@@ -266,41 +252,152 @@ def _worse(kind: Health, before: Health) -> bool:
     return before != "nan" if kind == "nan" else not before
 
 
-# ------------------------------------------------------------------ the replay
-
-
-def _with_sources(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> list[NonFinite]:
-    """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
-    found = tracker.found
-    if not any(a.source for a in found):
-        return found
+def _with_source(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> NonFinite | None:
+    """This rank's first finding, with the line of the user's code: `fn` is traced again, its stacks kept."""
+    arose = next(iter(tracker.found), None)
+    if arose is None or not arose.source:
+        return arose
     segments = batch.call(partial(step.front, sources=True)).segments
-    lines = tracker.schedule.instructions
-
-    def line_of(arose: NonFinite) -> str:
-        segment = segments.segments[lines[arose.number].segment]
-        nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
-        node = nodes.get(arose.source)
-        return node.meta.get("stack_trace", "") if node is not None else ""
-
-    return [replace(a, source=line_of(a)) if a.source else a for a in found]
+    segment = segments.segments[tracker.schedule.instructions[arose.number].segment]
+    nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
+    node = nodes.get(arose.source)
+    return replace(arose, source=node.meta.get("stack_trace", "") if node is not None else "")
 
 
-def _one_each(found: list[NonFinite]) -> list[NonFinite]:
-    """In the order of the schedule, which is that of causes on all ranks: who receives NaN waits on a later
-    line than who sent it. What several ranks saw at one line is the first one's.
+# ------------------------------------------------------------------ the op of a kernel
+
+
+@dataclass(frozen=True)
+class NonFiniteOp:
+    """An op of a kernel; `of`: the op of the forward that it belongs to, where it is one of a backward.
+
+    `gives`: its result's dtype and shape. `source_node`: its node in the segment's source, if that is known.
     """
-    out: dict[tuple[int, str], NonFinite] = {}
-    for each in sorted(found, key=lambda a: (a.number, a.rank)):
-        out.setdefault((each.number, each.what if each.number < 0 else ""), each)
-    return list(out.values())
+
+    op: str
+    node: str
+    kind: Health
+    inputs: str
+    gives: str
+    of: str = ""
+    source_node: str = ""
 
 
-def _caused(found: list[NonFinite], schedule: Schedule) -> list[NonFinite]:
-    """Without what a rank received: behind another finding, a collective brings what others have sent."""
+def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> NonFiniteOp | None:
+    """The op of a kernel where NaN or inf arose, found by running its graph node by node; None: no op.
 
-    def received(arose: NonFinite) -> bool:
-        line = schedule.instructions[arose.number] if arose.number >= 0 else None
-        return isinstance(line, Wait) and line.of.lane == COMMUNICATION
+    An infinity among an op's own constants (a mask) is none; one that an input holds is none either, but the
+    NaN that an op makes of it.
+    """
+    with torch.no_grad():
+        if backward:
+            found = _first_bad_node(kernel.backward.graph, args, _interpret(kernel.backward))
+            if found is None:
+                return None
+            source = _forward_of(kernel, found[0])
+            of = {} if source is None else {"of": _op(source), "source_node": source.name}
+            return _described(*found, **of)
+        found = _first_bad_node(kernel.source.graph, args, partial(replay, kernel.source.graph))
+        if found is not None:
+            return _described(*found, source_node=found[0].name)
+        found = _first_bad_node(kernel.forward.graph, args, _interpret(kernel.forward))  # its ops may differ
+        return found and _described(*found)
 
-    return [a for i, a in enumerate(found) if i == 0 or not received(a)]
+
+Interpret = Callable[[Sequence[Any], Callable[[fx.Node, Any], None]], Any]
+
+
+def _interpret(module: fx.GraphModule) -> Interpret:
+    def run(args: Sequence[Any], seen: Callable[[fx.Node, Any], None]) -> Any:
+        class Watched(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                value = super().run_node(n)
+                seen(n, value)
+                return value
+
+        return Watched(module).run(*args)
+
+    return run
+
+
+def _first_bad_node(
+    graph: fx.Graph, args: Sequence[Any], run: Interpret
+) -> tuple[fx.Node, Mapping[fx.Node, Health]] | None:
+    kinds: dict[fx.Node, Health] = {}
+
+    def seen(node: fx.Node, value: Any) -> None:
+        if node.op != "output":
+            kinds[node] = worst_health([health(t) for _, t in tensors(value)])
+
+    run(args, seen)
+    order = [n for n in graph.nodes if n.op != "output"]
+    ill = set()
+    stack = [n for n in graph.output_node().all_input_nodes if kinds[n]]
+    while stack:  # only what leads to a result: an infinity that was masked away again is no trouble
+        node = stack.pop()
+        if node not in ill:
+            ill.add(node)
+            stack += [n for n in node.all_input_nodes if kinds[n]]
+    born = [n for n in order if n in ill and n.op != "placeholder" and not _inputs(n, kinds)]
+    born = [n for n in born if kinds[n] == "nan" or not _deliberate(n)]
+    turned = [n for n in order if n in ill and n.op != "placeholder" and kinds[n] == "nan"]
+    turned = [n for n in turned if _inputs(n, kinds) == "inf"]
+    return next(((node, kinds) for node in (*born, *turned)), None)
+
+
+def _inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
+    return worst_health([kinds[n] for n in node.all_input_nodes])
+
+
+def _deliberate(node: fx.Node) -> bool:
+    """Whether an infinity is among the op's own constants."""
+    return any(isinstance(v, float) and math.isinf(v) for v in _constants((node.args, node.kwargs)))
+
+
+def _constants(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _constants(each)
+    else:
+        yield value
+
+
+def _described(node: fx.Node, kinds: Mapping[fx.Node, Health], **more: str) -> NonFiniteOp:
+    inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
+    return NonFiniteOp(_op(node), node.name, kinds[node], inputs, describe(node.meta.get("val")), **more)
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _forward_of(kernel: Kernel, node: fx.Node) -> fx.Node | None:
+    """The source's op whose derivative (or recomputation) a backward's node is part of.
+
+    Autograd numbers its functions, and the export keeps the number on the nodes of both ways; what is
+    recomputed keeps its name. The n-th op of a kind in the forward is the n-th of that kind in the source;
+    where the export has folded or split some, the longest runs of equal ops tell.
+    """
+    number = node.meta.get("seq_nr")
+    ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
+    sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
+    again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
+    own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
+    for candidate in reversed(own):
+        alike = sorted((n for n in ahead if n.target == candidate.target), key=_place)
+        matching = [n for n in sources if n.target == candidate.target]
+        if len(alike) == len(matching):
+            return matching[alike.index(candidate)]
+        names, place = [[str(n.target) for n in nodes] for nodes in (ahead, sources)], ahead.index(candidate)
+        for block in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
+            if matching and block.a <= place < block.a + block.size:
+                return sources[block.b + place - block.a]
+    return None
+
+
+def _place(node: fx.Node) -> int:
+    """Names of the same op are numbered in the order of the trace: log, log_1, log_2."""
+    number = re.search(r"_(\d+)$", node.name)
+    return int(number.group(1)) if number else 0
